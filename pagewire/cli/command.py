@@ -39,6 +39,9 @@ VERBS = {
     "status": Verb("pagewire.cli.status", "main", "show what a server is doing"),
     "bench": Verb("pagewire.bench.command", "main", "measure throughput, latency or a running server"),
     "replay": Verb("pagewire.cli.replay", "main", "run a recording of a scheduler again and check it"),
+    "simulate": Verb(
+        "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
+    ),
     "demo": Verb("pagewire.cli.demo", "main", "serve the bundled model, stream one completion, and end"),
 }
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130

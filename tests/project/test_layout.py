@@ -53,6 +53,7 @@ ALLOWED_IMPORTS = {
         "pagewire.gguf",
         "pagewire.grammars",
     ),
+    "scheduler_service.simulation": ("scheduler_service.core", "scheduler_service.simulation"),
     # What several of the packages beside it need, and no more.
     "scheduler_service.rpc": ("scheduler_service.rpc.status", "pagewire.protos.gen.pagewire.scheduler"),
     "scheduler_service.rpc.worker": (
@@ -480,7 +481,7 @@ def test_no_module_is_there_twice() -> None:
     assert not [paths for text, paths in places.items() if text and len(paths) > 1]
 
 
-@pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler", "frontend"])
+@pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler", "frontend", "simulate"])
 def test_help_is_quick_to_load(verb: str) -> None:
     code = f"import pagewire.cli.command\nassert pagewire.cli.command.main(['{verb}', '--help']) == 0"
     assert not loaded_after(code) & HEAVY

@@ -1,0 +1,241 @@
+"""`pagewire simulate` drives the scheduler through a trace of requests in simulated time, without a model."""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pagewire.errors import CommandError
+from pagewire.options import Parser, suggestion
+from scheduler_service.core.policy import POLICIES, Policy, create_policy
+from scheduler_service.simulation.driver import SimulatedRun, Simulation, SimulationSettings
+from scheduler_service.simulation.report import figures, table
+from scheduler_service.simulation.speed import WorkerSpeed
+from scheduler_service.simulation.trace import Trace, TraceError, read_trace
+
+PROGRESS_INTERVAL_S = 10.0
+DESCRIPTION = (
+    "Drive the scheduler through a trace of requests in simulated time, with a worker that only costs time by a model, "
+    "and compare policies. No model, worker or server is needed."
+)
+FORMS = (
+    "FILE holds coding-agent sessions (a JSON line each: session, block_size, requests), requests of Mooncake "
+    "(timestamp, input_length, output_length, hash_ids) or of Azure (CSV: TIMESTAMP,ContextTokens,GeneratedTokens), "
+    "plain or compressed by gzip. Sessions send a request when the one before is answered and the thinking is over; "
+    "the others send theirs by the clock."
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0. Raises CommandError if the trace cannot be read, or does not go with the flags."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    for path in (parsed.json, parsed.chart):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            parser.error(f"cannot write {path}: give the name of a file in a folder that is there")
+    settings = _settings(parsed)
+    try:
+        trace = read_trace(parsed.trace, parsed.limit_requests)
+        settings.check(trace)
+    except OSError as error:
+        raise CommandError(f"cannot read {parsed.trace}: {error.strerror}") from None
+    except TraceError as error:
+        raise CommandError(str(error)) from None
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{parsed.trace}: {trace.form}, {trace.num_requests:,} requests", file=sys.stderr)
+    by_policy = {name: _simulate(trace, name, settings, parsed) for name in parsed.policy}
+    if parsed.json is not None:
+        parsed.json.write_text(json.dumps(by_policy, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print(table(by_policy))
+    if parsed.chart is not None:
+        draw(by_policy, parsed.chart)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="pagewire simulate", description=DESCRIPTION, epilog=FORMS)
+    load = parser.add_argument_group("load")
+    load.add_argument("--trace", metavar="FILE", type=Path, required=True, help="the trace; its form is recognised")
+    load.add_argument("--limit-requests", metavar="N", type=_count, help="use the first N requests of it only")
+    load.add_argument(
+        "--sessions",
+        metavar="N",
+        type=_count,
+        help="at most N sessions at once; the next of the file begins when one ends (default: all)",
+    )
+    load.add_argument("--max-think", metavar="S", type=_zero_or_more, help="cut pauses between requests to S seconds")
+    worker = parser.add_argument_group("worker", "Sizes and rates are in tokens.")
+    worker.add_argument(
+        "--pool-tokens", metavar="N", type=_count, required=True, help="tokens that the worker's KV cache holds"
+    )
+    worker.add_argument(
+        "--host-tokens", metavar="N", type=_count_or_zero, default=0, help="the same of the host tier (default: none)"
+    )
+    worker.add_argument(
+        "--prefill-rate", metavar="RATE", type=_positive, required=True, help="prompt tokens computed per second"
+    )
+    worker.add_argument(
+        "--decode-rate", metavar="RATE", type=_positive, required=True, help="tokens per second of each output"
+    )
+    worker.add_argument(
+        "--transfer-rate",
+        metavar="RATE",
+        type=_positive,
+        default=100_000.0,
+        help="tokens per second between device and host, each way (default: 100000)",
+    )
+    worker.add_argument("--block-size", metavar="N", type=_count, default=64, help="tokens of a block (default: 64)")
+    worker.add_argument("--max-num-seqs", metavar="N", type=_count, default=256, help="rows at once (default: 256)")
+    _add_scheduling_flags(parser)
+    return parser
+
+
+def _add_scheduling_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("scheduling")
+    group.add_argument(
+        "--policy",
+        metavar="NAME[,NAME]",
+        type=_policies,
+        default=[POLICIES[0]],
+        help=f"policies to compare: {', '.join(POLICIES)} (default: {POLICIES[0]})",
+    )
+    group.add_argument(
+        "--max-wait",
+        metavar="S",
+        type=_zero_or_more,
+        help="seconds that a request waits at most, where a policy has such a bound",
+    )
+    group.add_argument(
+        "--session-tenants", action="store_true", help="make each session a tenant of its own, as for the policy fair"
+    )
+    result = parser.add_argument_group("simulation and result")
+    result.add_argument(
+        "--scale",
+        metavar="N",
+        type=_count,
+        default=16,
+        help="let one simulated token stand for N: faster, and coarser (default: 16)",
+    )
+    result.add_argument(
+        "--ttft-goal", metavar="S", type=_zero_or_more, help="count requests whose first token came within S seconds"
+    )
+    result.add_argument("--json", metavar="OUT", type=Path, help="write the figures of each policy to this file")
+    result.add_argument("--chart", metavar="FILE", type=Path, help="draw them to this PNG file; needs matplotlib")
+
+
+def _settings(parsed: argparse.Namespace) -> SimulationSettings:
+    return SimulationSettings(
+        pool_tokens=parsed.pool_tokens,
+        host_tokens=parsed.host_tokens,
+        speed=WorkerSpeed(parsed.prefill_rate, parsed.decode_rate, parsed.transfer_rate, parsed.scale),
+        block_size=parsed.block_size,
+        max_sessions=parsed.sessions,
+        max_think_s=parsed.max_think,
+        max_num_seqs=parsed.max_num_seqs,
+        has_session_tenants=parsed.session_tenants,
+    )
+
+
+def _simulate(trace: Trace, name: str, settings: SimulationSettings, parsed: argparse.Namespace) -> dict[str, Any]:
+    started_at = time.monotonic()
+    run = Simulation(trace, _policy(name, parsed.max_wait), settings).run(_progress(name, trace.num_requests))
+    if run.num_rejected:
+        print(f"{name}: {run.num_rejected} requests are longer than the pool and were left out", file=sys.stderr)
+    found = figures(run, settings, parsed.ttft_goal)
+    return found | {"wall_s": time.monotonic() - started_at, "num_steps": run.num_steps}
+
+
+def _policy(name: str, max_wait: float | None) -> Policy:
+    """Make a policy. A bound of waiting is given to those that have one."""
+    policy = create_policy(name)
+    if max_wait is not None and hasattr(policy, "max_wait"):
+        policy.max_wait = max_wait
+    elif max_wait is not None:
+        print(f"{name}: --max-wait does nothing here, the policy has no such bound", file=sys.stderr)
+    return policy
+
+
+def _progress(name: str, num_requests: int) -> Callable[[SimulatedRun, float], None]:
+    """Returns what says on standard error, every ten seconds, how far a run is."""
+    started_at = written_at = time.monotonic()
+
+    def write(run: SimulatedRun, now: float) -> None:
+        nonlocal written_at
+        clock = time.monotonic()
+        if clock - written_at >= PROGRESS_INTERVAL_S:
+            written_at = clock
+            text = f"{len(run.requests):,} of {num_requests:,} requests, {now:,.0f} s simulated"
+            print(f"{name}: {text} in {clock - started_at:.0f} s", file=sys.stderr, flush=True)
+
+    return write
+
+
+def draw(by_policy: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draws a bar for each policy in a panel for each figure. Does nothing without matplotlib, which is an extra."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no chart: matplotlib is not installed (the extra `bench`)", file=sys.stderr)
+        return
+    names = list(by_policy)
+    panels: dict[str, list[float]] = {
+        "makespan, s": [by_policy[name]["makespan_s"] for name in names],
+        "mean session, s": [by_policy[name]["mean_session_s"] or 0.0 for name in names],
+        "time to first token, p95, s": [(by_policy[name]["ttft_s"] or {"p95": 0.0})["p95"] for name in names],
+        "prompt tokens computed / needed": [by_policy[name]["computed_per_needed"] or 0.0 for name in names],
+    }
+    figure = Figure(figsize=(3.2 * len(panels), 0.4 * len(names) + 1.4), layout="constrained")
+    for axes, (title, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        axes.barh(names, values)
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize="small")
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _policies(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {known}{suggestion(name, POLICIES)}")
+    return names
+
+
+def _count(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _count_or_zero(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, minimum: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _zero_or_more(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _zero_or_more(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return value

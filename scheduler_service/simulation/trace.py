@@ -1,0 +1,217 @@
+"""Traces of requests, read from the three forms in which they are published.
+
+Whatever the form, a trace is a list of sessions. Content is known by block ids alone: equal ids are equal content.
+"""
+
+import csv
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+MOONCAKE_BLOCK_SIZE = 512
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_GZIP_MAGIC = b"\x1f\x8b"
+
+BlockRuns = tuple[tuple[int, int], ...]
+
+
+class TraceError(ValueError):
+    """A file is no trace, or a line of it has not what it should. The text names both."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """A request of a trace, whose lengths are in tokens."""
+
+    think_s: float  # from the answer before; 0 where it is the first of its session
+    num_prompt_tokens: int
+    num_output_tokens: int  # at least 1
+    block_runs: BlockRuns  # (first id, count) of the blocks that the prompt begins with
+    num_needed_tokens: int  # of the prompt, that no earlier request has shown
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSession:
+    """Requests of which each is sent when the one before is answered. The first is sent at `start_s`."""
+
+    name: str
+    start_s: float
+    requests: tuple[TraceRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace: its sessions in the order of the file. `block_size` is 0 where no content is known."""
+
+    form: str
+    block_size: int
+    shares_blocks: bool  # an id is the same content in all sessions, not in its own alone
+    sessions: tuple[TraceSession, ...]
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(session.requests) for session in self.sessions)
+
+
+def read_trace(path: Path, max_requests: int | None = None) -> Trace:
+    """Read a trace of any form, plain or compressed by gzip, up to a number of requests.
+
+    Raises TraceError for a file that is no trace, and OSError for one that cannot be read.
+    """
+    with path.open("rb") as file:
+        is_compressed = file.read(2) == _GZIP_MAGIC
+    opener: Any = gzip.open if is_compressed else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            trace = _read(path, lines, max_requests)
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path} is no trace: {error}") from None
+    if not trace.sessions:
+        raise TraceError(f"{path} has no requests")
+    return trace
+
+
+def common_blocks(runs: BlockRuns, others: BlockRuns) -> int:
+    """Count the blocks that two prompts have in common from their beginning on."""
+    num_common = 0
+    for block, other in zip(_blocks(runs), _blocks(others), strict=False):
+        if block != other:
+            break
+        num_common += 1
+    return num_common
+
+
+def num_blocks(runs: BlockRuns) -> int:
+    """Count the blocks of a prompt."""
+    return sum(count for _, count in runs)
+
+
+def _blocks(runs: BlockRuns) -> Iterator[int]:
+    for first, count in runs:
+        yield from range(first, first + count)
+
+
+def _read(path: Path, lines: IO[str], max_requests: int | None) -> Trace:
+    first = lines.readline()
+    lines.seek(0)
+    if first.strip().split(",") == list(AZURE_COLUMNS):
+        return Trace("azure", 0, False, tuple(_limited(_azure(path, lines), max_requests)))
+    try:
+        keys = set(json.loads(first))
+    except (ValueError, TypeError):
+        keys = set()
+    if {"session", "requests"} <= keys:
+        block_sizes: set[int] = set()
+        sessions = tuple(_limited(_agent_sessions(path, lines, block_sizes), max_requests))
+        if len(block_sizes) > 1:
+            raise TraceError(f"{path} has blocks of {sorted(block_sizes)} tokens; one size is read")
+        return Trace("agent sessions", next(iter(block_sizes), 0), False, sessions)
+    if {"timestamp", "hash_ids"} <= keys:
+        return Trace("mooncake", MOONCAKE_BLOCK_SIZE, True, tuple(_limited(_mooncake(path, lines), max_requests)))
+    raise TraceError(
+        f"{path} is no trace: its first line is neither a session nor a request with hash_ids in JSON, nor the header "
+        f"{','.join(AZURE_COLUMNS)}"
+    )
+
+
+def _limited(sessions: Iterable[TraceSession], max_requests: int | None) -> Iterator[TraceSession]:
+    """Cut a trace off after so many requests, if need be within a session."""
+    num_requests = 0
+    for session in sessions:
+        if max_requests is not None and num_requests + len(session.requests) >= max_requests:
+            requests = session.requests[: max_requests - num_requests]
+            yield TraceSession(session.name, session.start_s, requests)
+            return
+        num_requests += len(session.requests)
+        yield session
+
+
+def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            yield where, json.loads(line)
+        except ValueError as error:
+            raise TraceError(f"{where} is no JSON: {error}") from None
+
+
+def _agent_sessions(path: Path, lines: Iterable[str], block_sizes: set[int]) -> Iterator[TraceSession]:
+    for where, entry in _json_lines(path, lines):
+        try:
+            block_size = int(entry["block_size"])
+            block_sizes.add(block_size)
+            session = TraceSession(str(entry["session"]), 0.0, _requests_of(entry["requests"], block_size))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{where} is no session: {_fault(error)}") from None
+        if session.requests:
+            yield session
+
+
+def _requests_of(entries: list[dict[str, Any]], block_size: int) -> tuple[TraceRequest, ...]:
+    """Make the requests of a session: each needs what is not in the longest common prefix with the one before."""
+    requests: list[TraceRequest] = []
+    for entry in entries:
+        runs = tuple((int(first), int(count)) for first, count in entry["blocks"])
+        before = requests[-1].block_runs if requests else ()
+        num_known = common_blocks(runs, before) * block_size
+        think_s = float(entry["think_s"] or 0.0) if requests else 0.0
+        requests.append(_request(think_s, int(entry["input"]), int(entry["output"]), runs, num_known))
+    return tuple(requests)
+
+
+def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
+    """Read requests of which each is a session. Ids stand for a block and all before it."""
+    seen: set[int] = set()
+    for where, entry in _json_lines(path, lines):
+        try:
+            blocks = [int(block) for block in entry["hash_ids"]]
+            num_known = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+            num_known *= MOONCAKE_BLOCK_SIZE
+            seen.update(blocks)
+            runs = tuple(_runs(blocks))
+            request = _request(0.0, int(entry["input_length"]), int(entry["output_length"]), runs, num_known)
+            yield TraceSession(where.rpartition(" ")[2], float(entry["timestamp"]) / 1000, (request,))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{where} is no request: {_fault(error)}") from None
+
+
+def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceSession]:
+    """Read requests of which each is a session, and nothing is known but the lengths."""
+    first_at: datetime | None = None
+    for number, row in enumerate(csv.DictReader(lines), start=2):
+        try:
+            arrived_at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            first_at = first_at or arrived_at
+            request = _request(0.0, int(row["ContextTokens"]), int(row["GeneratedTokens"]), (), 0)
+            yield TraceSession(str(number), (arrived_at - first_at).total_seconds(), (request,))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{path}, line {number} is no request: {_fault(error)}") from None
+
+
+def _request(
+    think_s: float, num_prompt_tokens: int, num_output_tokens: int, runs: BlockRuns, num_known: int
+) -> TraceRequest:
+    """Make a request. An output of no token is made one token long: a request ends with a token."""
+    if min(num_prompt_tokens, num_output_tokens, think_s) < 0 or any(first < 0 or count < 1 for first, count in runs):
+        raise ValueError("a number is negative, or a run of blocks is empty")
+    num_needed = max(0, num_prompt_tokens - num_known)
+    return TraceRequest(think_s, num_prompt_tokens, max(1, num_output_tokens), runs, num_needed)
+
+
+def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
+    """Join ids that follow one another."""
+    start = 0
+    for i in range(1, len(blocks) + 1):
+        if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
+            yield blocks[start], i - start
+            start = i
+
+
+def _fault(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,92 @@
+"""A worker that computes nothing: it answers plans with the tokens of a trace, and says how long they would take."""
+
+from dataclasses import dataclass
+
+from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.simulation.speed import WorkerSpeed
+
+
+@dataclass(slots=True)
+class TraceRow:
+    """A row of the worker: how far it is from its next sample, and what it samples."""
+
+    output: list[int]
+    num_sampled: int
+    num_left: int  # tokens to compute before it samples
+    work: int = 0  # tokens that it computes in each step, until a plan says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step that was carried out: when it ends, and when its moves do, if it has any."""
+
+    result: StepResult
+    ended_at: float
+    moved_at: float | None
+    num_prompt_tokens: int  # that it computed, also such as were computed before
+
+
+class TraceWorker:
+    """Carries out plans for requests of one sample. Moves go beside the computing, one plan's after another's."""
+
+    def __init__(self, speed: WorkerSpeed, block_size: int) -> None:
+        self._speed = speed
+        self._block_size = block_size
+        self._rows: dict[int, TraceRow] = {}  # by slot
+        self._outputs: dict[int, list[int]] = {}  # by sequence
+        self._moves_end_at = 0.0
+
+    def expect(self, sequence_id: int, output: list[int]) -> None:
+        """Say what a sequence will sample."""
+        self._outputs[sequence_id] = output
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence has ended."""
+        del self._outputs[sequence_id]
+
+    def execute(self, plan: StepPlan, started_at: float) -> TimedStep:
+        """Carry out a plan that begins at a time. Raises NotImplementedError for what requests of one sample have
+        not."""
+        if plan.fork_target_slots or plan.copy_source_blocks or plan.append_token_slots:
+            raise NotImplementedError("requests of a trace have neither forks nor beams")
+        self._patch(plan)
+        num_prompt_tokens = num_decoding_rows = 0
+        token_ids = []
+        for slot in sorted(self._rows):
+            row = self._rows[slot]
+            if not row.work:
+                continue
+            if row.num_left == 1 and row.num_sampled:
+                num_decoding_rows += 1
+            else:
+                num_prompt_tokens += row.work
+            row.num_left -= row.work
+            if not row.num_left:
+                token_ids.append(row.output[row.num_sampled])
+                row.num_sampled += 1
+                row.num_left = row.work = 1
+        duration_s = self._speed.step_s(num_prompt_tokens, num_decoding_rows)
+        result = StepResult(plan.epoch, plan.step, token_ids=tuple(token_ids), duration_us=round(duration_s * 1e6))
+        return TimedStep(result, started_at + duration_s, self._move(plan, started_at), num_prompt_tokens)
+
+    def _patch(self, plan: StepPlan) -> None:
+        for slot in plan.released_slots:
+            del self._rows[slot]
+        for opening in plan.openings:
+            num_tokens = len(opening.token_ids)
+            self._rows[opening.slot] = TraceRow(
+                self._outputs[opening.sequence_id],
+                num_sampled=num_tokens - opening.num_prompt_tokens,
+                num_left=num_tokens - opening.num_computed_tokens,
+            )
+        for slot, num_tokens in zip(plan.work_slots, plan.work_num_tokens, strict=True):
+            self._rows[slot].work = num_tokens
+
+    def _move(self, plan: StepPlan, started_at: float) -> float | None:
+        """Move blocks both ways at once, behind the moves of earlier plans. Returns when that is done."""
+        num_blocks = max(len(plan.swap_out_device_blocks), len(plan.swap_in_device_blocks))
+        if not num_blocks:
+            return None
+        self._moves_end_at = max(self._moves_end_at, started_at)
+        self._moves_end_at += self._speed.transfer_s(num_blocks * self._block_size)
+        return self._moves_end_at
