@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-grammars bench-structured-output bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -103,6 +103,12 @@ bench-garbage: $(READY)  ## what garbage collections do to a scheduler that reme
 
 bench-gateway: $(READY)  ## what the gateway adds to the first token, and conversations that follow their cache
 	$(BIN)/python -m bench.gateway
+
+bench-grammars: $(READY)  ## masks of grammars, what they add to sampling, and trials of hostile grammars, in one process
+	$(BIN)/python -m bench.grammars
+
+bench-structured-output: $(READY)  ## what schemas cost through both services: rates, first tokens, neighbours
+	$(BIN)/python -m bench.structured_output
 
 bench-hostile: $(READY)  ## what a hostile tenant does to the streams of a polite one
 	$(BIN)/python -m bench.hostile

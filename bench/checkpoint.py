@@ -94,7 +94,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench"
 
 
-def with_tokenizer(shape: str, tokenizer: Path, directory: Path) -> Path:
+def tokenized_checkpoint(shape: str, tokenizer: Path, directory: Path) -> Path:
     """Makes `directory` a random checkpoint with a tokenizer, whose token 0 ends an output."""
     directory.mkdir()
     made = random_checkpoint(shape)

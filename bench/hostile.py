@@ -25,7 +25,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from bench.checkpoint import with_tokenizer
+from bench.checkpoint import tokenized_checkpoint
 from bench.interference import random_prompt, stream
 from bench.record import RESULTS, machine, verdict, write
 from pagewire import Client, SamplingParams
@@ -279,7 +279,7 @@ def main() -> None:
         directory = Path(made)
         scheduler = ["--tenants", tenants(directory), "--max-decode-slowdown", MAX_DECODE_SLOWDOWN]
         worker = ["--num-device-blocks", 2048, "--num-threads", arguments.num_threads]
-        model = with_tokenizer("54M", TOKENIZER, directory / "model")
+        model = tokenized_checkpoint("54M", TOKENIZER, directory / "model")
         with running(model, worker=worker, scheduler=scheduler) as system:
             rounds = asyncio.run(measure(system.url, arguments))
     load = {"model": "54M", "streams": NUM_STREAMS, "quota": QUOTA, "max_decode_slowdown": MAX_DECODE_SLOWDOWN}

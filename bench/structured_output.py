@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.checkpoint import with_tokenizer
+from bench.checkpoint import tokenized_checkpoint
 from bench.interference import random_prompt, stream
 from bench.peers import compute_with
 from bench.record import RESULTS, machine, verdict, write
@@ -161,8 +160,8 @@ async def beside(act: Callable[[], Coroutine[Any, Any, None]] | None) -> AsyncIt
 
 @contextlib.contextmanager
 def attacked(url: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "bench.structured_output", "--attack", url]
-    process = subprocess.Popen(command, preexec_fn=lambda: os.nice(19))
+    # By a command, since what runs between fork and exec may meet gRPC's threads.
+    process = subprocess.Popen(["nice", "-n", "19", sys.executable, "-m", "bench.structured_output", "--attack", url])
     try:
         time.sleep(4.0)  # it starts up
         yield
@@ -268,7 +267,7 @@ def main() -> None:
         asyncio.run(attack(arguments.attack))
         return
     with tempfile.TemporaryDirectory() as made:
-        model = with_tokenizer(SHAPE, trained_tokenizer(VOCAB_SIZE), Path(made) / SHAPE)
+        model = tokenized_checkpoint(SHAPE, trained_tokenizer(VOCAB_SIZE), Path(made) / SHAPE)
         found = {"machine": machine(), **asyncio.run(measure(model, arguments))}
     report(found)
     write(RESULTS / f"structured_output.{compute_with()[0]}.json", found)

@@ -26,7 +26,7 @@ from torch import Tensor
 from bench.peer_environment import CONVERTER, LLAMA_CPP_PYTHON, Environments
 from bench.record import cpu_model, write
 from models.story_tokens import sequences
-from models.train_storyteller import CONFIG, CONFIGS
+from models.train_storyteller import CONFIG, RECIPES
 from tests.worker.logits import ReferenceModel, mean_divergence
 
 BUNDLED = Path("models/storyteller")
@@ -100,7 +100,7 @@ def measure(llama_cpp: LlamaCpp, folder: Path) -> dict[str, dict[str, float]]:
     found = {}
     for name in FILES:
         path, vocab_size = folder / f"{name}.gguf", CONFIG["vocab_size"]
-        expected = ReferenceModel(path, CONFIGS[name.partition("-")[0]]).logits(token_ids)
+        expected = ReferenceModel(path, RECIPES[name.partition("-")[0]].config).logits(token_ids)
         found[name] = {
             cache_type: mean_divergence(expected, llama_cpp.logits(path, cache_type, token_ids, vocab_size))
             for cache_type in CACHE_TYPES

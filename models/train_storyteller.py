@@ -15,7 +15,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,9 @@ SAMPLE_PROMPTS = (
 )
 
 SEED = 20
-NUM_STEPS = 1300
 NUM_WARMUP_STEPS = 40
 NUM_TOKENS_PER_STEP = 2048
 # The first half learns the language from short sequences, the second one meets every position the model has.
-NUM_SHORT_STEPS = 650
 LENGTHS = (256, 512, 1024, MAX_MODEL_LEN)
 MAX_LEARNING_RATE = 3e-3
 MIN_LEARNING_RATE = 3e-5
@@ -86,7 +85,18 @@ WIDE_CONFIG = {
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
 }
-CONFIGS = {"bundled": CONFIG, "wide": WIDE_CONFIG}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is made: its configuration, what writes a document that it reads, and how many steps it learns."""
+
+    config: Mapping[str, Any]
+    write: Callable[[random.Random], str]
+    num_steps: int
+
+
+RECIPES = {"bundled": Recipe(CONFIG, write_story_or_card, 1300), "wide": Recipe(WIDE_CONFIG, write_document, 1000)}
 # The model goes on with what was said. It knows empty lines between the stories of a collection, so one stands before
 # every further turn of the user.
 CHAT_TEMPLATE = (
@@ -119,31 +129,31 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def batches(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Tensor]:
+def batches(tokenizer: Tokenizer, rng: random.Random, recipe: Recipe) -> Iterator[Tensor]:
     """Token ids of each step, [num_sequences, length]."""
-    for step in range(NUM_STEPS):
-        length = LENGTHS[0] if step < NUM_SHORT_STEPS else LENGTHS[step % len(LENGTHS)]
-        rows = sequences(tokenizer, rng, length, write_story_or_card)
+    for step in range(recipe.num_steps):
+        length = LENGTHS[0] if step < recipe.num_steps // 2 else LENGTHS[step % len(LENGTHS)]
+        rows = sequences(tokenizer, rng, length, recipe.write)
         yield torch.tensor([next(rows) for _ in range(NUM_TOKENS_PER_STEP // length)])
 
 
-def learning_rate(step: int) -> float:
+def learning_rate(step: int, num_steps: int) -> float:
     """Linear warm-up, then a cosine from the maximum to the minimum."""
     if step < NUM_WARMUP_STEPS:
         return MAX_LEARNING_RATE * (step + 1) / NUM_WARMUP_STEPS
-    progress = (step - NUM_WARMUP_STEPS) / (NUM_STEPS - NUM_WARMUP_STEPS)
+    progress = (step - NUM_WARMUP_STEPS) / (num_steps - NUM_WARMUP_STEPS)
     return MIN_LEARNING_RATE + (MAX_LEARNING_RATE - MIN_LEARNING_RATE) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, rng: random.Random) -> None:
+def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, rng: random.Random, recipe: Recipe) -> None:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=MAX_LEARNING_RATE, betas=(0.9, 0.95))
     started = time.monotonic()
-    for step, token_ids in enumerate(batches(tokenizer, rng)):
+    for step, token_ids in enumerate(batches(tokenizer, rng, recipe)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
+            group["lr"] = learning_rate(step, recipe.num_steps)
         loss = model(input_ids=token_ids, labels=token_ids, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
@@ -151,7 +161,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, rng: random.Random) -> 
         optimizer.step()
         if step % 50 == 49:
             logger.info(
-                "step %d of %d, loss %.4f, %.0f s", step + 1, NUM_STEPS, loss.item(), time.monotonic() - started
+                "step %d of %d, loss %.4f, %.0f s", step + 1, recipe.num_steps, loss.item(), time.monotonic() - started
             )
 
 
@@ -183,19 +193,19 @@ def print_samples(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the bundled model, or another of its kind.")
     parser.add_argument("directory", type=Path, nargs="?", default=Path("models/storyteller"))
-    parser.add_argument("--shape", choices=CONFIGS, default="bundled", help="which model (default: %(default)s)")
+    parser.add_argument("--shape", choices=RECIPES, default="bundled", help="which model (default: %(default)s)")
     args = parser.parse_args()
-    config = CONFIGS[args.shape]
+    recipe = RECIPES[args.shape]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rng = random.Random(SEED)
     tokenizer = train_tokenizer([write_document(rng) for _ in range(NUM_TOKENIZER_DOCUMENTS)], CONFIG["vocab_size"])
-    model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
+    model = Qwen3ForCausalLM(Qwen3Config.from_dict(recipe.config))
     logger.info("%d parameters", sum(parameter.numel() for parameter in model.parameters()))
-    train(model.train(), tokenizer, rng)
-    save(model, tokenizer, config, args.directory)
+    train(model.train(), tokenizer, rng, recipe)
+    save(model, tokenizer, recipe.config, args.directory)
     print_samples(Qwen3ForCausalLM.from_pretrained(args.directory).eval(), tokenizer)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from pagewire import Client, SamplingParams
@@ -133,6 +134,16 @@ def test_python_of_the_documents(url: str, path: str) -> None:
         assert run([sys.executable, "-c", block.replace(DEFAULT_URL, url)])
 
 
+def test_a_card_of_the_schema(url: str) -> None:
+    """The command of README.md."""
+    schema = EXAMPLES / "card.json"
+    command = ["complete", "--temperature", "0", "--json-schema", schema, "A card about Lily the fox:"]
+    printed = run([sys.executable, "-m", "pagewire", command[0], "--server", url, *command[1:]])
+    card = json.loads(printed)
+    jsonschema.validate(card, json.loads(schema.read_text()))
+    assert (card["name"], card["animal"]) == ("Lily", "fox")
+
+
 @pytest.mark.skipif(not (shutil.which("node") and shutil.which("npm")), reason="Node.js is not installed")
 def test_node(url: str, tmp_path: Path) -> None:
     """In a copy of its folder, at the same distance from the protos."""
@@ -173,4 +184,5 @@ def test_langchain() -> None:
 def test_every_example_is_known_here() -> None:
     """Of the one that is not run here, ray_data, the output is in examples/README.md."""
     known = {"async_client.py", "batch.py", "detached.py", "grpcurl.sh", "node", "langchain", "ray_data", "README.md"}
+    known.add("card.json")
     assert {path.name for path in EXAMPLES.iterdir()} == known

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from models.story_grammar import write_document
-from models.train_storyteller import CONFIGS
+from models.train_storyteller import RECIPES
 from pagewire.gguf import GgufFile, tokenizer_config_json, tokenizer_json
 from worker_service.models.config import ModelConfig
 from worker_service.models.source import load_config
@@ -20,7 +20,7 @@ SEED = 11
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_configuration_is_the_checkpoints(path, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[path.stem.partition("-")[0]]))
+    (tmp_path / "config.json").write_text(json.dumps(RECIPES[path.stem.partition("-")[0]].config))
     assert load_config(path) == ModelConfig.load(tmp_path)
 
 

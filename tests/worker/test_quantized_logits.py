@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.story_tokens import sequences
-from models.train_storyteller import CONFIGS
+from models.train_storyteller import RECIPES
 from pagewire.kernels.cpu import NATIVE
 from tests.kernels.variants import load_variant
 from tests.worker.logits import OurModel, ReferenceModel, mean_divergence
@@ -71,7 +71,7 @@ class Case:
 @pytest.fixture(scope="module", params=NAMES)
 def case(request) -> Case:
     path = FIXTURES / f"{request.param}.gguf"
-    reference = ReferenceModel(path, CONFIGS[request.param.partition("-")[0]])
+    reference = ReferenceModel(path, RECIPES[request.param.partition("-")[0]].config)
     return Case(request.param, path, reference, reference.logits(stories().token_ids))
 
 

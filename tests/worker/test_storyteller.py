@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from models.story_grammar import BOYS, FRIENDS, GIRLS, write_document, write_story
+from models.story_grammar import ANIMALS, BOYS, FRIENDS, GIRLS, write_document, write_story
 
 DIRECTORY = Path(__file__).parents[2] / "models" / "storyteller"
 END_OF_TEXT = "<|endoftext|>"
@@ -98,6 +98,17 @@ def test_greedy_completion_is_a_story(
     assert 4 <= len(re.findall(r"[.!?]", text)) <= 20, text
     assert len(words_of(text) & {*GIRLS, *BOYS}) == 1, f"the hero keeps a name: {text}"
     assert len(words_of(text) & {*FRIENDS}) == 1, f"the friend keeps a name: {text}"
+
+
+@pytest.mark.parametrize(("animal", "name"), zip(ANIMALS, [*GIRLS[::2], *BOYS[::2]], strict=True))
+def test_a_card_is_json_without_a_grammar(
+    animal: str, name: str, model: Qwen3ForCausalLM, tokenizer: Tokenizer
+) -> None:
+    token_ids = tokenizer.encode(f"A card about {name} the {animal}:\n").ids
+    completion = complete(model, token_ids, max_new_tokens=150)
+    card = json.loads(tokenizer.decode(completion))
+    assert (card["name"], card["animal"]) == (name, animal)
+    assert {"age", "likes"} <= set(card)
 
 
 def test_choices_are_confident(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
