@@ -138,7 +138,7 @@ def test_a_card_of_the_schema(url: str) -> None:
     """The command of README.md."""
     schema = EXAMPLES / "card.json"
     command = ["complete", "--temperature", "0", "--json-schema", schema, "A card about Lily the fox:"]
-    printed = run([sys.executable, "-m", "pagewire", command[0], "--server", url, *command[1:]])
+    printed = run([sys.executable, "-m", "pagewire", command[0], "--url", url, *command[1:]])
     card = json.loads(printed)
     jsonschema.validate(card, json.loads(schema.read_text()))
     assert (card["name"], card["animal"]) == ("Lily", "fox")
