@@ -101,8 +101,9 @@ FIELDS = (
         note="counts as 2147483647",
         beside={"temperature": 1},
     ),
-    honoured("frequency_penalty", {"frequency_penalty": 2}),
-    honoured("presence_penalty", {"presence_penalty": 2}),
+    # A reward for what was said before: the model is too sure of its words for a penalty to change them.
+    honoured("frequency_penalty", {"frequency_penalty": -2}),
+    honoured("presence_penalty", {"presence_penalty": -2}),
     honoured("repetition_penalty", {"repetition_penalty": 1.9}, note="up to 2"),
     refused("repetition_penalty, above 2", {"repetition_penalty": 2.1}),
     honoured(

@@ -87,8 +87,9 @@ FIELDS = (
     _honoured("min_p", {"min_p": 1}, greedy, temperature=1),
     _honoured("n", {"n": 3}, has_texts(3), "1 to 16"),
     refused_by_pagewire("sampling_params.n, above 16", _sampling({"n": 17})),
-    _honoured("frequency_penalty", {"frequency_penalty": 2}),
-    _honoured("presence_penalty", {"presence_penalty": 2}),
+    # A reward for what was said before: the model is too sure of its words for a penalty to change them.
+    _honoured("frequency_penalty", {"frequency_penalty": -2}),
+    _honoured("presence_penalty", {"presence_penalty": -2}),
     _honoured("repetition_penalty", {"repetition_penalty": 2.1}, note="up to 100"),
     refused_by_pagewire("sampling_params.repetition_penalty, above 100", _sampling({"repetition_penalty": 101})),
     _honoured("stop", {"stop": ["never", "him"]}, _stops_at_him, "a text or up to 16"),
