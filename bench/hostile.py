@@ -13,11 +13,8 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import random
 import socket
-import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -26,8 +23,8 @@ from pathlib import Path
 import grpc.aio
 
 from bench.checkpoint import tokenized_checkpoint
-from bench.interference import random_prompt, stream
-from bench.record import RESULTS, machine, verdict, write
+from bench.interference import gap_quantiles, random_prompt, stream
+from bench.record import RESULTS, machine, medians, verdict, write
 from pagewire import Client, SamplingParams
 from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -190,19 +187,20 @@ async def attack(url: str, names: tuple[str, ...]) -> None:
     await asyncio.gather(*(ATTACKS[name](attacker) for name in names))
 
 
-@contextlib.contextmanager
-def attacked(url: str, names: tuple[str, ...]) -> Iterator[None]:
-    if not names:
-        yield
-        return
-    command = [sys.executable, "-m", "bench.hostile", "--attack", json.dumps([url, *names])]
-    process = subprocess.Popen(command, preexec_fn=lambda: os.nice(19))
+@contextlib.asynccontextmanager
+async def attacked(module: str, argument: str, warm_up_s: float) -> AsyncIterator[None]:
+    """Runs the attackers of a benchmark as long as the block does, at the lowest priority."""
+    # By a command, since what runs between fork and exec may meet gRPC's threads.
+    command = ("nice", "-n", "19", sys.executable, "-m", module, "--attack", argument)
+    process = await asyncio.create_subprocess_exec(*command)
     try:
+        await asyncio.sleep(warm_up_s)
         yield
-        assert process.poll() is None, f"the attackers ended with {process.returncode}"
+        assert process.returncode is None, f"the attackers ended with {process.returncode}"
     finally:
-        process.kill()
-        process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 def tenants(directory: Path) -> Path:
@@ -227,14 +225,13 @@ async def until_idle(url: str) -> None:
 async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_up_s: float) -> dict[str, float]:
     """Returns the gaps of the polite tenant's streams, in seconds."""
     async with Client(url, api_key=KEYS["polite"]) as client:
-        with attacked(url, names):
-            if names:
-                await asyncio.sleep(warm_up_s)  # the attackers start up
+        attackers = (
+            attacked("bench.hostile", json.dumps([url, *names]), warm_up_s) if names else contextlib.nullcontext()
+        )
+        async with attackers:
             prompts = [random_prompt(rng, INPUT_LEN) for _ in range(NUM_STREAMS)]
             streams = await asyncio.gather(*(stream(client, prompt, OUTPUT_LEN) for prompt in prompts))
-    # The first tokens come while the prompts themselves are computed.
-    gaps = sorted(gap for of_stream in streams for gap in of_stream[NUM_STREAMS:])
-    return {"p50": gaps[len(gaps) // 2], "p99": gaps[int(len(gaps) * 0.99)], "max": gaps[-1]}
+    return gap_quantiles(streams)
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
@@ -252,16 +249,13 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[dic
 
 def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Prints the medians of the rounds, and returns them."""
-    medians = {
-        arm: {key: statistics.median(figures[key] for figures in of_arm) for key in of_arm[0]}
-        for arm, of_arm in rounds.items()
-    }
+    found = medians(rounds)
     print(f"gaps between tokens of {NUM_STREAMS} streams of the polite tenant, in ms, medians of the rounds")
-    for arm, median in medians.items():
-        ratio = median["p99"] / medians["calm"]["p99"]
+    for arm, median in found.items():
+        ratio = median["p99"] / found["calm"]["p99"]
         gaps = ", ".join(f"{key} {value * 1000:.1f}" for key, value in median.items())
         print(f"  {arm:16} {gaps}; p99 {ratio:.2f} times calm {verdict(ratio, GOAL, at_least=False)}")
-    return medians
+    return found
 
 
 def main() -> None:
@@ -283,8 +277,8 @@ def main() -> None:
         with running(model, worker=worker, scheduler=scheduler) as system:
             rounds = asyncio.run(measure(system.url, arguments))
     load = {"model": "54M", "streams": NUM_STREAMS, "quota": QUOTA, "max_decode_slowdown": MAX_DECODE_SLOWDOWN}
-    medians = report(rounds)
-    write(RESULTS / "hostile.json", {"machine": machine(), "load": load, "median": medians, "rounds": rounds})
+    found = report(rounds)
+    write(RESULTS / "hostile.json", {"machine": machine(), "load": load, "median": found, "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import contextlib
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.checkpoint import SHAPES, random_checkpoint
@@ -44,6 +45,13 @@ async def stream(client: Client, prompt: list[int], num_tokens: int) -> list[flo
     return gaps
 
 
+def gap_quantiles(streams: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Returns quantiles of the seconds between tokens of streams that began together. Their first gaps do not count:
+    they come while the prompts themselves are computed."""
+    gaps = sorted(gap for of_stream in streams for gap in of_stream[len(streams) :])
+    return {"p50": gaps[len(gaps) // 2], "p99": gaps[int(len(gaps) * 0.99)], "max": gaps[-1]}
+
+
 async def send_prompts(client: Client, rng: random.Random, seconds: list[float]) -> None:
     """Sends prompts until it is cancelled. `seconds` gets each prompt's time to its token."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -65,10 +73,7 @@ async def run_round(client: Client, arm: str, rng: random.Random, num_tokens: in
             sender.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sender
-    # The first tokens come while the eight prompts themselves are computed.
-    gaps = sorted(gap for of_stream in streams for gap in of_stream[NUM_STREAMS:])
-    figures = {"p50": gaps[len(gaps) // 2], "p99": gaps[int(len(gaps) * 0.99)], "max": gaps[-1]}
-    return figures | ({"prompt": statistics.median(seconds), "prompts": len(seconds)} if seconds else {})
+    return gap_quantiles(streams) | ({"prompt": statistics.median(seconds), "prompts": len(seconds)} if seconds else {})
 
 
 async def measure_slowdown(slowdown: float | None, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RESULTS = Path("bench/results")
@@ -33,3 +35,11 @@ def verdict(value: float, goal: float, *, at_least: bool) -> str:
     """Returns the goal beside a figure, and whether it is met."""
     met = value >= goal if at_least else value <= goal
     return f"(goal: at {'least' if at_least else 'most'} {goal:g}: {'met' if met else 'MISSED'})"
+
+
+def medians(rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Returns the median of each figure over the rounds of each arm."""
+    return {
+        arm: {key: statistics.median(figures[key] for figures in of_arm) for key in of_arm[0]}
+        for arm, of_arm in rounds.items()
+    }

@@ -14,21 +14,19 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from bench.checkpoint import tokenized_checkpoint
-from bench.interference import random_prompt, stream
+from bench.hostile import attacked, refused
+from bench.interference import gap_quantiles, random_prompt, stream
 from bench.peers import compute_with
-from bench.record import RESULTS, machine, verdict, write
+from bench.record import RESULTS, machine, medians, verdict, write
 from bench.tokenizer import trained_tokenizer
 from pagewire import Client, SamplingParams
-from pagewire.errors import PagewireError
 from tests.contract.hostile_grammars import HOSTILE
 from tests.system.services import running
 
@@ -37,6 +35,7 @@ INPUT_LEN = 100
 NUM_ROWS, NUM_CALM = 32, 8
 MIN_RATIO, MAX_SEEN_MS, MAX_NEW_MS, MAX_GAP_RATIO = 0.95, 2.0, 20.0, 2.0
 PAUSE_S = 0.25
+WARM_UP_S = 4.0  # the attackers start up
 # Records without end, so that all rows are constrained for as long as is measured.
 RECORD = {
     "type": "object",
@@ -96,8 +95,8 @@ async def measure_rows(client: Client, arguments: argparse.Namespace) -> dict[st
                 rate = await tokens_per_second(client, random.Random(index), arguments.num_tokens, options)
                 if index:  # the first warms up
                     rates[arm].append(rate)
-        medians = {arm: statistics.median(of_arm) for arm, of_arm in rates.items()}
-        found[f"temperature {temperature:g}"] = {"median": medians, "rounds": rates}
+        median = {arm: statistics.median(of_arm) for arm, of_arm in rates.items()}
+        found[f"temperature {temperature:g}"] = {"median": median, "rounds": rates}
     return found
 
 
@@ -140,9 +139,7 @@ async def send_requests(client: Client, rng: random.Random, with_schemas: bool) 
 async def gaps_of_calm_streams(client: Client, rng: random.Random, num_tokens: int) -> dict[str, float]:
     prompts = [random_prompt(rng, INPUT_LEN) for _ in range(NUM_CALM)]
     streams = await asyncio.gather(*(stream(client, prompt, num_tokens) for prompt in prompts))
-    # The first tokens come while the prompts themselves are computed.
-    gaps = sorted(gap for of_stream in streams for gap in of_stream[NUM_CALM:])
-    return {"p50": gaps[len(gaps) // 2], "p99": gaps[int(len(gaps) * 0.99)], "max": gaps[-1]}
+    return gap_quantiles(streams)
 
 
 @contextlib.asynccontextmanager
@@ -156,19 +153,6 @@ async def beside(act: Callable[[], Coroutine[Any, Any, None]] | None) -> AsyncIt
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-
-
-@contextlib.contextmanager
-def attacked(url: str) -> Iterator[None]:
-    # By a command, since what runs between fork and exec may meet gRPC's threads.
-    process = subprocess.Popen(["nice", "-n", "19", sys.executable, "-m", "bench.structured_output", "--attack", url])
-    try:
-        time.sleep(4.0)  # it starts up
-        yield
-        assert process.poll() is None, f"the attacker ended with {process.returncode}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 async def attack(url: str) -> None:
@@ -188,7 +172,7 @@ async def attack(url: str) -> None:
     async def again_and_again(client: Client) -> None:
         while True:
             sampling = SamplingParams(max_tokens=100, structured_outputs=options())
-            with contextlib.suppress(PagewireError):
+            with refused():
                 await client.acomplete(None, sampling, prompt_token_ids=[1, 2, 3])
 
     async with Client(url) as client:
@@ -206,16 +190,12 @@ async def measure_neighbours(url: str, client: Client, arguments: argparse.Names
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in acts}
     for index in range(arguments.rounds + 1):
         for arm, act in acts.items():
-            with attacked(url) if arm == "hostile" else contextlib.nullcontext():
-                async with beside(act):
-                    figures = await gaps_of_calm_streams(client, rng, 2 * arguments.num_tokens)
+            attackers = attacked("bench.structured_output", url, WARM_UP_S)
+            async with attackers if arm == "hostile" else beside(act):
+                figures = await gaps_of_calm_streams(client, rng, 2 * arguments.num_tokens)
             if index:  # the first warms up
                 rounds[arm].append(figures)
-    medians = {
-        arm: {key: statistics.median(figures[key] for figures in of_arm) for key in of_arm[0]}
-        for arm, of_arm in rounds.items()
-    }
-    return {"median": medians, "rounds": rounds}
+    return {"median": medians(rounds), "rounds": rounds}
 
 
 def report(found: dict[str, Any]) -> None:
@@ -224,10 +204,10 @@ def report(found: dict[str, Any]) -> None:
         none, schema = part["median"]["none"], part["median"]["schema"]
         said = verdict(schema / none, MIN_RATIO, at_least=True)
         print(f"  {name}: {none:.0f} without, {schema:.0f} with a schema: {schema / none:.3f} {said}")
-    medians = {arm: 1000 * value for arm, value in found["first_tokens"]["median"].items()}
-    print(f"first token of an idle server: {medians['none']:.1f} ms without a grammar")
+    first = {arm: 1000 * value for arm, value in found["first_tokens"]["median"].items()}
+    print(f"first token of an idle server: {first['none']:.1f} ms without a grammar")
     for arm, goal in (("seen", MAX_SEEN_MS), ("new", MAX_NEW_MS)):
-        later = medians[arm] - medians["none"]
+        later = first[arm] - first["none"]
         print(f"  {arm} schema of 5 kB: {later:.1f} ms later {verdict(later, goal, at_least=False)}")
     gaps = found["neighbours"]["median"]
     print(f"gaps between tokens of {NUM_CALM} streams, in ms")

@@ -4,39 +4,20 @@ bench`.
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagewire.bench.statistics import OBJECTIVES
 from pagewire.bench.table import LATENCIES
 from pagewire.bench.workload import LengthRange
-from pagewire.cli import sampling_flags
+from pagewire.cli import number_flags, sampling_flags
 from pagewire.options import Parser, suggestion
 from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
 
 
-def count(text: str) -> int:
-    """Parses an integer of at least 1."""
-    return _integer(text, 1)
-
-
-def count_or_zero(text: str) -> int:
-    """Parses an integer of at least 0."""
-    return _integer(text, 0)
-
-
-def positive(text: str) -> float:
-    """Parses a number above 0; "inf" is one too."""
-    value = _number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
 def percents(text: str) -> list[float]:
     """Parses "50,99": numbers from 0 to 100."""
-    values = [_number(part) for part in text.split(",")]
+    values = [number_flags.number(part) for part in text.split(",")]
     for value in values:
         if not 0 <= value <= 100:
             raise argparse.ArgumentTypeError(f"{value:g} is no percentile: they are 0 to 100, such as 50,99")
@@ -101,7 +82,7 @@ def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len
         group.add_argument(
             f"--{name}-len",
             f"--random-{name}-len",
-            type=count,
+            type=number_flags.count,
             default=default,
             metavar="INT",
             help=f"{text} tokens of each request (default: {default})",
@@ -114,7 +95,7 @@ def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len
 def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
     parser.add_argument(
         "--num-prompts",
-        type=count,
+        type=number_flags.count,
         default=num_prompts,
         metavar="INT",
         help=f"number of requests (default: {num_prompts})",
@@ -129,7 +110,7 @@ def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
     )
     parser.add_argument(
         "--random-prefix-len",
-        type=count_or_zero,
+        type=number_flags.count_or_zero,
         default=0,
         metavar="INT",
         help="number of tokens that all prompts share at their beginning (default: 0)",
@@ -157,28 +138,8 @@ def length_ranges(parsed: argparse.Namespace) -> tuple[LengthRange, LengthRange]
     return LengthRange.around(parsed.input_len, ratio.input), LengthRange.around(parsed.output_len, ratio.output)
 
 
-def _integer(text: str, minimum: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-    if value < minimum:
-        raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if math.isnan(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return value
-
-
 def _ratio(text: str) -> float:
-    value = _number(text)
+    value = number_flags.number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to below 1")
     return value

@@ -15,6 +15,7 @@ from pagewire.bench.run import Run, run
 from pagewire.bench.server_times import ServerTimes
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
+from pagewire.cli import number_flags
 from pagewire.client import Client
 from pagewire.hosting import local_server
 from pagewire.hosting.supervisor import free_port
@@ -160,20 +161,24 @@ def _parser() -> Parser:
     flags.add_sampling_flags(parser, temperature=1.0)
     parser.add_argument(
         "--batch-size",
-        type=flags.count,
+        type=number_flags.count,
         default=1,
         metavar="INT",
         help="number of requests at the same time (default: 1)",
     )
     parser.add_argument(
         "--num-iters-warmup",
-        type=flags.count_or_zero,
+        type=number_flags.count_or_zero,
         default=10,
         metavar="INT",
         help="number of unmeasured iterations to run first (default: 10)",
     )
     parser.add_argument(
-        "--num-iters", type=flags.count, default=30, metavar="INT", help="number of iterations to measure (default: 30)"
+        "--num-iters",
+        type=number_flags.count,
+        default=30,
+        metavar="INT",
+        help="number of iterations to measure (default: 30)",
     )
     parser.add_argument(
         "--profile",

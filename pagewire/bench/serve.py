@@ -14,7 +14,7 @@ from pagewire.bench.run import Run
 from pagewire.bench.statistics import ServingMetrics, measure
 from pagewire.bench.table import serving_table
 from pagewire.bench.workload import Workload
-from pagewire.cli import connection
+from pagewire.cli import connection, number_flags
 from pagewire.options import Parser
 
 DEFAULT_LATENCIES = ["ttft", "tpot", "itl"]
@@ -91,14 +91,14 @@ def _add_arrival_flags(parser: Parser) -> None:
     group = parser.add_argument_group("arrival")
     group.add_argument(
         "--request-rate",
-        type=flags.positive,
+        type=number_flags.positive,
         default=math.inf,
         metavar="RATE",
         help="requests per second; inf sends all at once (default: inf)",
     )
     group.add_argument(
         "--burstiness",
-        type=flags.positive,
+        type=number_flags.positive,
         default=1.0,
         metavar="FLOAT",
         help="how evenly requests arrive: 1 is a Poisson process, below 1 is burstier, inf is a fixed rate (default: "
@@ -106,13 +106,13 @@ def _add_arrival_flags(parser: Parser) -> None:
     )
     group.add_argument(
         "--max-concurrency",
-        type=flags.count,
+        type=number_flags.count,
         metavar="INT",
         help="most requests at the same time; others wait on the client (default: no limit)",
     )
     group.add_argument(
         "--num-warmups",
-        type=flags.count_or_zero,
+        type=number_flags.count_or_zero,
         default=0,
         metavar="INT",
         help="number of unmeasured requests to send first (default: 0)",

@@ -10,14 +10,13 @@ from typing import Any
 
 from pagewire.bench import dataset
 from pagewire.bench.dataset import DatasetPrompt
-from pagewire.bench.flags import count, count_or_zero
 from pagewire.bench.load import LoadTest, put, send
 from pagewire.bench.openai_server import CHAT_COMPLETIONS, COMPLETIONS, OpenAIServer
 from pagewire.bench.result import Measured
 from pagewire.bench.run import Run
 from pagewire.bench.text_tokenizer import TextTokenizer
 from pagewire.bench.workload import PlannedRequest
-from pagewire.cli import connection
+from pagewire.cli import connection, number_flags
 from pagewire.errors import CommandError
 from pagewire.options import Parser
 from pagewire.transport.option_limits import flag
@@ -47,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"with openai: address of the server (default: http://{DEFAULT_HOST}:{DEFAULT_PORT})",
     )
     group.add_argument("--host", metavar="HOST", help=f"in place of --base-url or --url (default: {DEFAULT_HOST})")
-    group.add_argument("--port", type=count, metavar="INT", help="in place of --base-url or --url")
+    group.add_argument("--port", type=number_flags.count, metavar="INT", help="in place of --base-url or --url")
     group.add_argument("--endpoint", metavar="PATH", help=f"with openai: path of the API (default: {COMPLETIONS})")
     group.add_argument(
         "--model",
@@ -89,13 +88,17 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(
             f"--sonnet-{name}-len",
-            type=count_or_zero,
+            type=number_flags.count_or_zero,
             default=default,
             metavar="INT",
             help=f"sonnet: {text} (default: {default})",
         )
     group.add_argument(
-        "--custom-output-len", type=count, default=256, metavar="INT", help="custom: output tokens (default: 256)"
+        "--custom-output-len",
+        type=number_flags.count,
+        default=256,
+        metavar="INT",
+        help="custom: output tokens (default: 256)",
     )
     group.add_argument(
         "--skip-chat-template",

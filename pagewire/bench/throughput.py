@@ -11,6 +11,7 @@ from pagewire.bench.load import LoadTest, exit_code, put
 from pagewire.bench.run import Run
 from pagewire.bench.statistics import ServingMetrics, measure
 from pagewire.bench.workload import Workload
+from pagewire.cli import number_flags
 from pagewire.hosting import local_server
 from pagewire.options import Parser
 from pagewire.server import ServerInfo
@@ -58,14 +59,14 @@ def _parser() -> Parser:
     flags.add_sampling_flags(parser, temperature=1.0)
     parser.add_argument(
         "--max-concurrency",
-        type=flags.count,
+        type=number_flags.count,
         default=MAX_CONCURRENCY,
         metavar="INT",
         help=f"most requests at the same time (default: {MAX_CONCURRENCY})",
     )
     parser.add_argument(
         "--num-warmups",
-        type=flags.count_or_zero,
+        type=number_flags.count_or_zero,
         default=0,
         metavar="INT",
         help="number of unmeasured requests to send first (default: 0)",

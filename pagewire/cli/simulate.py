@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pagewire.cli.number_flags import count, count_or_zero, number, positive
 from pagewire.errors import CommandError
 from pagewire.options import Parser, suggestion
-from scheduler_service.core.policy import POLICIES, Policy, create_policy
+from scheduler_service.core.policy import POLICIES, create_policy
 from scheduler_service.simulation.driver import SimulatedRun, Simulation, SimulationSettings
 from scheduler_service.simulation.report import figures, table
 from scheduler_service.simulation.speed import WorkerSpeed
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(f"{parsed.trace}: {trace.form}, {trace.num_requests:,} requests", file=sys.stderr)
+    if parsed.max_wait is not None:
+        print("--max-wait does nothing: no policy bounds how long a request waits", file=sys.stderr)
     by_policy = {name: _simulate(trace, name, settings, parsed) for name in parsed.policy}
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(by_policy, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -61,20 +64,20 @@ def _parser() -> Parser:
     parser = Parser(prog="pagewire simulate", description=DESCRIPTION, epilog=FORMS)
     load = parser.add_argument_group("load")
     load.add_argument("--trace", metavar="FILE", type=Path, required=True, help="the trace; its form is recognised")
-    load.add_argument("--limit-requests", metavar="N", type=_count, help="use the first N requests of it only")
+    load.add_argument("--limit-requests", metavar="N", type=count, help="use the first N requests of it only")
     load.add_argument(
         "--sessions",
         metavar="N",
-        type=_count,
+        type=count,
         help="at most N sessions at once; the next of the file begins when one ends (default: all)",
     )
     load.add_argument("--max-think", metavar="S", type=_zero_or_more, help="cut pauses between requests to S seconds")
     worker = parser.add_argument_group("worker", "Sizes and rates are in tokens.")
     worker.add_argument(
-        "--pool-tokens", metavar="N", type=_count, required=True, help="tokens that the worker's KV cache holds"
+        "--pool-tokens", metavar="N", type=count, required=True, help="tokens that the worker's KV cache holds"
     )
     worker.add_argument(
-        "--host-tokens", metavar="N", type=_count_or_zero, default=0, help="the same of the host tier (default: none)"
+        "--host-tokens", metavar="N", type=count_or_zero, default=0, help="the same of the host tier (default: none)"
     )
     worker.add_argument(
         "--prefill-rate", metavar="RATE", type=_positive, required=True, help="prompt tokens computed per second"
@@ -89,8 +92,8 @@ def _parser() -> Parser:
         default=100_000.0,
         help="tokens per second between device and host, each way (default: 100000)",
     )
-    worker.add_argument("--block-size", metavar="N", type=_count, default=64, help="tokens of a block (default: 64)")
-    worker.add_argument("--max-num-seqs", metavar="N", type=_count, default=256, help="rows at once (default: 256)")
+    worker.add_argument("--block-size", metavar="N", type=count, default=64, help="tokens of a block (default: 64)")
+    worker.add_argument("--max-num-seqs", metavar="N", type=count, default=256, help="rows at once (default: 256)")
     _add_scheduling_flags(parser)
     return parser
 
@@ -108,7 +111,7 @@ def _add_scheduling_flags(parser: Parser) -> None:
         "--max-wait",
         metavar="S",
         type=_zero_or_more,
-        help="seconds that a request waits at most, where a policy has such a bound",
+        help="seconds that a request waits at most, where a policy has such a bound; none of them has one",
     )
     group.add_argument(
         "--session-tenants", action="store_true", help="make each session a tenant of its own, as for the policy fair"
@@ -117,7 +120,7 @@ def _add_scheduling_flags(parser: Parser) -> None:
     result.add_argument(
         "--scale",
         metavar="N",
-        type=_count,
+        type=count,
         default=16,
         help="let one simulated token stand for N: faster, and coarser (default: 16)",
     )
@@ -143,21 +146,11 @@ def _settings(parsed: argparse.Namespace) -> SimulationSettings:
 
 def _simulate(trace: Trace, name: str, settings: SimulationSettings, parsed: argparse.Namespace) -> dict[str, Any]:
     started_at = time.monotonic()
-    run = Simulation(trace, _policy(name, parsed.max_wait), settings).run(_progress(name, trace.num_requests))
+    run = Simulation(trace, create_policy(name), settings).run(_progress(name, trace.num_requests))
     if run.num_rejected:
         print(f"{name}: {run.num_rejected} requests are longer than the pool and were left out", file=sys.stderr)
     found = figures(run, settings, parsed.ttft_goal)
     return found | {"wall_s": time.monotonic() - started_at, "num_steps": run.num_steps}
-
-
-def _policy(name: str, max_wait: float | None) -> Policy:
-    """Make a policy. A bound of waiting is given to those that have one."""
-    policy = create_policy(name)
-    if max_wait is not None and hasattr(policy, "max_wait"):
-        policy.max_wait = max_wait
-    elif max_wait is not None:
-        print(f"{name}: --max-wait does nothing here, the policy has no such bound", file=sys.stderr)
-    return policy
 
 
 def _progress(name: str, num_requests: int) -> Callable[[SimulatedRun, float], None]:
@@ -206,36 +199,15 @@ def _policies(text: str) -> list[str]:
     return names
 
 
-def _count(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _count_or_zero(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _integer(text: str, minimum: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-    if value < minimum:
-        raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
-    return value
-
-
 def _positive(text: str) -> float:
-    value = _zero_or_more(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    value = positive(text)
+    if value == math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no finite number")
     return value
 
 
 def _zero_or_more(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = number(text)
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
     return value
