@@ -12,7 +12,7 @@ from typing import Any
 from pagewire.cli.number_flags import count, count_or_zero, number, positive
 from pagewire.errors import CommandError
 from pagewire.options import Parser, suggestion
-from scheduler_service.core.policy import POLICIES, create_policy
+from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES, create_policy
 from scheduler_service.simulation.driver import SimulatedRun, Simulation, SimulationSettings
 from scheduler_service.simulation.report import figures, table
 from scheduler_service.simulation.speed import WorkerSpeed
@@ -49,8 +49,6 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(f"{parsed.trace}: {trace.form}, {trace.num_requests:,} requests", file=sys.stderr)
-    if parsed.max_wait is not None:
-        print("--max-wait does nothing: no policy bounds how long a request waits", file=sys.stderr)
     by_policy = {name: _simulate(trace, name, settings, parsed) for name in parsed.policy}
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(by_policy, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -111,7 +109,9 @@ def _add_scheduling_flags(parser: Parser) -> None:
         "--max-wait",
         metavar="S",
         type=_zero_or_more,
-        help="seconds that a request waits at most, where a policy has such a bound; none of them has one",
+        default=DEFAULT_MAX_WAIT_S,
+        help="seconds after which a waiting request goes before all that came later, where the policy has such a "
+        f"bound: agent (default: {DEFAULT_MAX_WAIT_S:.0f})",
     )
     group.add_argument(
         "--session-tenants", action="store_true", help="make each session a tenant of its own, as for the policy fair"
@@ -146,7 +146,7 @@ def _settings(parsed: argparse.Namespace) -> SimulationSettings:
 
 def _simulate(trace: Trace, name: str, settings: SimulationSettings, parsed: argparse.Namespace) -> dict[str, Any]:
     started_at = time.monotonic()
-    run = Simulation(trace, create_policy(name), settings).run(_progress(name, trace.num_requests))
+    run = Simulation(trace, create_policy(name, parsed.max_wait), settings).run(_progress(name, trace.num_requests))
     if run.num_rejected:
         print(f"{name}: {run.num_rejected} requests are longer than the pool and were left out", file=sys.stderr)
     found = figures(run, settings, parsed.ttft_goal)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from scheduler_service.core.cache import BlockPool, Move, MoveLedger, Node, PrefixIndex
+from scheduler_service.core.cache import BlockPool, Move, MoveLedger, Node, PrefixIndex, ShelfOrder
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
@@ -53,8 +53,9 @@ class CacheManager:
         self.block_size = capacity.block_size
         self.window = capacity.sliding_window
         self._num_step_tokens = num_step_tokens
-        self.pool = BlockPool(capacity.num_device_blocks)
-        self.host_pool = BlockPool(capacity.num_host_blocks)
+        self.order, self.host_order = ShelfOrder(), ShelfOrder()
+        self.pool = BlockPool(capacity.num_device_blocks, self.order)
+        self.host_pool = BlockPool(capacity.num_host_blocks, self.host_order)
         self.index = PrefixIndex(capacity.block_size, capacity.num_device_blocks, capacity.num_host_blocks)
         self.moves = MoveLedger(self.pool, self.host_pool, self.index)
         self.enable_prefix_caching = enable_prefix_caching
@@ -106,13 +107,22 @@ class CacheManager:
 
     # Opening
 
+    def matches(self, sequence: Sequence) -> bool:
+        """Whether the sequence may begin with what is cached."""
+        return (
+            self.enable_prefix_caching and not sequence.wants_prompt_logprobs and not sequence.group.begins_anew
+        )
+
     def match(self, sequence: Sequence) -> Match:
         """Find cached content that the sequence begins with. Its last token is never matched: computing that is what
         yields the next one."""
-        if not self.enable_prefix_caching or sequence.wants_prompt_logprobs or sequence.group.begins_anew:
+        if not self.matches(sequence):
             return Match()
-        max_blocks = (sequence.num_tokens - 1) // self.block_size
-        chain = self.index.match(sequence.root_key, sequence.token_ids, max_blocks)
+        if sequence.group.cursor is not None:
+            chain = sequence.group.cursor.chain()
+        else:
+            max_blocks = (sequence.num_tokens - 1) // self.block_size
+            chain = self.index.match(sequence.root_key, sequence.token_ids, max_blocks)
         num_device = next((i for i, node in enumerate(chain) if not node.blocks), len(chain))
         num_host = next((i for i, node in enumerate(chain[num_device:]) if node.blocks), len(chain) - num_device)
         return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
@@ -164,7 +174,7 @@ class CacheManager:
             block = sequence.block_table[i]
             if not block:
                 continue
-            self.moves.add(Move(step, block, node.host_block, False, node))
+            self.moves.add(Move(step, block, node.host_block, False, node, sequence.group.shelf))
             loads.append((node.host_block, block))
         return loads
 
@@ -300,7 +310,7 @@ class CacheManager:
 
     def _free_passed(self, sequence: Sequence, num_passed: int) -> None:
         for i in range(sequence.num_freed_blocks, num_passed):
-            self._free(sequence.block_table[i])
+            self._free(sequence.block_table[i], sequence)
             sequence.block_table[i] = 0
         sequence.num_freed_blocks = max(sequence.num_freed_blocks, num_passed)
 
@@ -327,10 +337,10 @@ class CacheManager:
         """Take all blocks of a sequence back, leaves first, so that a prefix outlives what follows it."""
         for block in reversed(sequence.block_table):
             if block:
-                self._free(block)
+                self._free(block, sequence)
         for host_block in reversed(sequence.host_table):
             if host_block:
-                self._free_host(host_block)
+                self._free_host(host_block, sequence)
         sequence.forget_cache()
 
     # Swapping
@@ -361,11 +371,11 @@ class CacheManager:
                     self.host_pool.share(host_blocks[block])
             for block in reversed(sequence.block_table):
                 if block:
-                    self._free(block)
+                    self._free(block, sequence)
             sequence.block_table.clear()
             sequence.node, sequence.num_published_blocks = None, 0
         for host_block in host_blocks.values():  # the tables hold them now
-            self._free_host(host_block)
+            self._free_host(host_block, group.sequences[0])
         return swaps
 
     def num_swapped_blocks(self, group: SequenceGroup) -> int:
@@ -396,7 +406,7 @@ class CacheManager:
                 sequence.block_table.append(blocks[host_block] if host_block else 0)
             for host_block in reversed(sequence.host_table):
                 if host_block:
-                    self._free_host(host_block)
+                    self._free_host(host_block, sequence)
             sequence.host_table.clear()
         return swaps
 
@@ -426,30 +436,29 @@ class CacheManager:
         that the plan of `step`, which computes `num_tokens`, must order: (device block, host block). Every block there
         is to demote was computed once, so plans that copy more than they compute keep ahead of any load."""
         pool = self.pool
-        num_unused = pool.num_free - pool.num_idle_cached
-        num_lossless = num_unused + pool.num_spare + len(self.moves)
+        num_lossless = pool.num_free - pool.num_idle_cached + pool.num_spare + len(self.moves)
         num_wanted = max(_MIN_DEMOTION_RESERVE, pool.num_blocks // _DEMOTION_SHARE) - num_lossless
         max_chosen = min(num_wanted, _MAX_DEMOTIONS + 2 * self.num_blocks_for(num_tokens), self.host_pool.num_free)
         if max_chosen <= 0 or not pool.num_idle_cached:
             return []
-        chosen: list[Node] = []
+        chosen: list[tuple[Node, int]] = []  # with its shelf
         spare: list[int] = []
-        for block in islice(pool.blocks_to_spare(), num_unused + max_chosen + _DEMOTION_WINDOW):
+        for shelf, block in islice(pool.shelved_blocks(), max_chosen + _DEMOTION_WINDOW):
             node = self.index.node_of(block)
             if node is None or node.is_moving:
                 continue
             if node.host_block or node.blocks[0] != block:
                 spare.append(block)
             else:
-                chosen.append(node)
+                chosen.append((node, shelf))
             if len(chosen) + len(spare) >= max_chosen:
                 break
         for block in spare:
             pool.spare(block)
         swaps = []
-        for node in chosen:
+        for node, shelf in chosen:
             host_block = self._allocate_host()
-            self.moves.add(Move(step, node.blocks[0], host_block, True, node))
+            self.moves.add(Move(step, node.blocks[0], host_block, True, node, shelf))
             self.host_pool.free(host_block, cached=False)  # the move holds it
             swaps.append((node.blocks[0], host_block))
         return swaps
@@ -494,11 +503,12 @@ class CacheManager:
         self.index.forget_host(host_block)
         return host_block
 
-    def _free(self, block: int) -> None:
-        self.pool.free(block, cached=self.index.is_cached(block))
+    def _free(self, block: int, sequence: Sequence) -> None:
+        self.pool.free(block, cached=self.index.is_cached(block), shelf=sequence.group.shelf)
 
-    def _free_host(self, host_block: int) -> None:
-        self.host_pool.free(host_block, cached=self.index.node_of_host(host_block) is not None)
+    def _free_host(self, host_block: int, sequence: Sequence) -> None:
+        cached = self.index.node_of_host(host_block) is not None
+        self.host_pool.free(host_block, cached=cached, shelf=sequence.group.shelf)
 
 
 def _num_copies(request: Request) -> int:

@@ -1,8 +1,9 @@
 """The state that lives and dies with an epoch: one worker's blocks, rows and plans, and the mechanics of using them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 
 from scheduler_service.core.cache_manager import CacheManager, Match
 from scheduler_service.core.cost import CostModel
@@ -215,6 +216,21 @@ class Epoch:
             num_blocks += max(0, cache.num_missing_blocks(sequence, num_tokens)) + 1  # a beam's copy
         return num_blocks <= cache.pool.num_free
 
+    def share_prompts(self, draft: PlanDraft, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
+        """Have long prompts give way to short ones: rows that do not decode get tokens in order of what they have left,
+        and behind those that have less left than `num_next_tokens` so many are kept for the request that is next, if it
+        would be done at once. Those that `precede` give way to nobody."""
+        rows = [(not precedes(row.group), row.num_uncomputed_tokens, row.order, row) for row in self.active]
+        rows.sort(key=itemgetter(0, 1, 2))
+        draft.shares = {}
+        num_free, is_kept = draft.num_free_tokens, not num_next_tokens
+        for gives_way, num_left, _, row in rows:
+            if not is_kept and gives_way and num_left > num_next_tokens:
+                is_kept = True
+                num_free -= num_next_tokens if num_next_tokens <= num_free else 0
+            num_tokens = draft.shares[row] = min(num_left, num_free)
+            num_free -= num_tokens
+
     def share_tokens(self, rows: Iterable[Sequence], draft: PlanDraft) -> list[tuple[Sequence, int]]:
         """Say how many tokens of the budget each row computes. A decoding row has its one already."""
         num_free = draft.num_free_tokens
@@ -224,6 +240,8 @@ class Epoch:
             num_tokens = 1
             if not sequence.is_decoding:
                 num_tokens = min(self.cache.num_computable_tokens(sequence), num_free)
+                if draft.shares is not None:
+                    num_tokens = min(num_tokens, draft.shares.get(sequence, num_tokens))
                 num_free -= num_tokens
             work.append((sequence, num_tokens))
         return work

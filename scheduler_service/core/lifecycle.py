@@ -12,6 +12,7 @@ Where a group stands follows from its state, and both change in one function, `_
 are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts that it is made of have it do something.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,10 +22,12 @@ from scheduler_service.core.cache import RootKey
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.plan import Grammar
 from scheduler_service.core.plans import PlanDraft
-from scheduler_service.core.policy import Policy
+from scheduler_service.core.policy import Policy, Standing
 from scheduler_service.core.quarantine import Quarantine
 from scheduler_service.core.request import EndReason, Hypothesis, Request, SequenceEnd, TokenOutputs
+from scheduler_service.core.retention import Expectation, ReturnTimes
 from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, SequenceGroup
+from scheduler_service.core.standings import Standings
 from scheduler_service.core.waiting_queue import WaitingQueue
 
 # Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
@@ -53,8 +56,9 @@ class Counters:
 class Lifecycle:
     """All groups, the places where they stand, and the epoch they run in."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, new_expectation: Callable[[], Expectation] = ReturnTimes) -> None:
         self._policy = policy
+        self.now = 0.0  # of the event that is being handled, in seconds of the caller's clock
         self._model_digest = b""  # of the worker that is there or was there last
         # Every sequence has a root key and a stop set, and most have equal ones, which are one object.
         self._shared_key = lru_cache(_MAX_SHARED)(RootKey)
@@ -66,6 +70,7 @@ class Lifecycle:
         self.samples: dict[int, Sequence] = {}  # by sequence id
         self.num_tenant_requests: dict[str, int] = {}
         self.waiting = WaitingQueue(policy)
+        self.standings = Standings(policy, self.waiting, new_expectation)
         self.running = GroupQueue()
         self.unopened: dict[SequenceGroup, None] = {}  # those that run, and have sequences without a row
         self.swapped: dict[SequenceGroup, None] = {}  # out, or on their way out; these wait too
@@ -78,6 +83,7 @@ class Lifecycle:
         before, group.state = group.state, state
         if before in QUEUED and state not in QUEUED:
             self.waiting.remove(group)
+            self.standings.leave(group)
         if before is GroupState.RUNNING:
             self.running.remove(group)
             self.unopened.pop(group, None)
@@ -96,6 +102,7 @@ class Lifecycle:
         elif state in SWAPPED:
             self.swapped[group] = None
         if state in QUEUED and before not in QUEUED:
+            self.standings.enter(group)
             self.waiting.add(group)
 
     # Arrival
@@ -103,8 +110,9 @@ class Lifecycle:
     def add(self, request: Request, now: float) -> list[int]:
         """Queue a request; the ids of its outputs, one per sample or hypothesis."""
         self._num_arrivals += 1
-        keys = self._policy.key(request, self._num_arrivals), self._policy.running_key(request, self._num_arrivals)
-        group = SequenceGroup(request, *keys, now)
+        arrival = self._num_arrivals
+        key = self._policy.key(request, arrival, Standing(now, has_precedence=False, prefill_s=0.0))
+        group = SequenceGroup(request, arrival, key, self._policy.running_key(request, arrival), now)
         group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
         output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]
         if request.beam is not None:
@@ -120,6 +128,7 @@ class Lifecycle:
         num_requests = self.num_tenant_requests.get(request.tenant, 0)
         self.num_tenant_requests[request.tenant] = num_requests + 1
         self._policy.arrived(request.tenant, num_requests == 0)
+        self.standings.add(group, now)
         self.waiting.add(group)
         if self.epoch is not None:
             self._ask_for_grammar(group, self.epoch)
@@ -162,8 +171,9 @@ class Lifecycle:
 
     # On the worker
 
-    def next_waiting(self) -> SequenceGroup | None:
+    def next_waiting(self, now: float) -> SequenceGroup | None:
         """Choose the group that is next to run, for the first time or again."""
+        self.standings.update(now)
         if self.quarantine.is_empty:
             return self.waiting.next(lambda group: True)
         return next((group for group in self.waiting if self.quarantine.admits(group)), None)
@@ -257,11 +267,13 @@ class Lifecycle:
                 )
                 sequence.is_gated = _is_gated(group.request, epoch)
             self._ask_for_grammar(group, epoch)
+        self.standings.join(epoch, list(self.groups.values()), self.now)
 
     def lose_worker(self, epoch: Epoch, now: float) -> list[SequenceGroup]:
         """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem
         to have crashed it, and must end."""
         self.epoch = None
+        self.standings.lose()
         self.counters.num_moved_blocks_out += epoch.cache.moves.num_moved_out
         self.counters.num_moved_blocks_in += epoch.cache.moves.num_moved_in
         for group in self.groups.values():
@@ -340,6 +352,7 @@ class Lifecycle:
             if group.request.grammar is not None:
                 self.epoch.grammars.give_up(group.request.grammar)
         self._enter(group, GroupState.FINISHED)
+        self.standings.end(group, max(sequence.num_tokens for sequence in group.sequences), self.now)
         group.dissolve()
         del self.groups[tenant, group.request.request_id]
         self.quarantine.cleared(group)

@@ -1,7 +1,7 @@
 """Chooses who gets rows on the worker in a plan: groups whose blocks have come in, samples beside the first, waiting
 groups."""
 
-from scheduler_service.core.cache_manager import Allocation
+from scheduler_service.core.cache_manager import Allocation, Match
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import PlanDraft
@@ -76,7 +76,7 @@ class Openings:
 
     def admit(self, draft: PlanDraft) -> bool:
         """Start the next waiting group, or bring it back, if that is possible now."""
-        state, group = self._state, self._state.next_waiting()
+        state, group = self._state, self._state.next_waiting(draft.now)
         if group is None or draft.num_free_tokens <= 0 or self._epoch.last_acknowledged_step < group.resume_step:
             return False
         if group.state is GroupState.SWAPPED and any(sequence.host_table for sequence in group.live_sequences):
@@ -85,21 +85,21 @@ class Openings:
             state.lost_its_swap(group)
         return group.state is GroupState.WAITING and self._start(group, draft)
 
+    def num_next_tokens(self, draft: PlanDraft) -> int:
+        """Count the tokens that the next group would compute, if it has never run and could begin now; else 0."""
+        group = self._state.next_waiting(draft.now)
+        if group is None or group.cursor is None or draft.num_free_tokens <= 0:
+            return 0
+        num_tokens = self._state.standings.num_uncached_tokens(group)
+        if num_tokens > draft.num_free_tokens:
+            return 0
+        return num_tokens if self._startable(group, draft) is not None else 0
+
     def _start(self, group: SequenceGroup, draft: PlanDraft) -> bool:
         """Give the first sequence of a group its blocks, and all the slots it needs at once."""
         state, epoch, cache, sequence = self._state, self._epoch, self._epoch.cache, group.unopened_sequences[0]
-        if epoch.slots.num_free < group.num_first_slots or not draft.can_open(sequence):
-            return False
-        is_alone = not state.running and not state.loading
-        if not is_alone and self._lacking[0] is group and cache.pool.num_free <= self._lacking[1]:
-            return False
-        match = epoch.match(sequence)
+        match = self._startable(group, draft)
         if match is None:
-            return False
-        num_blocks = cache.num_opening_blocks(sequence, match)
-        num_most_blocks = cache.num_most_blocks(group.request)
-        if cache.can_allocate(num_blocks, num_most_blocks, alone=is_alone) is not Allocation.OK:
-            self._lacking = (group, cache.pool.num_free)
             return False
         loads = cache.open(sequence, match, draft.step)
         epoch.reserve_slots(group, group.num_first_slots)
@@ -110,6 +110,24 @@ class Openings:
         else:
             state.run(group, [sequence], epoch, draft)
         return True
+
+    def _startable(self, group: SequenceGroup, draft: PlanDraft) -> Match | None:
+        """Return what the first sequence of a group would start from. None: it cannot start now."""
+        state, epoch, cache, sequence = self._state, self._epoch, self._epoch.cache, group.unopened_sequences[0]
+        if epoch.slots.num_free < group.num_first_slots or not draft.can_open(sequence):
+            return None
+        is_alone = not state.running and not state.loading
+        if not is_alone and self._lacking[0] is group and cache.pool.num_free <= self._lacking[1]:
+            return None
+        match = epoch.match(sequence)
+        if match is None:
+            return None
+        num_blocks = cache.num_opening_blocks(sequence, match)
+        num_most_blocks = cache.num_most_blocks(group.request)
+        if cache.can_allocate(num_blocks, num_most_blocks, alone=is_alone) is not Allocation.OK:
+            self._lacking = (group, cache.pool.num_free)
+            return None
+        return match
 
     def _swap_in(self, group: SequenceGroup, draft: PlanDraft) -> bool:
         """Order a swapped group's blocks back, if there is room for it to run on."""

@@ -1,17 +1,27 @@
 """Small named policies, chosen by `--policy`, that say who is served next.
 
-A policy gives each request static keys and each tenant a rank that may change. Of all waiting requests the next is the
-one of the least (rank of its tenant, key); among running ones the running key alone decides who is served first and who
-is preempted last.
+A policy gives each request keys and each tenant a rank that may change. Of all waiting requests the next is the one of
+the least (rank of its tenant, key); among running ones the running key, which never changes, alone decides who is
+served first and who is preempted last.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from scheduler_service.core.request import Request
 
+DEFAULT_MAX_WAIT_S = 600.0
+AGEING = 0.03  # seconds of computing that a second of waiting makes up for
 _NUM_ABSENT = 64  # counters of tenants without requests that a fair policy keeps before it looks which it needs
+
+
+class Standing(NamedTuple):
+    """What is known of a waiting request beside what it asks for. It changes while the request waits."""
+
+    arrived_at: float  # seconds of the caller's clock
+    has_precedence: bool  # it has run before, or has waited as long as the policy lets anybody wait
+    prefill_s: float  # seconds to compute what is not cached of it, as far as that is known
 
 
 class Policy(Protocol):
@@ -20,8 +30,10 @@ class Policy(Protocol):
 
     name: str
     ranks_tenants: bool  # False: every rank is 0 at all times
+    moves_keys: bool  # False: `key` does not look at the standing
+    max_wait_s: float  # after which a request has precedence; infinite where nobody ever has
 
-    def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
+    def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
         """Order a request among those of its tenant that wait: the lowest is next. `arrival` counts the requests."""
 
     def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
@@ -55,12 +67,14 @@ class StaticPolicy:
     """
 
     ranks_tenants = False
+    moves_keys = False
+    max_wait_s = math.inf
 
     def __init__(self, name: str, key: Callable[[Request, int], tuple[Any, ...]]) -> None:
         self.name = name
         self._key = key
 
-    def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
+    def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
         return self._key(request, arrival)
 
     def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
@@ -102,12 +116,15 @@ class FairPolicy:
     Counters are kept while anybody has a request; then all begin anew.
     """
 
-    name = "fair"
     ranks_tenants = True
     PROMPT_WEIGHT = 1
     OUTPUT_WEIGHT = 2
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "fair", *, moves_keys: bool = False, max_wait_s: float = math.inf) -> None:
+        """`moves_keys`: order a tenant's requests by what they cost now, see `cost_key`."""
+        self.name = name
+        self.moves_keys = moves_keys
+        self.max_wait_s = max_wait_s
         self._counters: dict[str, int] = {}
         self._present: set[str] = set()  # tenants with requests, waiting or running
         self._waiting: set[str] = set()
@@ -115,8 +132,8 @@ class FairPolicy:
         self._floor = 0  # what a tenant that begins to wait has at least; never falls while anybody is present
         self._num_absent_kept = 0
 
-    def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
-        return request.priority, arrival
+    def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
+        return cost_key(request, arrival, standing) if self.moves_keys else _by_priority(request, arrival)
 
     def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
         """A tenant's priorities say nothing about others: by them, it could have everybody else preempted."""
@@ -161,6 +178,19 @@ class FairPolicy:
         self._num_absent_kept = len(kept) - len(self._present)
 
 
+def cost_key(request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
+    """Order requests of one priority by the seconds that they would still compute, less a part of those that they have
+    waited. Those with precedence go before all others, the earliest first.
+
+    Whatever is cached now is computed again if it is evicted before its turn: by serving those first that find most of
+    their prompt, sessions whose contexts do not fit together are served a few at a time, and keep their caches.
+    As all requests age alike, a second of waiting is as much as the same part of a second of arriving later.
+    """
+    if standing.has_precedence:
+        return request.priority, 0, standing.arrived_at, arrival
+    return request.priority, 1, standing.prefill_s + AGEING * standing.arrived_at, arrival
+
+
 def _by_arrival(request: Request, arrival: int) -> tuple[Any, ...]:
     return (arrival,)
 
@@ -173,17 +203,19 @@ def _by_deadline(request: Request, arrival: int) -> tuple[Any, ...]:
     return math.inf if request.deadline is None else request.deadline, request.priority, arrival
 
 
-_POLICIES: dict[str, Callable[[], Policy]] = {
-    "priority": lambda: StaticPolicy("priority", _by_priority),
-    "fcfs": lambda: StaticPolicy("fcfs", _by_arrival),
-    "fair": FairPolicy,
-    "deadline": lambda: StaticPolicy("deadline", _by_deadline),
+_POLICIES: dict[str, Callable[[float], Policy]] = {
+    "priority": lambda max_wait_s: StaticPolicy("priority", _by_priority),
+    "fcfs": lambda max_wait_s: StaticPolicy("fcfs", _by_arrival),
+    "fair": lambda max_wait_s: FairPolicy(),
+    "agent": lambda max_wait_s: FairPolicy("agent", moves_keys=True, max_wait_s=max_wait_s),
+    "deadline": lambda max_wait_s: StaticPolicy("deadline", _by_deadline),
 }
 POLICIES = tuple(_POLICIES)  # the first is the default
 
 
-def create_policy(name: str) -> Policy:
-    """Make a policy of that name. Raises ValueError for another name."""
+def create_policy(name: str, max_wait_s: float = DEFAULT_MAX_WAIT_S) -> Policy:
+    """Make a policy of that name; `max_wait_s` bounds the waiting where the policy has such a bound. Raises ValueError
+    for another name."""
     if name not in _POLICIES:
         raise ValueError(f"policy is {name!r}, choose one of {', '.join(POLICIES)}")
-    return _POLICIES[name]()
+    return _POLICIES[name](max_wait_s)

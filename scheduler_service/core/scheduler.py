@@ -64,6 +64,7 @@ class Scheduler:
     ) -> None:
         """`grammar_version`: of the library by which grammars were checked; a worker with another one gets none."""
         policy = policy or create_policy("priority")
+        self._policy = policy
         self._pipeline_depth = pipeline_depth
         self._enable_prefix_caching = enable_prefix_caching
         self._watermark = watermark
@@ -89,17 +90,20 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> list[int]:
         """Queue a request; the ids of its outputs, one per sample or hypothesis. Raises AdmissionError."""
+        self._state.now = now
         self._admission.check(request)
         return self._state.add(request, now)
 
     def abort(self, tenant: str, request_id: str, now: float) -> TokenOutputs:
         """End every sequence of a request that has not ended. Raises KeyError if there is none."""
+        self._state.now = now
         outputs = TokenOutputs()
         self._state.end_group(self._state.groups[tenant, request_id], EndReason.ABORT, outputs)
         return outputs
 
     def stop(self, sequence_id: int, num_output_tokens: int, now: float) -> TokenOutputs:
         """A stop text was seen: tokens past `num_output_tokens` are dropped. Nothing happens if it has ended."""
+        self._state.now = now
         outputs = TokenOutputs()
         sequence = self._state.samples.get(sequence_id)
         if sequence is not None:
@@ -110,6 +114,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Make the next plan, or none while there is nothing to do or the pipeline is full."""
+        self._state.now = now
         state, epoch, openings = self._state, self._state.epoch, self._openings
         if epoch is None or openings is None or len(epoch.unacknowledged) >= self._pipeline_depth:
             return None
@@ -117,6 +122,10 @@ class Scheduler:
             return None
         draft = PlanDraft(epoch.num_steps + 1, self._draft_tokens(epoch), epoch.decoding, now)
         draft.added_grammars.extend(epoch.grammars.take_added())
+        if self._policy.moves_keys and epoch.active:
+            max_wait_s = self._policy.max_wait_s
+            num_next_tokens = openings.num_next_tokens(draft)
+            epoch.share_prompts(draft, num_next_tokens, lambda group: now - group.arrived_at >= max_wait_s)
         for group, rows in epoch.rows_to_plan(draft):
             if group.state is not GroupState.RUNNING:
                 continue
@@ -142,6 +151,7 @@ class Scheduler:
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:
         """Take the result of the oldest unacknowledged plan. Raises WorkerProtocolError for any other (S9)."""
+        self._state.now = now
         state, epoch = self._state, self._state.epoch
         if epoch is None or not epoch.unacknowledged:
             raise WorkerProtocolError(f"a result of step {result.step}, but no plan is unacknowledged")
@@ -172,6 +182,7 @@ class Scheduler:
 
     def moved(self, step: int, now: float) -> None:
         """The moves of all plans up to `step` are done. Raises WorkerProtocolError if there is no such plan."""
+        self._state.now = now
         epoch = self._state.epoch
         if epoch is None or step > epoch.num_steps:
             raise WorkerProtocolError(f"moves of step {step} are done, but no such step was planned")
@@ -183,6 +194,7 @@ class Scheduler:
     def grammar_ready(self, grammar_id: int, error: str, now: float) -> TokenOutputs:
         """The worker has prepared a grammar of the epoch, or says why it cannot: then those that need it end. Raises
         WorkerProtocolError if there is no such grammar."""
+        self._state.now = now
         outputs, epoch = TokenOutputs(), self._state.epoch
         if epoch is None or not 1 <= grammar_id <= epoch.grammars.last_id:
             raise WorkerProtocolError(f"grammar {grammar_id} is reported, but none was added by this number")
@@ -242,6 +254,7 @@ class Scheduler:
 
     def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs:
         """A worker with an empty cache is ready. Requests that cannot fit it end."""
+        self._state.now = now
         if self._state.epoch is not None:
             raise RuntimeError("a worker joined while another is there")
         if epoch <= self._last_epoch:
@@ -266,6 +279,7 @@ class Scheduler:
 
     def worker_lost(self, now: float) -> TokenOutputs:
         """The epoch is over: its cache and plans are gone, what ran goes back to waiting in order of arrival."""
+        self._state.now = now
         outputs = TokenOutputs()
         epoch = self._state.epoch
         if epoch is None:
@@ -281,10 +295,12 @@ class Scheduler:
 
     def worker_grace_ended(self, now: float) -> TokenOutputs:
         """There has been no worker for a while: requests end that another server could as well begin."""
+        self._state.now = now
         return self._end_without_worker(lambda group: not group.is_bound)
 
     def worker_timed_out(self, now: float) -> TokenOutputs:
         """There has been no worker for too long: every request ends."""
+        self._state.now = now
         return self._end_without_worker(lambda group: True)
 
     def _end_without_worker(self, ends: Callable[[SequenceGroup], bool]) -> TokenOutputs:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from scheduler_service.core.cache import Node, RootKey
+from scheduler_service.core.cache import Cursor, Node, RootKey
 from scheduler_service.core.plan import Pooling
 from scheduler_service.core.request import OutputMode, Request
 
 if TYPE_CHECKING:
     from scheduler_service.core.beam_group import BeamGroup
+    from scheduler_service.core.retention import Session
 
 
 class GroupState(Enum):
@@ -46,6 +47,7 @@ class SequenceGroup:
     """A request until its last sequence has ended."""
 
     request: Request
+    arrival: int  # counts the requests
     waiting_order: tuple[Any, ...]  # by its policy, among those of its tenant that wait: lower is next
     order: tuple[Any, ...]  # by its policy, among those that run: lower is served first, and preempted last
     arrived_at: float
@@ -61,6 +63,10 @@ class SequenceGroup:
     num_preemptions: int = 0
     # In turn when it was preempted, or lost its worker, and when it ran again.
     pauses: tuple[float, ...] = ()
+    cursor: Cursor | None = None  # of its prompt, while it waits for the first time and its policy goes by that
+    session: Session | None = None  # that it is part of, if its policy goes by sessions and the worker is there
+    shelf: int = 0  # where its blocks stand when nobody holds them
+    is_overdue: bool = False  # it waited as long as its policy lets anybody wait
     num_waiting_sequences: int = 0  # what it counts for in the queue: constant while it is there
     # Crashes of the worker since a token of this request was last confirmed, with the request dispatched; and those of
     # them in which nothing else was.
@@ -75,6 +81,11 @@ class SequenceGroup:
     @property
     def is_finished(self) -> bool:
         return self.state is GroupState.FINISHED
+
+    @property
+    def has_precedence(self) -> bool:
+        """Whether it goes before those that have waited less and have never run."""
+        return self.is_overdue or bool(self.pauses)
 
     @property
     def begins_anew(self) -> bool:
@@ -138,6 +149,7 @@ class SequenceGroup:
         """Forget everything that it had on the worker, which is lost."""
         self.moved_step = self.resume_step = 0
         self.reserved_slots.clear()
+        self.cursor, self.session, self.shelf = None, None, 0
         for sequence in self.sequences:
             if sequence.is_decoding:
                 sequence.leave_decoding()

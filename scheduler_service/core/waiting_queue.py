@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop
 from operator import attrgetter
+from typing import Any
 
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.sequence import SequenceGroup
@@ -57,6 +58,22 @@ class WaitingQueue:
         del self.held[group]
         self._place(group)
 
+    def reorder(self, group: SequenceGroup, order: tuple[Any, ...]) -> None:
+        """Give a group that is queued another order, and its place by it."""
+        if order == group.waiting_order:
+            return
+        if group in self.held:
+            group.waiting_order = order
+            return
+        groups = self._groups[group.request.tenant]
+        head = groups[0]
+        del groups[self._index(groups, group)]
+        rest = groups[0] if groups else None
+        self._change_head(head, rest)  # which looks the old one up by its order
+        group.waiting_order = order
+        insort(groups, group, key=_order)
+        self._change_head(rest, groups[0])
+
     def _place(self, group: SequenceGroup) -> None:
         tenant = group.request.tenant
         groups = self._groups.get(tenant)
@@ -70,15 +87,18 @@ class WaitingQueue:
     def _displace(self, group: SequenceGroup) -> None:
         tenant = group.request.tenant
         groups = self._groups[tenant]
-        index = bisect_left(groups, group.waiting_order, key=_order)
-        if index == len(groups) or groups[index] is not group:
-            raise KeyError(group.waiting_order)
         head = groups[0]
-        del groups[index]
+        del groups[self._index(groups, group)]
         self._change_head(head, groups[0] if groups else None)
         if not groups:
             del self._groups[tenant]
             self._policy.unqueued(tenant)
+
+    def _index(self, groups: list[SequenceGroup], group: SequenceGroup) -> int:
+        index = bisect_left(groups, group.waiting_order, key=_order)
+        if index == len(groups) or groups[index] is not group:
+            raise KeyError(group.waiting_order)
+        return index
 
     def next(self, admits: Callable[[SequenceGroup], bool]) -> SequenceGroup | None:
         """The first group that `admits` accepts, or None. Only the first group of each tenant is asked for."""

@@ -64,12 +64,12 @@ def test_spare_blocks_stand_before_the_cached_ones_in_the_order_they_came():
         pool.free(block, cached=True, spare=True)
     pool.free(blocks[5], cached=False)
     assert list(pool.free_blocks()) == [blocks[i] for i in (5, 2, 3, 4, 0, 1)]
-    assert list(pool.blocks_to_spare()) == blocks[:2]
+    assert [block for _, block in pool.shelved_blocks()] == blocks[:2]
     pool.share(blocks[4])
-    assert list(pool.blocks_to_spare()) == blocks[:2]
+    assert [block for _, block in pool.shelved_blocks()] == blocks[:2]
     assert [pool.allocate() for _ in range(3)] == [blocks[5], blocks[2], blocks[3]]
     assert (pool.num_spare, pool.num_idle_cached, pool.num_free) == (0, 2, 2)
-    assert list(pool.blocks_to_spare()) == blocks[:2]
+    assert [block for _, block in pool.shelved_blocks()] == blocks[:2]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,8 +5,10 @@ import random
 import pytest
 
 from scheduler_service.core.plan import SamplingParams
-from scheduler_service.core.policy import POLICIES, FairPolicy, create_policy
+from scheduler_service.core.policy import POLICIES, FairPolicy, Standing, create_policy
 from scheduler_service.core.request import Request
+
+FRESH = Standing(arrived_at=0.0, has_precedence=False, prefill_s=0.0)
 
 
 def request(tenant: str = "", priority: int = 0, deadline: float | None = None) -> Request:
@@ -15,7 +17,7 @@ def request(tenant: str = "", priority: int = 0, deadline: float | None = None) 
 
 def served(name: str, requests: list[Request]) -> list[int]:
     policy = create_policy(name)
-    keys = [policy.key(request, arrival) for arrival, request in enumerate(requests)]
+    keys = [policy.key(request, arrival, FRESH) for arrival, request in enumerate(requests)]
     return sorted(range(len(requests)), key=lambda i: keys[i])
 
 
@@ -31,9 +33,10 @@ def test_fair_sharing_lets_no_priority_preempt_another_tenant() -> None:
     policy = create_policy("fair")
     polite, hostile = request("polite", priority=0), request("hostile", priority=-(2**31))
     assert policy.running_key(polite, 1) < policy.running_key(hostile, 2)
-    for name in set(POLICIES) - {"fair"}:
+    assert create_policy("agent").running_key(hostile, 2) == policy.running_key(hostile, 2)
+    for name in set(POLICIES) - {"fair", "agent"}:
         static = create_policy(name)
-        assert static.running_key(hostile, 2) == static.key(hostile, 2)
+        assert static.running_key(hostile, 2) == static.key(hostile, 2, FRESH)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -42,7 +45,7 @@ def test_a_policy_has_its_name(name: str) -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="policy is 'best', choose one of priority, fcfs, fair, deadline"):
+    with pytest.raises(ValueError, match="policy is 'best', choose one of priority, fcfs, fair, agent, deadline"):
         create_policy("best")
 
 

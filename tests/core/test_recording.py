@@ -25,7 +25,7 @@ from scheduler_service.serving.recording import (
 from tests.core.recorded_history import DEFAULTS, RecordedHistory
 
 
-def recorded(path: Path, seed: int = 0, num_events: int = 400) -> RecordedHistory:
+def recorded(path: Path, seed: int = 4, num_events: int = 400) -> RecordedHistory:
     history = RecordedHistory(path, seed)
     history.run(num_events)
     return history

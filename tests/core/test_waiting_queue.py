@@ -5,7 +5,7 @@ import random
 import pytest
 
 from scheduler_service.core.plan import SamplingParams
-from scheduler_service.core.policy import POLICIES, Policy, create_policy
+from scheduler_service.core.policy import POLICIES, Policy, Standing, create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
@@ -15,8 +15,9 @@ def item(
     policy: Policy, arrival: int, tenant: str = "", priority: int = 0, deadline: float | None = None
 ) -> SequenceGroup:
     request = Request(str(arrival), tenant, (1, 2, 3), SamplingParams(), 1, priority=priority, deadline=deadline)
-    orders = policy.key(request, arrival), policy.running_key(request, arrival)
-    return SequenceGroup(request, *orders, arrived_at=0.0, num_unfinished=1)
+    standing = Standing(arrived_at=0.0, has_precedence=False, prefill_s=0.0)
+    orders = policy.key(request, arrival, standing), policy.running_key(request, arrival)
+    return SequenceGroup(request, arrival, *orders, arrived_at=0.0, num_unfinished=1)
 
 
 def everybody(group: SequenceGroup) -> bool:
@@ -128,6 +129,10 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
             group = waiting.pop(rng.randrange(len(waiting)))
             queue.hold(group)
             held.append(group)
+        elif waiting and rng.random() < 0.2:
+            group = rng.choice(waiting)
+            standing = Standing(0.0, rng.random() < 0.2, rng.choice([0.0, 1.0, rng.random()]))
+            queue.reorder(group, policy.key(group.request, group.arrival, standing))
         elif rng.random() < 0.55 or not waiting:
             deadline = rng.choice([None, rng.random()])
             group = item(policy, arrival, rng.choice(tenants), rng.randint(0, 2), deadline)

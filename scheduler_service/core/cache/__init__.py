@@ -1,7 +1,8 @@
 """Blocks and what they hold: who has which, which content can be found again, what is on its way between the tiers."""
 
 from scheduler_service.core.cache.block_pool import BlockPool
+from scheduler_service.core.cache.eviction import ShelfOrder, Worth
 from scheduler_service.core.cache.moves import Move, MoveLedger
-from scheduler_service.core.cache.prefix_index import Node, PrefixIndex, RootKey
+from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, RootKey
 
-__all__ = ["BlockPool", "Move", "MoveLedger", "Node", "PrefixIndex", "RootKey"]
+__all__ = ["BlockPool", "Cursor", "Move", "MoveLedger", "Node", "PrefixIndex", "RootKey", "ShelfOrder", "Worth"]

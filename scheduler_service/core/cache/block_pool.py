@@ -1,26 +1,30 @@
-"""The pool of KV cache blocks: reference counts and the free list, over plain integers.
+"""The pool of KV cache blocks: reference counts and the free lists, over plain integers.
 
-Blocks are 1..num_blocks; block 0 is never allocated and serves as the sentinel of the free list, an intrusive doubly
-linked ring over two flat lists, so that a prefix hit takes an idle cached block back in O(1) (the structure of vLLM's
-FreeKVCacheBlockQueue). Blocks are taken from the head. Freed blocks whose content is cached go to the tail (LRU),
-others to the head.
+Blocks are 1..num_blocks; block 0 is never allocated and serves as the sentinel of the first free list. The lists are
+intrusive doubly linked rings over two flat lists, so that a prefix hit takes an idle cached block back in O(1) (the
+structure of vLLM's FreeKVCacheBlockQueue). Blocks whose content nothing is lost with are in the first list. The others
+stand on shelves, in the order in which they were freed; an eviction order says from which shelf one is taken.
 """
 
 from collections.abc import Iterator
+
+from scheduler_service.core.cache.eviction import ShelfOrder
 
 
 class BlockPool:
     """The blocks of one tier: how many hold each, and in which order free ones are taken."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, order: ShelfOrder | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_idle_cached = 0  # free blocks whose content can be matched
         self.num_spare = 0  # of these, such whose content can be had elsewhere
+        self._order = order or ShelfOrder()
         self._ref_counts = [0] * (num_blocks + 1)
         self._is_idle_cached = bytearray(num_blocks + 1)
         self._is_spare = bytearray(num_blocks + 1)
-        self._last_spare = 0  # behind it in the free list the others begin; 0: all of it
+        self._shelf_of = [0] * (num_blocks + 1)  # where each stood last
+        # The entries behind those of the blocks are the sentinels of shelves.
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
 
@@ -28,12 +32,13 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self) -> int:
-        """Take the block at the head of the free list. Its content, if it was cached, is lost."""
-        block = self._next[0]
+        """Take the next free block. Its content, if it was cached, is lost."""
+        block = self._next[0] or self._next[self._sentinel(self._order.first())] if self.num_free else 0
         if block == 0:
             raise RuntimeError("the block pool is empty: allocation was not checked against num_free")
         self._unlink(block)
         self._ref_counts[block] = 1
+        self._shelf_of[block] = 0
         return block
 
     def share(self, block: int) -> None:
@@ -42,19 +47,22 @@ class BlockPool:
             self._unlink(block)
         self._ref_counts[block] += 1
 
-    def free(self, block: int, *, cached: bool, spare: bool = False) -> None:
-        """Count one holder less. A block that nobody holds then is free, behind all others if its content is cached; if
-        that can be had elsewhere too, the block is `spare`: behind the other spare ones, before the cached ones."""
+    def free(self, block: int, *, cached: bool, spare: bool = False, shelf: int = 0) -> None:
+        """Count one holder less. A block that nobody holds then is free. If its content is cached, it stands behind all
+        others of its shelf; if that can be had elsewhere too, the block is `spare`: behind those that hold nothing and
+        the other spare ones."""
         count = self._ref_counts[block] - 1
         if count < 0:
             raise RuntimeError(f"block {block} was freed by somebody who does not hold it")
         self._ref_counts[block] = count
         if count > 0:
             return
-        if spare and cached:
+        if not cached:
+            self._link(block, before=self._next[0], cached=False)
+        elif spare:
             self._link_spare(block)
         else:
-            self._link(block, before=0 if cached else self._next[0], cached=cached)
+            self._shelve(block, shelf)
 
     def spare(self, block: int) -> None:
         """An idle block's content can be had elsewhere too."""
@@ -62,24 +70,45 @@ class BlockPool:
         self._link_spare(block)
 
     def expose(self, block: int) -> None:
-        """An idle block's content is no longer cached: it goes to the head of the free list."""
+        """An idle block's content is no longer cached: it goes to the head of the first list."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
             self._link(block, before=self._next[0], cached=False)
 
+    def shelf_of(self, block: int) -> int:
+        """The shelf on which a block stands, or stood last since it has its content; 0 if on none."""
+        return self._shelf_of[block]
+
+    def has_shelf(self, shelf: int) -> bool:
+        """Whether any block stands on a shelf."""
+        sentinel = self._sentinel(shelf)
+        return self._next[sentinel] != sentinel
+
     def free_blocks(self) -> Iterator[int]:
-        """Go through the free list from head to tail."""
-        block = self._next[0]
-        while block != 0:
+        """Go through all free blocks in the order in which they are taken, if nothing changes that."""
+        yield from self._ring(0)
+        for _, block in self.shelved_blocks():
+            yield block
+
+    def shelved_blocks(self) -> Iterator[tuple[int, int]]:
+        """Go through the idle blocks that are not spare, in the same order, each with its shelf."""
+        for shelf in self._order:
+            for block in self._ring(self._sentinel(shelf)):
+                yield shelf, block
+
+    def _ring(self, sentinel: int) -> Iterator[int]:
+        block = self._next[sentinel]
+        while block != sentinel:
             yield block
             block = self._next[block]
 
-    def blocks_to_spare(self) -> Iterator[int]:
-        """Go through the free list from the oldest block on that is not spare."""
-        block = self._next[self._last_spare]
-        while block != 0:
-            yield block
-            block = self._next[block]
+    def _sentinel(self, shelf: int) -> int:
+        """The entry of a shelf, which is made where there is none."""
+        sentinel = self.num_blocks + 1 + shelf
+        while len(self._next) <= sentinel:
+            self._next.append(len(self._next))
+            self._previous.append(len(self._previous))
+        return sentinel
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]
@@ -89,17 +118,23 @@ class BlockPool:
         if self._is_spare[block]:
             self._is_spare[block] = False
             self.num_spare -= 1
-        if block == self._last_spare:
-            self._last_spare = before
         if self._is_idle_cached[block]:
             self._is_idle_cached[block] = False
             self.num_idle_cached -= 1
+        if before == after and before > self.num_blocks:
+            self._order.emptied(before - self.num_blocks - 1)
 
     def _link_spare(self, block: int) -> None:
-        self._link(block, before=self._next[self._last_spare], cached=True)
-        self._last_spare = block
+        self._link(block, before=0, cached=True)
         self._is_spare[block] = True
         self.num_spare += 1
+
+    def _shelve(self, block: int, shelf: int) -> None:
+        sentinel = self._sentinel(shelf)
+        if self._next[sentinel] == sentinel:
+            self._order.filled(shelf)
+        self._shelf_of[block] = shelf
+        self._link(block, before=sentinel, cached=True)
 
     def _link(self, block: int, *, before: int, cached: bool) -> None:
         previous = self._previous[before]

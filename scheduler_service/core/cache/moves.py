@@ -20,6 +20,7 @@ class Move(NamedTuple):
     host_block: int
     is_out: bool  # device to host
     node: Node | None  # whose content gets a copy in the other tier; None: a swap
+    shelf: int = 0  # where the blocks stand that nobody holds when it is done
 
 
 class MoveLedger:
@@ -60,8 +61,9 @@ class MoveLedger:
                 self._copied(move, move.node)
             is_demoted = move.is_out and move.node is not None
             cached = self._index.is_cached(move.device_block)
-            self._pool.free(move.device_block, cached=cached, spare=is_demoted)
-            self._host_pool.free(move.host_block, cached=self._index.node_of_host(move.host_block) is not None)
+            self._pool.free(move.device_block, cached=cached, spare=is_demoted, shelf=move.shelf)
+            cached = self._index.node_of_host(move.host_block) is not None
+            self._host_pool.free(move.host_block, cached=cached, shelf=move.shelf)
             self.num_moved_out += move.is_out
             self.num_moved_in += not move.is_out
 

@@ -27,10 +27,56 @@ class RootKey(NamedTuple):
         return xxhash.xxh3_64_intdigest(repr(tuple(self)).encode())
 
 
+class Cursor:
+    """The place of a waiting prompt in the index: behind the blocks that it begins with and that are cached.
+
+    It moves with what is published and forgotten, so nobody need match the prompt again to know what is left of it.
+    """
+
+    __slots__ = ("_token_bytes", "_width", "max_blocks", "node", "num_blocks")
+
+    def __init__(self, root: "Node", token_ids: Sequence[int], block_size: int, max_blocks: int) -> None:
+        self._token_bytes = array("I", token_ids[: max_blocks * block_size]).tobytes()
+        self._width = array("I").itemsize * block_size
+        self.max_blocks = max_blocks
+        self.node = root  # of the last block that is cached
+        self.num_blocks = 0  # that are cached, in either tier
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """Count the full blocks of the prompt that are not cached."""
+        return self.max_blocks - self.num_blocks
+
+    @property
+    def next_bytes(self) -> bytes:
+        """The tokens of the first block that is not cached; empty if all of them are."""
+        return self._token_bytes[self.num_blocks * self._width : (self.num_blocks + 1) * self._width]
+
+    def chain(self) -> list["Node"]:
+        """The nodes of the cached blocks, first ones first."""
+        nodes = []
+        node = self.node
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
 class Node:
     """One block's worth of content after a given prefix."""
 
-    __slots__ = ("block_hash", "blocks", "children", "host_block", "is_moving", "parent", "root_key", "token_bytes")
+    __slots__ = (
+        "block_hash",
+        "blocks",
+        "children",
+        "cursors",
+        "host_block",
+        "is_moving",
+        "parent",
+        "root_key",
+        "token_bytes",
+    )
 
     def __init__(self, root_key: RootKey, parent: "Node | None", token_bytes: bytes, block_hash: int) -> None:
         self.root_key = root_key
@@ -41,6 +87,13 @@ class Node:
         self.host_block = 0  # 0: none
         self.is_moving = False  # a demotion or promotion of this content is under way
         self.children: dict[bytes, Node] = {}
+        # The cursors that stand here, by the tokens that they would go on with. None: there never were any.
+        self.cursors: dict[bytes, dict[Cursor, None]] | None = None
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether either tier has a copy."""
+        return bool(self.blocks or self.host_block)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -58,6 +111,8 @@ class PrefixIndex:
         self.num_cached_blocks = 0
         self.num_cached_host_blocks = 0
         self._changes: list[tuple[Node, Tier, bool]] = []  # what was stored (True) or removed, since take_events
+        self._num_cursors = 0
+        self._moved_cursors: dict[Cursor, None] = {}
 
     def is_cached(self, block: int) -> bool:
         return self._node_of_block[block] is not None
@@ -74,10 +129,83 @@ class PrefixIndex:
         chain: list[Node] = []
         while node is not None and len(chain) < max_blocks:
             node = node.children.get(self._token_bytes(token_ids, len(chain)))
-            if node is None or not (node.blocks or node.host_block):
+            if node is None or not node.is_cached:
                 break
             chain.append(node)
         return chain
+
+    # Cursors
+
+    def follow(self, key: RootKey, token_ids: Sequence[int], max_blocks: int) -> Cursor:
+        """Keep a cursor at the end of the longest chain of cached nodes, in either tier, that `token_ids` begin with,
+        at most `max_blocks` long."""
+        cursor = Cursor(self._root(key), token_ids, self._block_size, max_blocks)
+        self._num_cursors += 1
+        self._advance(cursor)
+        return cursor
+
+    def unfollow(self, cursor: Cursor) -> None:
+        """The cursor is needed no more."""
+        self._num_cursors -= 1
+        self._moved_cursors.pop(cursor, None)
+        self._lift(cursor)
+        self._prune(cursor.node)
+
+    def take_moved_cursors(self) -> list[Cursor]:
+        """Return the cursors that may have moved since the last call."""
+        moved, self._moved_cursors = self._moved_cursors, {}
+        return list(moved)
+
+    def _advance(self, cursor: Cursor) -> None:
+        """Place a cursor, which stands nowhere, as far from its node on as there is cached content."""
+        node, next_bytes = cursor.node, cursor.next_bytes
+        while next_bytes:
+            child = node.children.get(next_bytes)
+            if child is None or not child.is_cached:
+                break
+            node = child
+            cursor.num_blocks += 1
+            next_bytes = cursor.next_bytes
+        cursor.node = node
+        if node.cursors is None:
+            node.cursors = {}
+        node.cursors.setdefault(next_bytes, {})[cursor] = None
+
+    def _lift(self, cursor: Cursor) -> None:
+        """Take a cursor from where it stands."""
+        standing = cursor.node.cursors
+        assert standing is not None
+        next_bytes = cursor.next_bytes
+        del standing[next_bytes][cursor]
+        if not standing[next_bytes]:
+            del standing[next_bytes]
+
+    def _draw_cursors(self, node: Node) -> None:
+        """A node has got its first copy: cursors that wait for its content go on."""
+        waiting = node.parent.cursors if node.parent is not None else None
+        for cursor in list((waiting or {}).get(node.token_bytes, ())):
+            self._lift(cursor)
+            self._advance(cursor)
+            self._moved_cursors[cursor] = None
+
+    def _repel_cursors(self, node: Node) -> None:
+        """A node has lost its last copy: cursors on it, and on what follows it, stand before it."""
+        if not self._num_cursors:
+            return
+        assert node.parent is not None
+        nodes = [node]
+        for visited in nodes:
+            nodes.extend(visited.children.values())
+            for cursor in [cursor for standing in (visited.cursors or {}).values() for cursor in standing]:
+                self._lift(cursor)
+                while cursor.node is not node.parent:
+                    assert cursor.node.parent is not None
+                    cursor.node = cursor.node.parent
+                    cursor.num_blocks -= 1
+                self._advance(cursor)
+                self._moved_cursors[cursor] = None
+
+    # Copies
 
     def find(self, key: RootKey, token_ids: Sequence[int], block_index: int) -> Node | None:
         """The node of a block of `token_ids`, cached or not, if there is one."""
@@ -105,20 +233,26 @@ class PrefixIndex:
         """Device block `block` holds the node's content too."""
         if self._node_of_block[block] is not None:
             raise RuntimeError(f"block {block} is published already")
+        is_first = not node.is_cached
         if not node.blocks:
             self._changes.append((node, Tier.DEVICE, True))
         node.blocks += (block,)
         self._node_of_block[block] = node
         self.num_cached_blocks += 1
+        if is_first:
+            self._draw_cursors(node)
 
     def add_host_copy(self, node: Node, host_block: int) -> None:
         """Host block `host_block` holds the node's content too."""
         assert not node.host_block
         assert self._node_of_host_block[host_block] is None
+        is_first = not node.is_cached
         node.host_block = host_block
         self._node_of_host_block[host_block] = node
         self.num_cached_host_blocks += 1
         self._changes.append((node, Tier.HOST, True))
+        if is_first:
+            self._draw_cursors(node)
 
     def forget(self, block: int) -> None:
         """`block` no longer holds what it was published for. Nothing happens if it was not published."""
@@ -130,7 +264,7 @@ class PrefixIndex:
         node.blocks = tuple(copy for copy in node.blocks if copy != block)
         if not node.blocks:
             self._changes.append((node, Tier.DEVICE, False))
-        self._prune(node)
+            self._lost_copy(node)
 
     def forget_host(self, host_block: int) -> None:
         """`host_block` no longer holds a content's copy. Nothing happens if it held none."""
@@ -141,7 +275,7 @@ class PrefixIndex:
         self.num_cached_host_blocks -= 1
         node.host_block = 0
         self._changes.append((node, Tier.HOST, False))
-        self._prune(node)
+        self._lost_copy(node)
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
         """Forget every copy of this content and of all that follows it; the device and host blocks they were in."""
@@ -152,9 +286,9 @@ class PrefixIndex:
             blocks.extend(visited.blocks)
             if visited.host_block:
                 host_blocks.append(visited.host_block)
-        for block in blocks:
+        for block in reversed(blocks):  # leaves first, so that a cursor moves a step at a time
             self.forget(block)
-        for host_block in host_blocks:
+        for host_block in reversed(host_blocks):
             self.forget_host(host_block)
         return blocks, host_blocks
 
@@ -209,9 +343,15 @@ class PrefixIndex:
             root = self._roots[key] = Node(key, None, b"", key.block_hash)
         return root
 
+    def _lost_copy(self, node: Node) -> None:
+        """A node has lost the last copy of a tier."""
+        if not node.is_cached:
+            self._repel_cursors(node)
+            self._prune(node)
+
     def _prune(self, node: Node) -> None:
-        """Drop a node without copies and children, and its ancestors that only lived for it."""
-        while not node.blocks and not node.host_block and not node.children:
+        """Drop a node without copies, children and cursors, and its ancestors that only lived for it."""
+        while not node.is_cached and not node.children and not node.cursors:
             if node.parent is None:
                 del self._roots[node.root_key]
                 return

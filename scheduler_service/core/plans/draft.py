@@ -22,6 +22,8 @@ class PlanDraft:
     now: float
     num_row_tokens: int = 0  # of the rows that are planned one by one
     num_opening_values: int = 0
+    # Tokens that rows which do not decode may compute; None: each takes what those before it leave.
+    shares: dict[Sequence, int] | None = None
     has_preempted: bool = False
     swaps_out: list[tuple[int, int]] = field(default_factory=list)  # device block, host block
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # host block, device block

@@ -1,0 +1,188 @@
+"""Which idle blocks are kept longest: those of sessions that are about to need them.
+
+A session is a conversation, an agent's work, or whatever else sends requests of which each begins with the one before.
+Its idle blocks stand on a shelf of their own, in both tiers, and the shelf that is worth least is emptied first. Blocks
+without which nothing is lost, because the host has them too, are not on shelves: they go before all others.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler_service.core.cache import Worth
+from scheduler_service.core.cache_manager import CacheManager
+from scheduler_service.core.sequence import SequenceGroup
+
+# A request that names no session goes on with one if it begins with at least this part of what that has computed.
+_CONTINUED_SHARE = 0.5
+_NUM_LOST = 64  # sessions without blocks that are kept before anybody looks which these are
+# The worth of a shelf begins with one of these.
+_GIVEN_UP, _IDLE, _PRESENT, _AWAITED = 0.0, 1.0, 2.0, 3.0
+_MIN_GAP_S = 0.1
+_PRIOR_GAPS = 3  # the gaps of everybody count as many as these of a session's own
+_NUM_GAPS = 10  # a session's own gaps that its mean looks back on, and everybody's
+_NUM_ALL_GAPS = 1000
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A session that has requests, or blocks that may serve another one."""
+
+    shelf: int
+    tenant: str
+    name: str  # empty: it was found by its prefix
+    last_used_at: float
+    num_blocks: int = 0  # that its last request had computed
+    num_groups: int = 0  # that wait or run
+    waiting: dict[SequenceGroup, None] = field(default_factory=dict)
+    will_return: bool | None = None  # as its last request said
+    retention_s: float = 0.0  # the same
+    num_gaps: int = 0  # seconds between its requests that are in the mean
+    mean_log_gap: float = 0.0
+
+
+class Expectation(Protocol):
+    """The interface of what is known about the return of sessions."""
+
+    def returned(self, session: Session, gap_s: float) -> None:
+        """A session that had no requests has one, `gap_s` seconds after its last one ended."""
+
+    def last_needed_at(self, session: Session) -> float:
+        """Order the sessions that have no requests: the blocks of the lowest are lost first. In seconds of the caller's
+        clock, as though the session had been there last at that time. Asked for when its last request has ended."""
+
+
+class Recency:
+    """Expects those back first who were there last: the least recently used is lost first."""
+
+    def returned(self, session: Session, gap_s: float) -> None:
+        pass
+
+    def last_needed_at(self, session: Session) -> float:
+        return session.last_used_at
+
+
+class ReturnTimes:
+    """Learns how long sessions stay away, and expects those back first whose chance to return now is best.
+
+    Gaps between requests have long tails. If they are Lomax distributed with a session's own scale g, the chance that
+    it returns in the next moment, having been away for a, is in proportion to 1 / (a + g): whoever has the least
+    `last_used_at` - g is the least likely to be back. g is the geometric mean of a session's gaps, drawn towards that of
+    all sessions while it has had few.
+    """
+
+    def __init__(self) -> None:
+        self._num_gaps = 0
+        self._mean_log_gap = 0.0
+
+    def returned(self, session: Session, gap_s: float) -> None:
+        log_gap = math.log(max(_MIN_GAP_S, gap_s))
+        session.num_gaps = min(session.num_gaps + 1, _NUM_GAPS)
+        session.mean_log_gap += (log_gap - session.mean_log_gap) / session.num_gaps
+        self._num_gaps = min(self._num_gaps + 1, _NUM_ALL_GAPS)
+        self._mean_log_gap += (log_gap - self._mean_log_gap) / self._num_gaps
+
+    def last_needed_at(self, session: Session) -> float:
+        if not self._num_gaps:
+            return session.last_used_at
+        own, prior = session.num_gaps * session.mean_log_gap, _PRIOR_GAPS * self._mean_log_gap
+        return session.last_used_at - math.exp((own + prior) / (session.num_gaps + _PRIOR_GAPS))
+
+
+class Retention:
+    """The sessions of one worker's cache, and what their blocks are worth."""
+
+    def __init__(self, cache: CacheManager, expectation: Expectation) -> None:
+        self._cache = cache
+        self._expectation = expectation
+        self._sessions: dict[int, Session] = {}  # by shelf
+        self._named: dict[tuple[str, str], Session] = {}  # by tenant and name
+        self._free_shelves: list[int] = []
+        self._num_kept = 0
+
+    def arrived(self, group: SequenceGroup, now: float) -> None:
+        """A group is there that this worker has not seen. Its cursor, if it may have one, has its place."""
+        session = self._find(group) or self._begin(group, now)
+        if session.num_blocks and not session.num_groups:
+            self._expectation.returned(session, now - session.last_used_at)
+        session.num_groups += 1
+        group.session, group.shelf = session, session.shelf
+
+    def waits(self, group: SequenceGroup) -> None:
+        """A group that has arrived waits, or what is cached of it has changed."""
+        if group.session is not None:
+            group.session.waiting[group] = None
+            self._value(group.session)
+
+    def runs(self, group: SequenceGroup) -> None:
+        """A group no longer waits."""
+        if group.session is not None and group in group.session.waiting:
+            del group.session.waiting[group]
+            self._value(group.session)
+
+    def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
+        """A group that has arrived is over. It had so many tokens, or none if these are to serve nobody."""
+        session = group.session
+        if session is None:
+            return
+        session.num_groups -= 1
+        session.num_blocks = num_tokens // self._cache.block_size
+        session.last_used_at = now
+        session.will_return = group.request.will_return
+        session.retention_s = float(group.request.retention_seconds or 0)
+        group.session = None
+        self._value(session)
+        if len(self._sessions) > 2 * self._num_kept + _NUM_LOST:
+            self._forget_lost()
+
+    def _value(self, session: Session) -> None:
+        """Put a session's shelves where they belong."""
+        worth = self._worth(session)
+        self._cache.order.value(session.shelf, worth)
+        self._cache.host_order.value(session.shelf, worth)
+
+    def _worth(self, session: Session) -> Worth:
+        """Whatever waits will use its blocks for certain, and sooner if it computes less."""
+        if session.waiting:
+            cursors = [group.cursor for group in session.waiting]
+            return _AWAITED, -min(cursor.num_missing_blocks if cursor else 0 for cursor in cursors)
+        if session.num_groups:
+            return _PRESENT, session.last_used_at
+        if session.will_return is False:
+            return _GIVEN_UP, session.last_used_at
+        if session.will_return:
+            return _IDLE, session.last_used_at + session.retention_s
+        return _IDLE, self._expectation.last_needed_at(session) + session.retention_s
+
+    def _find(self, group: SequenceGroup) -> Session | None:
+        """Find the session that a request goes on with: the one that it names, or whose blocks it begins with."""
+        request, cursor = group.request, group.cursor
+        if request.session_id:
+            return self._named.get((request.tenant, request.session_id))
+        if cursor is None or not cursor.num_blocks:
+            return None
+        node, cache = cursor.node, self._cache
+        shelf = cache.pool.shelf_of(node.blocks[0]) if node.blocks else cache.host_pool.shelf_of(node.host_block)
+        session = self._sessions.get(shelf)
+        if session is None or session.name or cursor.num_blocks < _CONTINUED_SHARE * session.num_blocks:
+            return None
+        return session
+
+    def _begin(self, group: SequenceGroup, now: float) -> Session:
+        shelf = self._free_shelves.pop() if self._free_shelves else len(self._sessions) + 1
+        session = Session(shelf, group.request.tenant, group.request.session_id, now)
+        self._sessions[shelf] = session
+        if session.name:
+            self._named[session.tenant, session.name] = session
+        return session
+
+    def _forget_lost(self) -> None:
+        """Forget sessions that have neither requests nor blocks."""
+        pools = self._cache.pool, self._cache.host_pool
+        for session in list(self._sessions.values()):
+            if not session.num_groups and not any(pool.has_shelf(session.shelf) for pool in pools):
+                del self._sessions[session.shelf]
+                self._free_shelves.append(session.shelf)
+                if session.name:
+                    del self._named[session.tenant, session.name]
+        self._num_kept = len(self._sessions)
