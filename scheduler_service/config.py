@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from pagewire.transport.option_limits import PORT, URL, Limit, at_least, check_options, flag, option
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.policy import POLICIES
+from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES
 
 # What the texts of prompts may take, at the scheduler as at a front end.
 _PROMPT_BYTES = (1_048_576, "how long the text of one prompt can be, in bytes", at_least(1))
@@ -66,6 +66,11 @@ class SchedulerConfig:
         "auto",
         "which waiting request runs next; auto is fair between tenants if there are any, else by priority",
         choices=("auto", *POLICIES),
+    )
+    max_wait: float = option(
+        DEFAULT_MAX_WAIT_S,
+        "after how many seconds a waiting request goes before all that came later, under the policy agent",
+        at_least(0),
     )
     preemption: str = option(
         "auto",

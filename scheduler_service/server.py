@@ -257,6 +257,7 @@ def _scheduler_arguments(config: SchedulerConfig, model: ModelInfo) -> Scheduler
         enable_prefix_caching=config.enable_prefix_caching,
         watermark=config.watermark,
         policy=_policy(config),
+        max_wait=config.max_wait,
         preemption=config.preemption,
         max_decode_slowdown=config.max_decode_slowdown,
         grammar_version="" if model.grammar_refusal else grammars.version(),

@@ -109,9 +109,7 @@ class CacheManager:
 
     def matches(self, sequence: Sequence) -> bool:
         """Whether the sequence may begin with what is cached."""
-        return (
-            self.enable_prefix_caching and not sequence.wants_prompt_logprobs and not sequence.group.begins_anew
-        )
+        return self.enable_prefix_caching and not sequence.wants_prompt_logprobs and not sequence.group.begins_anew
 
     def match(self, sequence: Sequence) -> Match:
         """Find cached content that the sequence begins with. Its last token is never matched: computing that is what

@@ -31,6 +31,7 @@ def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
     _check_rows(epoch, groups, in_flight)
     _check_blocks(epoch, groups)
     _check_content(epoch.cache)
+    _check_cursors(state, epoch.cache)
     for group, _ in groups:
         if group.state is GroupState.RUNNING:
             for sequence in group.sequences:
@@ -238,12 +239,27 @@ def _check_content(cache: CacheManager) -> None:
             assert host_nodes[node.host_block] is node, "a host block holds two contents"
             num_host_copies += 1
         elif not node.blocks:
-            assert node.children, "S8: a node outlived its copies and descendants"
+            assert node.children or node.cursors, "S8: a node outlived its copies, descendants and cursors"
     assert num_copies == index.num_cached_blocks == len(nodes) - nodes.count(None), "a block holds two contents"
     assert num_host_copies == index.num_cached_host_blocks == len(host_nodes) - host_nodes.count(None)
     _check_idle(cache.pool, nodes)
     if num_host_copies:
         _check_idle(cache.host_pool, host_nodes)
+
+
+def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
+    """Assert that whoever waits with a cursor knows what is cached of it, and stands where the policy says by that."""
+    state.standings.update(state.now)
+    followed = {group.cursor: group for group in state.groups.values() if group.cursor is not None}
+    standing = [cursor for node in cache.index.nodes() for same in (node.cursors or {}).values() for cursor in same]
+    assert followed.keys() == set(standing), "S8: a cursor is lost, or outlived its request"
+    assert len(standing) == len(followed) == cache.index.num_cursors, "S8: a cursor stands in two places"
+    for cursor, group in followed.items():
+        sequence = group.sequences[0]
+        assert group.state in QUEUED, "S8: a request that does not wait has a cursor"
+        chain = cache.index.match(sequence.root_key, sequence.token_ids, cursor.max_blocks)
+        assert cursor.chain() == chain, "S8: a cursor is not where its prompt's cached blocks end"
+        assert group.waiting_order == state.standings.order(group), "S8: a request waits in another place than its own"
 
 
 def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:

@@ -6,6 +6,7 @@ from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import PlanDraft
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
+from scheduler_service.core.standings import num_uncached_tokens
 
 
 class Openings:
@@ -90,7 +91,7 @@ class Openings:
         group = self._state.next_waiting(draft.now)
         if group is None or group.cursor is None or draft.num_free_tokens <= 0:
             return 0
-        num_tokens = self._state.standings.num_uncached_tokens(group)
+        num_tokens = num_uncached_tokens(group)
         if num_tokens > draft.num_free_tokens:
             return 0
         return num_tokens if self._startable(group, draft) is not None else 0

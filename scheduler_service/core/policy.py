@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from scheduler_service.core.request import Request
 
 DEFAULT_MAX_WAIT_S = 600.0
-AGEING = 0.03  # seconds of computing that a second of waiting makes up for
+_FEW_BLOCKS = 16  # so many more or less to compute hardly matter
 _NUM_ABSENT = 64  # counters of tenants without requests that a fair policy keeps before it looks which it needs
 
 
@@ -21,7 +21,7 @@ class Standing(NamedTuple):
 
     arrived_at: float  # seconds of the caller's clock
     has_precedence: bool  # it has run before, or has waited as long as the policy lets anybody wait
-    prefill_s: float  # seconds to compute what is not cached of it, as far as that is known
+    num_uncached_blocks: int  # of its prompt that it would compute if it began now
 
 
 class Policy(Protocol):
@@ -121,7 +121,7 @@ class FairPolicy:
     OUTPUT_WEIGHT = 2
 
     def __init__(self, name: str = "fair", *, moves_keys: bool = False, max_wait_s: float = math.inf) -> None:
-        """`moves_keys`: order a tenant's requests by what they cost now, see `cost_key`."""
+        """`moves_keys`: order a tenant's requests by what they would compute if they began now."""
         self.name = name
         self.moves_keys = moves_keys
         self.max_wait_s = max_wait_s
@@ -133,7 +133,20 @@ class FairPolicy:
         self._num_absent_kept = 0
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
-        return cost_key(request, arrival, standing) if self.moves_keys else _by_priority(request, arrival)
+        """Order a tenant's requests by priority and arrival or, where keys move, those of one priority by what they
+        would compute: half as much is as good as having come a quarter of the bound earlier. Those with precedence go
+        first.
+
+        What is cached now is lost if it is evicted before its turn. By serving those first that find most of their
+        prompt, sessions whose contexts do not fit together are served a few at a time, and keep their caches. All
+        requests age alike, so the order changes only with the cache.
+        """
+        if not self.moves_keys:
+            return request.priority, arrival
+        if standing.has_precedence:
+            return request.priority, 0, standing.arrived_at, arrival
+        handicap_s = self.max_wait_s / 4 * math.log2(1 + standing.num_uncached_blocks / _FEW_BLOCKS)
+        return request.priority, 1, standing.arrived_at + handicap_s, arrival
 
     def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
         """A tenant's priorities say nothing about others: by them, it could have everybody else preempted."""
@@ -176,19 +189,6 @@ class FairPolicy:
         kept = {name: count for name, count in self._counters.items() if name in self._present or count > self._floor}
         self._counters = kept
         self._num_absent_kept = len(kept) - len(self._present)
-
-
-def cost_key(request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
-    """Order requests of one priority by the seconds that they would still compute, less a part of those that they have
-    waited. Those with precedence go before all others, the earliest first.
-
-    Whatever is cached now is computed again if it is evicted before its turn: by serving those first that find most of
-    their prompt, sessions whose contexts do not fit together are served a few at a time, and keep their caches.
-    As all requests age alike, a second of waiting is as much as the same part of a second of arriving later.
-    """
-    if standing.has_precedence:
-        return request.priority, 0, standing.arrived_at, arrival
-    return request.priority, 1, standing.prefill_s + AGEING * standing.arrived_at, arrival
 
 
 def _by_arrival(request: Request, arrival: int) -> tuple[Any, ...]:

@@ -67,8 +67,8 @@ class ReturnTimes:
 
     Gaps between requests have long tails. If they are Lomax distributed with a session's own scale g, the chance that
     it returns in the next moment, having been away for a, is in proportion to 1 / (a + g): whoever has the least
-    `last_used_at` - g is the least likely to be back. g is the geometric mean of a session's gaps, drawn towards that of
-    all sessions while it has had few.
+    `last_used_at` - g is the least likely to be back. g is the geometric mean of a session's gaps, drawn towards that
+    of all sessions while it has had few.
     """
 
     def __init__(self) -> None:

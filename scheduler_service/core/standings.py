@@ -10,7 +10,19 @@ from scheduler_service.core.retention import Expectation, Retention
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
 
-_PREFILL_RATE = 1000.0  # tokens per second, until a worker's is known
+_BLOCK_SIZE = 16  # until a worker's is known
+
+
+def num_uncached_tokens(group: SequenceGroup) -> int:
+    """Count the tokens of its prompt that a waiting group would compute if it began now, as far as that is known."""
+    cursor = group.cursor
+    return len(group.request.prompt_token_ids) - (0 if cursor is None else cursor.num_blocks * cursor.block_size)
+
+
+def num_uncached_blocks(group: SequenceGroup, epoch: Epoch | None) -> int:
+    """Count the same in blocks, one that is not full included."""
+    block_size = _BLOCK_SIZE if epoch is None else epoch.cache.block_size
+    return -(-num_uncached_tokens(group) // block_size)
 
 
 class Standings:
@@ -38,7 +50,7 @@ class Standings:
         self._epoch, self._retention = epoch, Retention(epoch.cache, self._new_expectation())
         for group in groups:
             self._arrive(group, epoch, self._retention, now)
-            self._waiting.reorder(group, self._order(group))
+            self._waiting.reorder(group, self.order(group))
 
     def lose(self) -> None:
         """The worker is gone, and its cache with it."""
@@ -51,12 +63,12 @@ class Standings:
             self._fresh[group] = None
             if self._epoch is not None and self._retention is not None:
                 self._arrive(group, self._epoch, self._retention, now)
-            group.waiting_order = self._order(group)
+            group.waiting_order = self.order(group)
 
     def enter(self, group: SequenceGroup) -> None:
         """A group that ran is about to wait: its order becomes that of its place."""
         if self._policy.moves_keys:
-            group.waiting_order = self._order(group)
+            group.waiting_order = self.order(group)
             if self._retention is not None:
                 self._retention.waits(group)
 
@@ -77,7 +89,7 @@ class Standings:
         if self._epoch is not None and self._retention is not None:
             for cursor in self._epoch.cache.index.take_moved_cursors():
                 group = self._followed[cursor]
-                self._waiting.reorder(group, self._order(group))
+                self._waiting.reorder(group, self.order(group))
                 self._retention.waits(group)
         while self._fresh:
             group = next(iter(self._fresh))
@@ -85,20 +97,11 @@ class Standings:
                 break
             del self._fresh[group]
             group.is_overdue = True
-            self._waiting.reorder(group, self._order(group))
+            self._waiting.reorder(group, self.order(group))
 
-    def num_uncached_tokens(self, group: SequenceGroup) -> int:
-        """Count the tokens of its prompt that a waiting group would compute if it began now, as far as that is
-        known."""
-        num_cached_blocks = 0 if group.cursor is None else group.cursor.num_blocks
-        block_size = self._epoch.capacity.block_size if self._epoch is not None else 0
-        return len(group.request.prompt_token_ids) - num_cached_blocks * block_size
-
-    def _order(self, group: SequenceGroup) -> tuple[object, ...]:
+    def order(self, group: SequenceGroup) -> tuple[object, ...]:
         """Ask the policy for the order of a group as things are now."""
-        rate = self._epoch.cost.prefill_rate if self._epoch is not None else None
-        prefill_s = self.num_uncached_tokens(group) / (rate or _PREFILL_RATE)
-        standing = Standing(group.arrived_at, group.has_precedence, prefill_s)
+        standing = Standing(group.arrived_at, group.has_precedence, num_uncached_blocks(group, self._epoch))
         return self._policy.key(group.request, group.arrival, standing)
 
     def _arrive(self, group: SequenceGroup, epoch: Epoch, retention: Retention, now: float) -> None:

@@ -28,7 +28,7 @@ from xxhash import xxh3_64_hexdigest
 
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.policy import create_policy
+from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, create_policy
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 
@@ -71,12 +71,14 @@ class SchedulerArguments:
     policy: str
     preemption: str
     max_decode_slowdown: float | None = None
+    max_wait: float = DEFAULT_MAX_WAIT_S
     grammar_version: str = ""
 
     def build(self) -> Scheduler:
         """Raises ValueError for a policy or a mode that does not exist."""
-        policy, preemption = create_policy(self.policy), PreemptionMode(self.preemption)
-        return Scheduler(**asdict(self) | {"policy": policy, "preemption": preemption})
+        arguments = asdict(self)
+        policy = create_policy(arguments.pop("policy"), arguments.pop("max_wait"))
+        return Scheduler(**arguments | {"policy": policy, "preemption": PreemptionMode(self.preemption)})
 
 
 class Recorder:

@@ -8,7 +8,7 @@ from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.policy import POLICIES, FairPolicy, Standing, create_policy
 from scheduler_service.core.request import Request
 
-FRESH = Standing(arrived_at=0.0, has_precedence=False, prefill_s=0.0)
+FRESH = Standing(arrived_at=0.0, has_precedence=False, num_uncached_blocks=0)
 
 
 def request(tenant: str = "", priority: int = 0, deadline: float | None = None) -> Request:

@@ -11,6 +11,7 @@ import pytest
 
 from pagewire.cli.replay import main
 from scheduler_service.core.plan import SamplingParams
+from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.serving.recording import (
@@ -25,7 +26,7 @@ from scheduler_service.serving.recording import (
 from tests.core.recorded_history import DEFAULTS, RecordedHistory
 
 
-def recorded(path: Path, seed: int = 4, num_events: int = 400) -> RecordedHistory:
+def recorded(path: Path, seed: int = 0, num_events: int = 400) -> RecordedHistory:
     history = RecordedHistory(path, seed)
     history.run(num_events)
     return history
@@ -61,7 +62,7 @@ def test_a_random_history_is_replayed_to_the_same_plans(
 
 def test_events_are_read_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "recording"
-    history = recorded(path)
+    history = recorded(path, num_events=1000)
     with path.open() as file:
         reader = RecordingReader(file)
         assert reader.arguments == history.arguments
@@ -189,4 +190,8 @@ def test_an_end_in_the_middle_of_an_event(tmp_path: Path) -> None:
 
 
 def test_the_arguments_are_all_that_a_scheduler_takes() -> None:
-    assert {field.name for field in fields(SchedulerArguments)} == set(inspect.signature(Scheduler).parameters)
+    taken = {*inspect.signature(Scheduler).parameters, *inspect.signature(create_policy).parameters}
+    assert {field.name for field in fields(SchedulerArguments)} == {"policy", "max_wait"} | taken - {
+        "name",
+        "max_wait_s",
+    }

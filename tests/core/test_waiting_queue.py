@@ -15,7 +15,7 @@ def item(
     policy: Policy, arrival: int, tenant: str = "", priority: int = 0, deadline: float | None = None
 ) -> SequenceGroup:
     request = Request(str(arrival), tenant, (1, 2, 3), SamplingParams(), 1, priority=priority, deadline=deadline)
-    standing = Standing(arrived_at=0.0, has_precedence=False, prefill_s=0.0)
+    standing = Standing(arrived_at=0.0, has_precedence=False, num_uncached_blocks=0)
     orders = policy.key(request, arrival, standing), policy.running_key(request, arrival)
     return SequenceGroup(request, arrival, *orders, arrived_at=0.0, num_unfinished=1)
 
@@ -131,7 +131,7 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
             held.append(group)
         elif waiting and rng.random() < 0.2:
             group = rng.choice(waiting)
-            standing = Standing(0.0, rng.random() < 0.2, rng.choice([0.0, 1.0, rng.random()]))
+            standing = Standing(0.0, rng.random() < 0.2, rng.choice([0, 1, rng.randrange(1000)]))
             queue.reorder(group, policy.key(group.request, group.arrival, standing))
         elif rng.random() < 0.55 or not waiting:
             deadline = rng.choice([None, rng.random()])

@@ -33,11 +33,12 @@ class Cursor:
     It moves with what is published and forgotten, so nobody need match the prompt again to know what is left of it.
     """
 
-    __slots__ = ("_token_bytes", "_width", "max_blocks", "node", "num_blocks")
+    __slots__ = ("_token_bytes", "_width", "block_size", "max_blocks", "node", "num_blocks")
 
     def __init__(self, root: "Node", token_ids: Sequence[int], block_size: int, max_blocks: int) -> None:
         self._token_bytes = array("I", token_ids[: max_blocks * block_size]).tobytes()
         self._width = array("I").itemsize * block_size
+        self.block_size = block_size
         self.max_blocks = max_blocks
         self.node = root  # of the last block that is cached
         self.num_blocks = 0  # that are cached, in either tier
@@ -111,7 +112,7 @@ class PrefixIndex:
         self.num_cached_blocks = 0
         self.num_cached_host_blocks = 0
         self._changes: list[tuple[Node, Tier, bool]] = []  # what was stored (True) or removed, since take_events
-        self._num_cursors = 0
+        self.num_cursors = 0
         self._moved_cursors: dict[Cursor, None] = {}
 
     def is_cached(self, block: int) -> bool:
@@ -140,13 +141,13 @@ class PrefixIndex:
         """Keep a cursor at the end of the longest chain of cached nodes, in either tier, that `token_ids` begin with,
         at most `max_blocks` long."""
         cursor = Cursor(self._root(key), token_ids, self._block_size, max_blocks)
-        self._num_cursors += 1
+        self.num_cursors += 1
         self._advance(cursor)
         return cursor
 
     def unfollow(self, cursor: Cursor) -> None:
         """The cursor is needed no more."""
-        self._num_cursors -= 1
+        self.num_cursors -= 1
         self._moved_cursors.pop(cursor, None)
         self._lift(cursor)
         self._prune(cursor.node)
@@ -190,7 +191,7 @@ class PrefixIndex:
 
     def _repel_cursors(self, node: Node) -> None:
         """A node has lost its last copy: cursors on it, and on what follows it, stand before it."""
-        if not self._num_cursors:
+        if not self.num_cursors:
             return
         assert node.parent is not None
         nodes = [node]
