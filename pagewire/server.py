@@ -76,6 +76,10 @@ class Loads:
     num_moved_blocks_out: int
     num_moved_blocks_in: int
     num_host_cached_prompt_tokens: int
+    num_admitted_requests: int
+    num_overdue_requests: int
+    num_kept_session_tokens: tuple[int, ...]
+    num_lost_session_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

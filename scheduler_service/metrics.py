@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from scheduler_service.core.plan import GrammarKind, StepParts, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
+    SESSION_AGES_S,
     EndReason,
     KvEventCounts,
     Request,
@@ -89,6 +90,8 @@ _COUNTERS = {
     "vllm:prompt_tokens": ("Prompt tokens of sequences that ran.", "num_prompt_tokens"),
     "vllm:generation_tokens": ("Output tokens.", "num_generation_tokens"),
     "vllm:num_preemptions": ("Requests preempted.", "num_preemptions"),
+    "pagewire:admitted_requests": ("Requests that first ran.", "num_admitted_requests"),
+    "pagewire:overdue_requests": ("Of those, such as had waited longer than --max-wait.", "num_overdue_requests"),
 }
 # Counters that are told as they are: their texts, and their names in Metrics.
 _METRICS_COUNTERS = {
@@ -299,6 +302,18 @@ class MetricsCollector(Collector):
         yield self._counters(
             "pagewire:cached_prompt_tokens", "Prompt tokens found in the cache, by tier.", "tier", tiers
         )
+        yield self._counters(
+            "pagewire:kept_session_tokens",
+            "Prompt tokens that a session's earlier requests computed and that were cached when it returned, by age.",
+            "age",
+            _by_age(stats.num_kept_session_tokens),
+        )
+        yield self._counters(
+            "pagewire:lost_session_tokens",
+            "The same of those that were cached no more and were computed again, by age.",
+            "age",
+            _by_age(stats.num_lost_session_tokens),
+        )
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
         kinds = {"swap": stats.num_swap_preemptions, "recompute": num_recomputed}
         yield self._counters(
@@ -325,3 +340,8 @@ class MetricsCollector(Collector):
         for label_value, value in values.items():
             family.add_metric([*self._labels.values(), label_value], value)
         return family
+
+
+def _by_age(values: tuple[int, ...]) -> dict[str, int]:
+    """Name the counts of sessions by the seconds that these were away."""
+    return dict(zip([*(f"{age:g}" for age in SESSION_AGES_S), "+Inf"], values, strict=True))

@@ -184,6 +184,15 @@ def _load_rows(loads: Loads) -> list[tuple[str, str]]:
             f"{loads.num_generation_tokens} output",
         ),
         (
+            "sessions",
+            f"{sum(loads.num_kept_session_tokens)} prompt tokens kept for their return, "
+            f"{sum(loads.num_lost_session_tokens)} computed again",
+        ),
+        (
+            "admitted",
+            f"{loads.num_admitted_requests} requests, {loads.num_overdue_requests} of them after --max-wait",
+        ),
+        (
             "since start",
             f"{loads.num_preemptions} preemptions ({loads.num_swap_preemptions} by swapping), "
             f"{loads.num_moved_blocks_out} blocks moved out, {loads.num_moved_blocks_in} in, "

@@ -9,6 +9,7 @@ from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.request import BlockHolder, BlockMap, BlockUse, RequestReport, SchedulerStats
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
+from scheduler_service.core.standings import num_uncached_tokens
 
 
 def stats(state: Lifecycle) -> SchedulerStats:
@@ -36,6 +37,10 @@ def stats(state: Lifecycle) -> SchedulerStats:
         num_cached_prompt_tokens=counters.num_cached_prompt_tokens,
         num_host_cached_prompt_tokens=counters.num_host_cached_prompt_tokens,
         num_generation_tokens=counters.num_generation_tokens,
+        num_admitted_requests=counters.num_admitted_requests,
+        num_overdue_requests=counters.num_overdue_requests,
+        num_kept_session_tokens=tuple(counters.num_kept_session_tokens),
+        num_lost_session_tokens=tuple(counters.num_lost_session_tokens),
     )
 
 
@@ -124,15 +129,24 @@ def _reason(group: SequenceGroup, epoch: Epoch | None, position: int | None, num
         return "its blocks are on their way from the host"
     was = "it was preempted and " if group.num_preemptions else "it "
     if position is not None and position > 1:
-        return f"{was}waits behind {position - 1} other requests"
+        return f"{was}waits behind {position - 1} other requests{_cost(group)}"
     if epoch.last_acknowledged_step < group.resume_step:
         return f"{was}waits for a token that is on its way"
     if epoch.slots.num_free < group.num_first_slots:
         of_all = f"{group.num_first_slots} of {epoch.slots.num_slots}"
         return f"{was}waits for {of_all} rows, {epoch.slots.num_free} are free"
     if num_wanted > num_free:
-        return f"{was}waits for {num_wanted} blocks, {num_free} are free"
-    return f"{was}is next"
+        return f"{was}waits for {num_wanted} blocks, {num_free} are free{_cost(group)}"
+    return f"{was}is next{_cost(group)}"
+
+
+def _cost(group: SequenceGroup) -> str:
+    """Say what decides on the turn of a group that waits, where its policy goes by that."""
+    if group.is_overdue:
+        return "; it has waited as long as anybody may, so only those before it that have too are served first"
+    if group.cursor is None:
+        return ""
+    return f"; it would compute {num_uncached_tokens(group)} of its {len(group.request.prompt_token_ids)} prompt tokens"
 
 
 def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHolder, ...]:

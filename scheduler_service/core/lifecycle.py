@@ -12,8 +12,9 @@ Where a group stands follows from its state, and both change in one function, `_
 are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts that it is made of have it do something.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from scheduler_service.core.beam import BeamSearch
@@ -24,7 +25,15 @@ from scheduler_service.core.plan import Grammar
 from scheduler_service.core.plans import PlanDraft
 from scheduler_service.core.policy import Policy, Standing
 from scheduler_service.core.quarantine import Quarantine
-from scheduler_service.core.request import EndReason, Hypothesis, Request, SequenceEnd, TokenOutputs
+from scheduler_service.core.request import (
+    NUM_SESSION_AGES,
+    SESSION_AGES_S,
+    EndReason,
+    Hypothesis,
+    Request,
+    SequenceEnd,
+    TokenOutputs,
+)
 from scheduler_service.core.retention import Expectation, ReturnTimes
 from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, SequenceGroup
 from scheduler_service.core.standings import Standings
@@ -51,6 +60,10 @@ class Counters:
     num_generation_tokens: int = 0
     num_moved_blocks_out: int = 0  # of earlier epochs
     num_moved_blocks_in: int = 0
+    num_admitted_requests: int = 0
+    num_overdue_requests: int = 0
+    num_kept_session_tokens: list[int] = field(default_factory=lambda: [0] * NUM_SESSION_AGES)
+    num_lost_session_tokens: list[int] = field(default_factory=lambda: [0] * NUM_SESSION_AGES)
 
 
 class Lifecycle:
@@ -187,7 +200,21 @@ class Lifecycle:
         self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_cached_prompt_tokens += sequence.num_cached_tokens
         self.counters.num_host_cached_prompt_tokens += num_host_tokens
+        self._count_admission(sequence)
         self._policy.charge(sequence.group.request.tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        """Count what the first sequence of a request found of what its session had computed, and what it did not."""
+        group, counters = sequence.group, self.counters
+        if sequence is not group.sequences[0]:
+            return
+        counters.num_admitted_requests += 1
+        counters.num_overdue_requests += group.is_overdue
+        age = bisect_left(SESSION_AGES_S, group.session_age_s)
+        num_tokens = min(group.num_session_tokens, sequence.num_prompt_tokens - 1)
+        num_kept = min(sequence.num_cached_tokens, num_tokens)
+        counters.num_kept_session_tokens[age] += num_kept
+        counters.num_lost_session_tokens[age] += num_tokens - num_kept
 
     def load(self, group: SequenceGroup, step: int) -> None:
         """The plan of `step` orders moves to the device that a waiting group must await."""

@@ -134,7 +134,7 @@ class FairPolicy:
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
         """Order a tenant's requests by priority and arrival or, where keys move, those of one priority by what they
-        would compute: half as much is as good as having come a quarter of the bound earlier. Those with precedence go
+        would compute: half as much is as good as having come a third of the bound earlier. Those with precedence go
         first.
 
         What is cached now is lost if it is evicted before its turn. By serving those first that find most of their
@@ -145,7 +145,7 @@ class FairPolicy:
             return request.priority, arrival
         if standing.has_precedence:
             return request.priority, 0, standing.arrived_at, arrival
-        handicap_s = self.max_wait_s / 4 * math.log2(1 + standing.num_uncached_blocks / _FEW_BLOCKS)
+        handicap_s = self.max_wait_s / 3 * math.log2(1 + standing.num_uncached_blocks / _FEW_BLOCKS)
         return request.priority, 1, standing.arrived_at + handicap_s, arrival
 
     def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:

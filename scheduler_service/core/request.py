@@ -146,6 +146,10 @@ class TokenOutputs:
     ended: list[SequenceEnd] = field(default_factory=list)
 
 
+SESSION_AGES_S = (1.0, 10.0, 60.0, 300.0)  # upper bounds, in seconds; what is above the last stands behind it
+NUM_SESSION_AGES = len(SESSION_AGES_S) + 1
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """Gauges of now and counters since start. Blocks are those of the worker that is there."""
@@ -168,6 +172,12 @@ class SchedulerStats:
     num_cached_prompt_tokens: int  # of those, found in the cache, in either tier
     num_host_cached_prompt_tokens: int  # of those, found in host blocks
     num_generation_tokens: int
+    num_admitted_requests: int = 0  # that first ran
+    num_overdue_requests: int = 0  # of those, served in order of arrival since they had waited too long
+    # Prompt tokens of requests that went on with a session, which its earlier requests had computed: those that were
+    # still cached, and those that were not. By how long the session was away, see SESSION_AGES_S.
+    num_kept_session_tokens: tuple[int, ...] = (0,) * NUM_SESSION_AGES
+    num_lost_session_tokens: tuple[int, ...] = (0,) * NUM_SESSION_AGES
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,8 @@ class Retention:
         session = self._find(group) or self._begin(group, now)
         if session.num_blocks and not session.num_groups:
             self._expectation.returned(session, now - session.last_used_at)
+        group.num_session_tokens = session.num_blocks * self._cache.block_size
+        group.session_age_s = now - session.last_used_at
         session.num_groups += 1
         group.session, group.shelf = session, session.shelf
 

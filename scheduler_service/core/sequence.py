@@ -65,6 +65,8 @@ class SequenceGroup:
     pauses: tuple[float, ...] = ()
     cursor: Cursor | None = None  # of its prompt, while it waits for the first time and its policy goes by that
     session: Session | None = None  # that it is part of, if its policy goes by sessions and the worker is there
+    num_session_tokens: int = 0  # that the session had computed when it arrived
+    session_age_s: float = 0.0  # since the session's last request had ended
     shelf: int = 0  # where its blocks stand when nobody holds them
     is_overdue: bool = False  # it waited as long as its policy lets anybody wait
     num_waiting_sequences: int = 0  # what it counts for in the queue: constant while it is there

@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 
 _WINDOW = 10.0  # seconds
 _SAMPLE_INTERVAL = 1.0
+_MAX_OVERDUE_SHARE = 0.1  # of the requests that first ran; with more, their order is lost
 
 
 class Activity:
@@ -56,12 +57,19 @@ class Activity:
         if not num_prompt_tokens and not num_generation_tokens and not num_sequences:
             return ""
         seconds = now - started_at
+        num_overdue = stats.num_overdue_requests - first.num_overdue_requests
+        num_admitted = stats.num_admitted_requests - first.num_admitted_requests
+        overdue = ""
+        if share(num_overdue, num_admitted) > _MAX_OVERDUE_SHARE:
+            overdue = (
+                f"; overloaded: {num_overdue} of {num_admitted} requests began after --max-wait, in order of arrival"
+            )
         return (
             f"Avg prompt throughput: {share(num_prompt_tokens, seconds):.1f} tokens/s, "
             f"Avg generation throughput: {share(num_generation_tokens, seconds):.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
             f"KV cache usage: {share(stats.num_held_blocks, stats.num_device_blocks):.1%}, "
-            f"Prefix cache hit rate: {share(stats.num_cached_prompt_tokens, stats.num_prompt_tokens):.1%}"
+            f"Prefix cache hit rate: {share(stats.num_cached_prompt_tokens, stats.num_prompt_tokens):.1%}{overdue}"
         )
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from scheduler_service.core.cache import BlockPool, PrefixIndex, RootKey
+from scheduler_service.core.cache import BlockPool, PrefixIndex, RootKey, ShelfOrder
 
 KEY = RootKey("tenant", "salt", b"model")
 
@@ -154,3 +154,153 @@ def test_block_hashes_are_chained_and_fixed():
     first = index.publish(KEY, None, [1, 2, 3, 4], 0, 1)
     second = index.publish(KEY, first, [1, 2, 3, 4], 1, 2)
     assert (first.block_hash, second.block_hash) == (550880116721875475, 11016175629586639079)
+
+
+# Shelves
+
+
+def test_the_shelf_that_is_worth_least_is_emptied_first():
+    order = ShelfOrder()
+    pool = BlockPool(6, order)
+    blocks = [pool.allocate() for _ in range(6)]
+    order.value(1, (2.0, 0.0))
+    order.value(2, (1.0, 5.0))
+    for block, shelf in zip(blocks, [1, 1, 2, 2, 0, 0], strict=True):
+        pool.free(block, cached=True, shelf=shelf)
+    assert list(pool.free_blocks()) == [blocks[i] for i in (4, 5, 2, 3, 0, 1)]
+    order.value(2, (3.0, 0.0))
+    assert list(pool.shelved_blocks()) == [(0, blocks[4]), (0, blocks[5]), (1, blocks[0]), (1, blocks[1])] + [
+        (2, blocks[2]),
+        (2, blocks[3]),
+    ]
+    assert [pool.allocate() for _ in range(3)] == [blocks[4], blocks[5], blocks[0]]
+    assert not pool.has_shelf(0)
+    assert pool.has_shelf(1)
+    assert (pool.shelf_of(blocks[1]), pool.shelf_of(blocks[0])) == (1, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shelves_against_lists(seed):
+    """Random calls; the model is a plain list for each shelf, and the worths of these."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    order = ShelfOrder()
+    pool = BlockPool(30, order)
+    empty, held = list(range(1, 31)), []
+    shelves: dict[int, list[int]] = {shelf: [] for shelf in range(4)}
+    worths = dict.fromkeys(range(4), (0.0,))
+
+    def expected() -> list[int]:
+        return empty + [block for shelf in sorted(shelves, key=lambda s: (worths[s], s)) for block in shelves[shelf]]
+
+    for _ in range(3000):
+        draw = rng.random()
+        if draw < 0.2:
+            shelf = rng.randrange(4)
+            worths[shelf] = (float(rng.randrange(3)), rng.random())
+            order.value(shelf, worths[shelf])
+        elif draw < 0.6 and expected():
+            block = rng.choice(expected()) if rng.random() < 0.3 else expected()[0]
+            if block == expected()[0]:
+                assert pool.allocate() == block
+            else:
+                pool.share(block)
+            for blocks in (empty, *shelves.values()):
+                if block in blocks:
+                    blocks.remove(block)
+            held.append(block)
+        elif held:
+            block = held.pop(rng.randrange(len(held)))
+            if rng.random() < 0.3:
+                pool.free(block, cached=False)
+                empty.insert(0, block)
+            else:
+                shelf = rng.randrange(4)
+                pool.free(block, cached=True, shelf=shelf)
+                shelves[shelf].append(block)
+        assert list(pool.free_blocks()) == expected()
+
+
+# Cursors
+
+
+def test_a_cursor_goes_with_what_is_published_and_forgotten():
+    index = PrefixIndex(2, 10)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    cursor = index.follow(KEY, tokens, 3)
+    assert (cursor.num_blocks, cursor.num_missing_blocks, cursor.chain()) == (0, 3, [])
+    first = index.publish(KEY, None, tokens, 0, 7)
+    index.publish(KEY, first, [1, 2, 9, 9], 1, 3)  # another prompt's
+    assert cursor.chain() == [first]
+    second = index.publish(KEY, first, tokens, 1, 8)
+    assert index.take_moved_cursors() == [cursor]
+    assert cursor.chain() == [first, second]
+    index.forget(8)
+    assert cursor.chain() == [first]
+    index.forget(7)
+    assert cursor.chain() == []
+    assert index.take_moved_cursors() == [cursor]
+    assert index.take_moved_cursors() == []
+    index.forget(3)
+    assert index.nodes() != []  # the cursor stands at the root
+    index.unfollow(cursor)
+    assert index.nodes() == []
+
+
+def test_a_cursor_stays_where_one_tier_still_has_a_copy():
+    index = PrefixIndex(2, 10, 10)
+    tokens = [1, 2, 3, 4]
+    cursor = index.follow(KEY, tokens, 2)
+    node = index.publish(KEY, None, tokens, 0, 7)
+    index.add_host_copy(node, 4)
+    index.take_moved_cursors()
+    index.forget(7)
+    assert (cursor.chain(), index.take_moved_cursors()) == ([node], [])
+    index.forget_host(4)
+    assert (cursor.chain(), index.take_moved_cursors()) == ([], [cursor])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cursors_are_where_a_match_ends(seed):
+    """Random prompts over few tokens are published, forgotten and followed."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    index = PrefixIndex(2, 60, 20)
+    cursors: dict = {}
+    for _ in range(1500):
+        tokens = [rng.randrange(2) for _ in range(12)]
+        draw = rng.random()
+        if draw < 0.2:
+            cursors[index.follow(KEY, tokens, 6)] = tokens
+        elif draw < 0.3 and cursors:
+            cursor = rng.choice(list(cursors))
+            del cursors[cursor]
+            index.unfollow(cursor)
+        elif draw < 0.6:
+            node = None
+            for i in range(rng.randint(1, 6)):
+                known = index.find(KEY, tokens, i)
+                free = [block for block in range(1, 61) if not index.is_cached(block)]
+                if known is not None and known.blocks:
+                    node = known
+                elif free:
+                    node = index.publish(KEY, node, tokens, i, rng.choice(free))
+                else:
+                    break
+        elif draw < 0.7:
+            node = index.find(KEY, tokens, rng.randrange(6))
+            free = [block for block in range(1, 21) if index.node_of_host(block) is None]
+            if node is not None and node.blocks and not node.host_block and free:
+                index.add_host_copy(node, free[0])
+        elif draw < 0.98:
+            index.forget(rng.randint(1, 60))
+            index.forget_host(rng.randint(1, 20))
+        else:
+            index.forget_all()
+        for cursor, prompt in cursors.items():
+            assert cursor.chain() == index.match(KEY, prompt, 6)
+            assert cursor.num_blocks == len(cursor.chain())
+    for cursor in cursors:
+        index.unfollow(cursor)
+    index.forget_all()
+    assert index.nodes() == []

@@ -62,7 +62,9 @@ def encode_loads(stats: SchedulerStats) -> scheduler_pb2.GetLoadsResponse:
 
 def decode_stats(loads: scheduler_pb2.GetLoadsResponse) -> SchedulerStats:
     """Return the core's statistics that `encode_loads` encoded."""
-    return SchedulerStats(**{field.name: getattr(loads, field.name) for field in fields(SchedulerStats)})
+    values = {field.name: getattr(loads, field.name) for field in fields(SchedulerStats)}
+    columns: dict[str, Any] = {name: tuple(value) for name, value in values.items() if not isinstance(value, int)}
+    return SchedulerStats(**values | columns)
 
 
 def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequestResponse:
