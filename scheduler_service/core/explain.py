@@ -134,7 +134,7 @@ def _reason(group: SequenceGroup, epoch: Epoch | None, position: int | None, num
         return f"{was}waits for a token that is on its way"
     if epoch.slots.num_free < group.num_first_slots:
         of_all = f"{group.num_first_slots} of {epoch.slots.num_slots}"
-        return f"{was}waits for {of_all} rows, {epoch.slots.num_free} are free"
+        return f"{was}waits for {of_all} rows, {epoch.slots.num_free} are free{_cost(group)}"
     if num_wanted > num_free:
         return f"{was}waits for {num_wanted} blocks, {num_free} are free{_cost(group)}"
     return f"{was}is next{_cost(group)}"

@@ -379,7 +379,8 @@ class Lifecycle:
             if group.request.grammar is not None:
                 self.epoch.grammars.give_up(group.request.grammar)
         self._enter(group, GroupState.FINISHED)
-        self.standings.end(group, max(sequence.num_tokens for sequence in group.sequences), self.now)
+        num_tokens = max(sequence.num_tokens for sequence in group.sequences) - 1  # the last is not computed
+        self.standings.end(group, num_tokens, self.now)
         group.dissolve()
         del self.groups[tenant, group.request.request_id]
         self.quarantine.cleared(group)

@@ -123,7 +123,7 @@ class Retention:
             self._value(group.session)
 
     def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        """A group that has arrived is over. It had so many tokens, or none if these are to serve nobody."""
+        """A group that has arrived is over. It had computed so many tokens."""
         session = group.session
         if session is None:
             return

@@ -169,7 +169,11 @@ def test_the_shelf_that_is_worth_least_is_emptied_first():
         pool.free(block, cached=True, shelf=shelf)
     assert list(pool.free_blocks()) == [blocks[i] for i in (4, 5, 2, 3, 0, 1)]
     order.value(2, (3.0, 0.0))
-    assert list(pool.shelved_blocks()) == [(0, blocks[4]), (0, blocks[5]), (1, blocks[0]), (1, blocks[1])] + [
+    assert list(pool.shelved_blocks()) == [
+        (0, blocks[4]),
+        (0, blocks[5]),
+        (1, blocks[0]),
+        (1, blocks[1]),
         (2, blocks[2]),
         (2, blocks[3]),
     ]

@@ -1,0 +1,352 @@
+"""The policy `agent`: waiting by what is left to compute, prompts that give way, and what is kept of sessions."""
+
+import random
+
+import pytest
+
+from scheduler_service.core import explain
+from scheduler_service.core.policy import create_policy
+from scheduler_service.core.request import EndReason
+from scheduler_service.core.retention import Recency, ReturnTimes, Session
+from scheduler_service.core.scheduler import Scheduler
+from tests.core.test_scheduler import System, prompt_of
+
+
+def agent(max_wait_s: float = 600.0, **settings) -> System:
+    return System(policy=create_policy("agent", max_wait_s), **settings)
+
+
+def ended(system: System) -> list[str]:
+    """The names of the requests that have ended, in order."""
+    return [system.sequences[sequence_id][0].request_id for sequence_id in system.ends]
+
+
+def run_one(system: System, prompt: list[int], max_tokens: int = 4, **fields) -> list[int]:
+    """Serve one request to its end; its prompt and output."""
+    (sequence_id,) = system.add(prompt, max_tokens, **fields)
+    system.run()
+    return prompt + system.tokens[sequence_id]
+
+
+# Order
+
+
+def test_who_finds_most_of_its_prompt_goes_first():
+    system = agent(max_num_seqs=1)
+    system.join()
+    history = run_one(system, prompt_of(120), request_id="first")
+    for name, prompt in (("new", prompt_of(60, 1)), ("short", prompt_of(20, 2)), ("back", [*history, 1, 2])):
+        system.add(prompt, 2, request_id=name)
+    assert explain.report(system.scheduler.state, "", "back").queue_position == 1
+    system.run()
+    assert ended(system) == ["first", "back", "short", "new"]
+    system.assert_exact()
+
+
+def test_what_others_compute_moves_a_waiting_request():
+    """Two wait for the only row; while one of a kind runs, the other's prompt becomes cheap."""
+    system = agent(max_num_seqs=1, budget=16)
+    system.join()
+    shared = prompt_of(80)
+    system.add(shared, 8, request_id="runs")
+    system.plan()
+    system.add(prompt_of(40, 1), 2, request_id="short")
+    system.add([*shared, 3], 2, request_id="alike")
+    assert explain.report(system.scheduler.state, "", "short").queue_position == 1
+    system.run()
+    assert ended(system) == ["runs", "alike", "short"]
+
+
+def test_whoever_has_waited_too_long_goes_first_in_order_of_arrival():
+    system = agent(max_wait_s=10.0, max_num_seqs=1)
+    system.join()
+    system.add(prompt_of(8, 9), 30, request_id="runs")
+    system.plan()
+    system.add(prompt_of(100, 1), 2, request_id="long")
+    system.add(prompt_of(60, 2), 2, request_id="middle")
+    system.now = 9.0
+    system.add(prompt_of(4, 3), 2, request_id="tiny")
+    system.now = 10.0
+    system.run()
+    assert ended(system) == ["runs", "long", "middle", "tiny"]
+    stats = explain.stats(system.scheduler.state)
+    assert (stats.num_admitted_requests, stats.num_overdue_requests) == (4, 2)
+
+
+def test_a_priority_stands_above_the_cost():
+    system = agent(max_num_seqs=1)
+    system.add(prompt_of(4, 1), 2, request_id="late", priority=1)
+    system.add(prompt_of(100, 2), 2, request_id="urgent", priority=0)
+    system.join()
+    system.run()
+    assert ended(system) == ["urgent", "late"]
+
+
+def test_a_tenants_share_stands_above_the_cost():
+    system = agent(max_num_seqs=1)
+    for i in range(6):
+        system.add(prompt_of(8, i), 2, request_id=f"small {i}", tenant="small")
+        system.add(prompt_of(80, 10 + i), 2, request_id=f"large {i}", tenant="large")
+    system.join()
+    system.run()
+    order = [name.split()[0] for name in ended(system)]
+    assert order[:2] in (["small", "large"], ["large", "small"])
+    assert order[6:].count("large") >= 4  # whose requests cost ten times as much
+
+
+def test_waiting_requests_are_ordered_anew_by_another_workers_cache():
+    system = agent(max_num_seqs=1)
+    system.join()
+    history = run_one(system, prompt_of(120), request_id="first")
+    system.add([*history, 1], 2, request_id="back")
+    system.add(prompt_of(60, 1), 2, request_id="new")
+    state = system.scheduler.state
+    assert explain.report(state, "", "back").queue_position == 1
+    system.lose()
+    system.join()
+    assert explain.report(state, "", "back").queue_position == 2
+    system.run()
+    system.assert_exact()
+
+
+def test_a_report_says_what_a_request_would_compute():
+    system = agent(max_wait_s=10.0, max_num_seqs=1)
+    system.join()
+    history = run_one(system, prompt_of(40), request_id="first")
+    system.add(prompt_of(4, 5), 9, request_id="runs")
+    system.plan()
+    system.add([*history, 1, 2], 2, request_id="back")
+    num_cached = (len(history) - 1) // 4 * 4
+    said = f"it would compute {len(history) + 2 - num_cached} of its {len(history) + 2} prompt tokens"
+    assert explain.report(system.scheduler.state, "", "back").reason.endswith(said)
+    system.now = 10.0
+    system.plan()
+    assert "it has waited as long as anybody may" in explain.report(system.scheduler.state, "", "back").reason
+    system.run()
+
+
+# Prompts that give way
+
+
+def first_tokens(system: System, names: list[str], max_plans: int = 60) -> list[str]:
+    """Run plan by plan; the names in the order in which their first tokens came."""
+    came: list[str] = []
+    for _ in range(max_plans):
+        system.plan()
+        if not system.results:
+            break
+        system.complete()
+        for sequence_id, tokens in system.tokens.items():
+            name = system.sequences[sequence_id][0].request_id
+            if tokens and name in names and name not in came:
+                came.append(name)
+    return came
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", ["long", "short"]), ("agent", ["short", "long"])])
+def test_a_long_prompt_gives_way_to_one_that_is_done_at_once(policy, order):
+    system = System(policy=create_policy(policy), budget=16, depth=1, num_blocks=100)
+    system.join()
+    system.add(prompt_of(200), 3, request_id="long")
+    system.plan()
+    table = list(system.scheduler.state.groups["", "long"].sequences[0].block_table)
+    system.complete()
+    system.add(prompt_of(12, 1), 3, request_id="short")
+    assert first_tokens(system, order) == order
+    system.assert_exact()
+    assert len(table) == 50  # all that its prompt takes: it lost none of these
+    assert explain.stats(system.scheduler.state).num_preemptions == 0
+
+
+def test_what_a_long_prompt_cannot_make_room_for_at_once_waits():
+    system = agent(budget=16, depth=1, num_blocks=100)
+    system.join()
+    system.add(prompt_of(100), 3, request_id="long")
+    system.plan()
+    system.complete()
+    system.add(prompt_of(40, 1), 3, request_id="longer than a step")
+    assert first_tokens(system, ["long", "longer than a step"]) == ["long", "longer than a step"]
+
+
+def test_a_prompt_that_has_waited_too_long_gives_way_to_nobody():
+    system = agent(max_wait_s=10.0, budget=16, depth=1, num_blocks=100)
+    system.join()
+    system.add(prompt_of(200), 3, request_id="long")
+    system.plan()
+    system.complete()
+    system.now = 10.0
+    system.add(prompt_of(12, 1), 3, request_id="short")
+    assert first_tokens(system, ["long", "short"]) == ["long", "short"]
+
+
+def test_the_prompt_that_has_least_left_is_computed_first():
+    system = agent(budget=16, depth=1, num_blocks=200)
+    system.add(prompt_of(40, 1), 3, request_id="short")
+    system.join()
+    system.plan()
+    system.add(prompt_of(12, 2), 3, request_id="tiny")
+    system.complete()
+    assert first_tokens(system, ["short", "tiny"]) == ["tiny", "short"]
+    system.assert_exact()
+
+
+# Retention
+
+
+def kept(system: System, prompt: list[int]) -> int:
+    """How many tokens of a prompt are cached."""
+    epoch, sequence_key = system.scheduler.state.epoch, ("", "", b"m")
+    index = epoch.cache.index
+    [key] = [key for key in index._roots if tuple(key) == sequence_key]
+    return 4 * len(index.match(key, prompt, len(prompt) // 4))
+
+
+def test_what_a_waiting_request_will_use_is_evicted_last():
+    system = agent(num_blocks=30, max_num_seqs=1, watermark=0.0)
+    system.join()
+    old = run_one(system, prompt_of(40, 1), session_id="old")
+    system.now = 50.0
+    young = run_one(system, prompt_of(40, 2), session_id="young")
+    system.add(prompt_of(30, 3), 8, request_id="runs")
+    system.plan()  # it takes what is free, and of the old session
+    assert kept(system, young) == 40
+    lost = 40 - kept(system, old)
+    system.add([*old, 1], 2, session_id="old", request_id="back")
+    system.add(prompt_of(60, 4), 2, request_id="other", priority=-1)
+    system.run()
+    assert ended(system)[-2:] == ["other", "back"]
+    assert system.ended[max(system.ends)].reason is EndReason.LENGTH
+    [back] = [i for i, (request, _) in system.sequences.items() if request.request_id == "back"]
+    assert system.ended[back].num_cached_tokens == 40 - lost
+    assert kept(system, young) < 40
+
+
+@pytest.mark.parametrize(
+    ("fields", "survives"),
+    [({}, False), ({"will_return": True}, False), ({"retention_seconds": 60}, True)],
+)
+def test_a_hint_keeps_blocks_longer(fields, survives):
+    system = agent(num_blocks=30, max_num_seqs=1, watermark=0.0)
+    system.join()
+    old = run_one(system, prompt_of(40, 1), session_id="old", **fields)
+    system.now = 50.0
+    run_one(system, prompt_of(40, 2), session_id="young")
+    run_one(system, prompt_of(60, 3), session_id="third")
+    assert (kept(system, old) == 40) == survives
+
+
+def test_who_will_not_return_is_evicted_first():
+    system = agent(num_blocks=30, max_num_seqs=1, watermark=0.0)
+    system.join()
+    old = run_one(system, prompt_of(40, 1), session_id="old")
+    system.now = 50.0
+    last = run_one(system, prompt_of(40, 2), session_id="young", will_return=False)
+    run_one(system, prompt_of(60, 3), session_id="third")
+    assert kept(system, old) == 40
+    assert kept(system, last) < 40
+
+
+def test_a_session_is_found_by_its_name_or_its_prefix():
+    system = agent(num_blocks=64)
+    system.join()
+    history = run_one(system, prompt_of(40), request_id="first")
+    state = system.scheduler.state
+
+    def session_of(prompt: list[int], name: str, **fields) -> Session:
+        system.add(prompt, 2, request_id=name, **fields)
+        return state.groups["", name].session
+
+    found = session_of([*history, 1], "goes on")
+    assert session_of(prompt_of(40, 1), "another") is not found
+    assert session_of([*prompt_of(8), *prompt_of(40, 2)], "begins alike") is not found
+    system.run()
+    named = session_of(prompt_of(20, 3), "named", session_id="s")
+    assert session_of(prompt_of(20, 4), "named again", session_id="s") is named
+    assert session_of(prompt_of(20, 5), "other name", session_id="t") is not named
+    system.run()
+
+
+def test_what_a_session_finds_is_counted_by_how_long_it_was_away():
+    system = agent(num_blocks=40, max_num_seqs=1, watermark=0.0)
+    system.join()
+    history = run_one(system, prompt_of(40), session_id="s")
+    system.now = 5.0
+    history = run_one(system, [*history, 1, 2], session_id="s")
+    stats = explain.stats(system.scheduler.state)
+    assert (stats.num_kept_session_tokens, stats.num_lost_session_tokens) == ((0, 40, 0, 0, 0), (0,) * 5)
+    run_one(system, prompt_of(140, 1), session_id="other")
+    system.now = 105.0
+    run_one(system, [*history, 3], session_id="s")
+    stats = explain.stats(system.scheduler.state)
+    assert sum(stats.num_lost_session_tokens) == stats.num_lost_session_tokens[3] > 0
+    assert stats.num_kept_session_tokens[3] + stats.num_lost_session_tokens[3] == 48
+
+
+def session(last_used_at: float) -> Session:
+    return Session(1, "", "", last_used_at)
+
+
+def test_recency_goes_by_the_last_use():
+    assert Recency().last_needed_at(session(7.0)) == 7.0
+
+
+def test_return_times_are_a_sessions_own_drawn_to_those_of_all():
+    times = ReturnTimes()
+    slow, quick, new = session(1000.0), session(1000.0), session(1000.0)
+    assert times.last_needed_at(new) == 1000.0
+    for _ in range(50):
+        times.returned(slow, 100.0)
+        times.returned(quick, 1.0)
+    gaps = [1000.0 - times.last_needed_at(each) for each in (quick, new, slow)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] == pytest.approx(1.0, rel=2)
+    assert gaps[1] == pytest.approx(10.0, rel=0.3)
+    assert 50.0 < gaps[2] <= 100.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sessions_that_share_a_small_pool_get_what_they_should(seed):
+    """Random sessions, some named, with hints, a host tier and lost workers: every token is right, nothing is lost."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    system = agent(
+        max_wait_s=rng.choice([0.0, 3.0, 600.0]), num_blocks=40, num_host_blocks=rng.choice([0, 60]), budget=24
+    )
+    system.join()
+    histories = [prompt_of(rng.randint(1, 60), i) for i in range(8)]
+    for _ in range(30):
+        chosen = rng.sample(range(8), rng.randint(1, 5))
+        ids = {}
+        for i in chosen:
+            if len(histories[i]) > 90:
+                histories[i] = prompt_of(rng.randint(1, 60), rng.randrange(1000))
+            hints = {"will_return": rng.choice([None, True, False]), "retention_seconds": rng.choice([None, 5])}
+            [ids[i]] = system.add(
+                histories[i], rng.randint(1, 9), session_id=rng.choice(["", f"s{i}"]), tenant=f"t{i % 2}", **hints
+            )
+        for _ in range(rng.randint(0, 6)):
+            system.plan()
+            if system.results:
+                system.complete()
+            system.scheduler.check()
+            system.now += rng.random()
+        if rng.random() < 0.1:
+            system.lose()
+            system.join()
+        system.run()
+        for i, sequence_id in ids.items():
+            histories[i] = [*histories[i], *system.tokens[sequence_id], rng.randrange(97)]
+    system.assert_exact()
+    stats = explain.stats(system.scheduler.state)
+    assert stats.num_admitted_requests == len(system.ends)
+    assert sum(stats.num_kept_session_tokens) > 0
+
+
+def test_other_policies_follow_nothing():
+    scheduler = Scheduler(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=64)
+    assert not scheduler.state.standings._fresh
+    system = System()
+    system.join()
+    system.add(prompt_of(20), 2)
+    assert system.scheduler.state.epoch.cache.index.num_cursors == 0
+    system.run()
