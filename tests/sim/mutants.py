@@ -68,8 +68,8 @@ MUTANTS = (
     _mutant(
         "a mean begins with what is cached",
         "cache_manager",
-        " or sequence.group.begins_anew:",
-        ":",
+        " and not sequence.group.begins_anew\n",
+        "\n",
     ),
     _mutant(
         "the first beam writes to a tail that others hold",
@@ -195,7 +195,7 @@ MUTANTS = (
     _mutant(
         "copies of bad blocks on the host stay published",
         "cache/prefix_index",
-        "        for host_block in host_blocks:\n            self.forget_host(host_block)\n",
+        "        for host_block in reversed(host_blocks):\n            self.forget_host(host_block)\n",
         "",
     ),
     _mutant(
@@ -259,9 +259,35 @@ MUTANTS = (
     _mutant(
         "a demoted block is on the host before it was copied",
         "cache_manager",
-        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node))\n",
-        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node))\n"
+        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node, shelf))\n",
+        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node, shelf))\n"
         "            self.index.add_host_copy(node, host_block)\n",
+    ),
+    _mutant(
+        "a cursor stays on content that is lost",
+        "cache/prefix_index",
+        "            self._repel_cursors(node)\n",
+        "",
+    ),
+    _mutant(
+        "a cursor stops at what was published while it waited",
+        "cache/prefix_index",
+        "            self._advance(cursor)\n            self._moved_cursors[cursor] = None\n\n    def _repel",
+        "            cursor.node, cursor.num_blocks = node, cursor.num_blocks + 1\n"
+        "            node.cursors = {**(node.cursors or {}), cursor.next_bytes: {cursor: None}}\n"
+        "            self._moved_cursors[cursor] = None\n\n    def _repel",
+    ),
+    _mutant(
+        "a request is not ordered anew when its prefix is cached or lost",
+        "standings",
+        "                self._waiting.reorder(group, self.order(group))\n                self._retention",
+        "                self._retention",
+    ),
+    _mutant(
+        "a request that runs keeps its cursor",
+        "standings",
+        "            self._unfollow(group)\n",
+        "",
     ),
     _mutant(
         "a swap takes idle copies on the host for free",
