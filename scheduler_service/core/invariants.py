@@ -254,6 +254,8 @@ def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
     standing = [cursor for node in cache.index.nodes() for same in (node.cursors or {}).values() for cursor in same]
     assert followed.keys() == set(standing), "S8: a cursor is lost, or outlived its request"
     assert len(standing) == len(followed) == cache.index.num_cursors, "S8: a cursor stands in two places"
+    passed = Counter(node for cursor in standing for node in cursor.chain())
+    assert all(node.num_cursors == passed[node] for node in cache.index.nodes()), "S8: cursors are counted wrong"
     for cursor, group in followed.items():
         sequence = group.sequences[0]
         assert group.state in QUEUED, "S8: a request that does not wait has a cursor"

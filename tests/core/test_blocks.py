@@ -304,6 +304,8 @@ def test_cursors_are_where_a_match_ends(seed):
         for cursor, prompt in cursors.items():
             assert cursor.chain() == index.match(KEY, prompt, 6)
             assert cursor.num_blocks == len(cursor.chain())
+        for node in index.nodes():
+            assert node.num_cursors == sum(node in cursor.chain() for cursor in cursors)
     for cursor in cursors:
         index.unfollow(cursor)
     index.forget_all()

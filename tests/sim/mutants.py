@@ -274,6 +274,7 @@ MUTANTS = (
         "cache/prefix_index",
         "            self._advance(cursor)\n            self._moved_cursors[cursor] = None\n\n    def _repel",
         "            cursor.node, cursor.num_blocks = node, cursor.num_blocks + 1\n"
+        "            node.num_cursors += 1\n"
         "            node.cursors = {**(node.cursors or {}), cursor.next_bytes: {cursor: None}}\n"
         "            self._moved_cursors[cursor] = None\n\n    def _repel",
     ),

@@ -74,6 +74,7 @@ class Node:
         "cursors",
         "host_block",
         "is_moving",
+        "num_cursors",
         "parent",
         "root_key",
         "token_bytes",
@@ -90,6 +91,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         # The cursors that stand here, by the tokens that they would go on with. None: there never were any.
         self.cursors: dict[bytes, dict[Cursor, None]] | None = None
+        self.num_cursors = 0  # here and on what follows it; a root's are not counted
 
     @property
     def is_cached(self) -> bool:
@@ -150,6 +152,8 @@ class PrefixIndex:
         self.num_cursors -= 1
         self._moved_cursors.pop(cursor, None)
         self._lift(cursor)
+        for node in cursor.chain():
+            node.num_cursors -= 1
         self._prune(cursor.node)
 
     def take_moved_cursors(self) -> list[Cursor]:
@@ -165,6 +169,7 @@ class PrefixIndex:
             if child is None or not child.is_cached:
                 break
             node = child
+            node.num_cursors += 1
             cursor.num_blocks += 1
             next_bytes = cursor.next_bytes
         cursor.node = node
@@ -191,16 +196,17 @@ class PrefixIndex:
 
     def _repel_cursors(self, node: Node) -> None:
         """A node has lost its last copy: cursors on it, and on what follows it, stand before it."""
-        if not self.num_cursors:
+        if not node.num_cursors:
             return
         assert node.parent is not None
         nodes = [node]
         for visited in nodes:
-            nodes.extend(visited.children.values())
+            nodes.extend(child for child in visited.children.values() if child.num_cursors)
             for cursor in [cursor for standing in (visited.cursors or {}).values() for cursor in standing]:
                 self._lift(cursor)
                 while cursor.node is not node.parent:
                     assert cursor.node.parent is not None
+                    cursor.node.num_cursors -= 1
                     cursor.node = cursor.node.parent
                     cursor.num_blocks -= 1
                 self._advance(cursor)
