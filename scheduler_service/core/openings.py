@@ -78,7 +78,10 @@ class Openings:
     def admit(self, draft: PlanDraft) -> bool:
         """Start the next waiting group, or bring it back, if that is possible now."""
         state, group = self._state, self._state.next_waiting(draft.now)
-        if group is None or draft.num_free_tokens <= 0 or self._epoch.last_acknowledged_step < group.resume_step:
+        if group is None or self._epoch.last_acknowledged_step < group.resume_step:
+            return False
+        # Where nothing more can be computed, blocks may come in meanwhile, for one group ahead of its turn.
+        if draft.num_free_tokens <= 0 and (state.loading or not state.standings.awaits_load(group)):
             return False
         if group.state is GroupState.SWAPPED and any(sequence.host_table for sequence in group.live_sequences):
             return self._swap_in(group, draft)

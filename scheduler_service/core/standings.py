@@ -99,6 +99,10 @@ class Standings:
             group.is_overdue = True
             self._waiting.reorder(group, self.order(group))
 
+    def awaits_load(self, group: SequenceGroup) -> bool:
+        """Whether what is cached of a group that waits is, at its end, on the host alone."""
+        return group.cursor is not None and group.cursor.num_blocks > 0 and not group.cursor.node.blocks
+
     def order(self, group: SequenceGroup) -> tuple[object, ...]:
         """Ask the policy for the order of a group as things are now."""
         standing = Standing(group.arrived_at, group.has_precedence, num_uncached_blocks(group, self._epoch))
