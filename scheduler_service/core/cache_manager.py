@@ -333,9 +333,10 @@ class CacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence back, leaves first, so that a prefix outlives what follows it."""
+        free, is_cached, shelf = self.pool.free, self.index.is_cached, sequence.group.shelf
         for block in reversed(sequence.block_table):
             if block:
-                self._free(block, sequence)
+                free(block, cached=is_cached(block), shelf=shelf)
         for host_block in reversed(sequence.host_table):
             if host_block:
                 self._free_host(host_block, sequence)

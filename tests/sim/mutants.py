@@ -267,7 +267,7 @@ MUTANTS = (
         "a cursor stays on content that is lost",
         "cache/prefix_index",
         "            self._repel_cursors(node)\n",
-        "",
+        "            pass\n",
     ),
     _mutant(
         "a cursor stops at what was published while it waited",

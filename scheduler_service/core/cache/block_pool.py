@@ -105,9 +105,10 @@ class BlockPool:
     def _sentinel(self, shelf: int) -> int:
         """The entry of a shelf, which is made where there is none."""
         sentinel = self.num_blocks + 1 + shelf
-        while len(self._next) <= sentinel:
-            self._next.append(len(self._next))
-            self._previous.append(len(self._previous))
+        if sentinel >= len(self._next):
+            entries = range(len(self._next), sentinel + 1)
+            self._next.extend(entries)
+            self._previous.extend(entries)
         return sentinel
 
     def _unlink(self, block: int) -> None:
@@ -131,10 +132,15 @@ class BlockPool:
 
     def _shelve(self, block: int, shelf: int) -> None:
         sentinel = self._sentinel(shelf)
-        if self._next[sentinel] == sentinel:
+        last = self._previous[sentinel]
+        if last == sentinel:
             self._order.filled(shelf)
+        self._next[last] = self._previous[sentinel] = block
+        self._previous[block], self._next[block] = last, sentinel
         self._shelf_of[block] = shelf
-        self._link(block, before=sentinel, cached=True)
+        self._is_idle_cached[block] = True
+        self.num_free += 1
+        self.num_idle_cached += 1
 
     def _link(self, block: int, *, before: int, cached: bool) -> None:
         previous = self._previous[before]

@@ -196,8 +196,6 @@ class PrefixIndex:
 
     def _repel_cursors(self, node: Node) -> None:
         """A node has lost its last copy: cursors on it, and on what follows it, stand before it."""
-        if not node.num_cursors:
-            return
         assert node.parent is not None
         nodes = [node]
         for visited in nodes:
@@ -240,25 +238,24 @@ class PrefixIndex:
         """Device block `block` holds the node's content too."""
         if self._node_of_block[block] is not None:
             raise RuntimeError(f"block {block} is published already")
-        is_first = not node.is_cached
-        if not node.blocks:
-            self._changes.append((node, Tier.DEVICE, True))
+        is_first = not node.blocks
         node.blocks += (block,)
         self._node_of_block[block] = node
         self.num_cached_blocks += 1
         if is_first:
-            self._draw_cursors(node)
+            self._changes.append((node, Tier.DEVICE, True))
+            if self.num_cursors and not node.host_block:
+                self._draw_cursors(node)
 
     def add_host_copy(self, node: Node, host_block: int) -> None:
         """Host block `host_block` holds the node's content too."""
         assert not node.host_block
         assert self._node_of_host_block[host_block] is None
-        is_first = not node.is_cached
         node.host_block = host_block
         self._node_of_host_block[host_block] = node
         self.num_cached_host_blocks += 1
         self._changes.append((node, Tier.HOST, True))
-        if is_first:
+        if not node.blocks:
             self._draw_cursors(node)
 
     def forget(self, block: int) -> None:
@@ -271,7 +268,8 @@ class PrefixIndex:
         node.blocks = tuple(copy for copy in node.blocks if copy != block)
         if not node.blocks:
             self._changes.append((node, Tier.DEVICE, False))
-            self._lost_copy(node)
+            if not node.host_block:
+                self._lose(node)
 
     def forget_host(self, host_block: int) -> None:
         """`host_block` no longer holds a content's copy. Nothing happens if it held none."""
@@ -282,7 +280,8 @@ class PrefixIndex:
         self.num_cached_host_blocks -= 1
         node.host_block = 0
         self._changes.append((node, Tier.HOST, False))
-        self._lost_copy(node)
+        if not node.blocks:
+            self._lose(node)
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
         """Forget every copy of this content and of all that follows it; the device and host blocks they were in."""
@@ -350,15 +349,15 @@ class PrefixIndex:
             root = self._roots[key] = Node(key, None, b"", key.block_hash)
         return root
 
-    def _lost_copy(self, node: Node) -> None:
-        """A node has lost the last copy of a tier."""
-        if not node.is_cached:
+    def _lose(self, node: Node) -> None:
+        """A node has lost its last copy."""
+        if node.num_cursors:
             self._repel_cursors(node)
-            self._prune(node)
+        self._prune(node)
 
     def _prune(self, node: Node) -> None:
         """Drop a node without copies, children and cursors, and its ancestors that only lived for it."""
-        while not node.is_cached and not node.children and not node.cursors:
+        while not node.blocks and not node.host_block and not node.children and not node.cursors:
             if node.parent is None:
                 del self._roots[node.root_key]
                 return
