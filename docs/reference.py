@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import (
@@ -106,7 +106,7 @@ def _described_label(family: Metric, label: str) -> str:
 def _exported() -> MetricsCollector:
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
-    stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats)})
+    stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING})
     return MetricsCollector(metrics, lambda: stats, "model", ServiceStats)
 
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import fields
+from typing import get_args
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.plan import WorkerCapacity
@@ -13,10 +14,12 @@ def values(record: type, rng: random.Random) -> dict[str, object]:
     """A value of its own for each plain field."""
     makers = {"int": lambda: rng.randrange(1, 2**31), "int | None": lambda: rng.randrange(1, 2**31)}
     makers |= {"str": lambda: f"text {rng.random()}", "bytes": lambda: rng.randbytes(4), "float": rng.random}
+    makers["tuple[int, ...]"] = lambda: tuple(rng.randrange(1, 2**31) for _ in range(5))
     return {
         field.name: makers[name]()
         for field in fields(record)
-        if (name := getattr(field.type, "__name__", str(field.type))) in makers
+        if (name := str(field.type) if get_args(field.type) else getattr(field.type, "__name__", str(field.type)))
+        in makers
     }
 
 

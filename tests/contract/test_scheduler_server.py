@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 import urllib.request
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import grpc
@@ -312,7 +312,7 @@ async def test_mutual_tls_to_the_worker(checkpoint: Path, tmp_path: Path) -> Non
 
 def test_throughput_is_of_the_last_ten_seconds() -> None:
     now, num_tokens = 0.0, 0
-    stats = SchedulerStats(*[0] * len(fields(SchedulerStats)))
+    stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING})
     activity = Activity(lambda: replace(stats, num_generation_tokens=num_tokens), lambda: now)
     lines = []
     for second in range(1, 41):

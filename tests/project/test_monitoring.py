@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 
 import pytest
 
@@ -25,7 +26,7 @@ def exported() -> dict[str, set[str]]:
     """Returns every series that the scheduler exports, and its labels."""
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
-    numbers = dict.fromkeys(SchedulerStats.__slots__, 0)
+    numbers = {field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING}
     collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model", ServiceStats)
     return {
         sample.name: set(sample.labels) | TARGET_LABELS for family in collector.collect() for sample in family.samples
