@@ -13,7 +13,7 @@ from pagewire.cli.number_flags import count, count_or_zero, number, positive
 from pagewire.errors import CommandError
 from pagewire.options import Parser, suggestion
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES, create_policy
-from scheduler_service.simulation.driver import SimulatedRun, Simulation, SimulationSettings
+from scheduler_service.simulation.driver import RETENTIONS, SimulatedRun, Simulation, SimulationSettings
 from scheduler_service.simulation.report import figures, table
 from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import Trace, TraceError, read_trace
@@ -114,6 +114,13 @@ def _add_scheduling_flags(parser: Parser) -> None:
         f"bound: agent (default: {DEFAULT_MAX_WAIT_S:.0f})",
     )
     group.add_argument(
+        "--retention",
+        choices=RETENTIONS,
+        default=RETENTIONS[0],
+        help="whose idle blocks the policy agent keeps: those of sessions that are learned to return soon, the last used "
+        f"ones, or, as a bound, those that return first in the trace (default: {RETENTIONS[0]})",
+    )
+    group.add_argument(
         "--session-tenants", action="store_true", help="make each session a tenant of its own, as for the policy fair"
     )
     result = parser.add_argument_group("simulation and result")
@@ -141,6 +148,7 @@ def _settings(parsed: argparse.Namespace) -> SimulationSettings:
         max_think_s=parsed.max_think,
         max_num_seqs=parsed.max_num_seqs,
         has_session_tenants=parsed.session_tenants,
+        retention=parsed.retention,
     )
 
 

@@ -34,7 +34,7 @@ from scheduler_service.core.request import (
     SequenceEnd,
     TokenOutputs,
 )
-from scheduler_service.core.retention import Expectation, ReturnTimes
+from scheduler_service.core.retention import Expectation
 from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, SequenceGroup
 from scheduler_service.core.standings import Standings
 from scheduler_service.core.waiting_queue import WaitingQueue
@@ -69,7 +69,7 @@ class Counters:
 class Lifecycle:
     """All groups, the places where they stand, and the epoch they run in."""
 
-    def __init__(self, policy: Policy, new_expectation: Callable[[], Expectation] = ReturnTimes) -> None:
+    def __init__(self, policy: Policy, new_expectation: Callable[[], Expectation]) -> None:
         self._policy = policy
         self.now = 0.0  # of the event that is being handled, in seconds of the caller's clock
         self._model_digest = b""  # of the worker that is there or was there last

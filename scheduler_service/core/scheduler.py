@@ -37,6 +37,7 @@ from scheduler_service.core.request import (
     count_kv_events,
 )
 from scheduler_service.core.results import Results
+from scheduler_service.core.retention import Expectation, ReturnTimes
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
 __all__ = ["Scheduler", "WorkerProtocolError"]
@@ -61,8 +62,10 @@ class Scheduler:
         preemption: PreemptionMode = PreemptionMode.AUTO,
         max_decode_slowdown: float | None = None,
         grammar_version: str = "",
+        new_expectation: Callable[[], Expectation] = ReturnTimes,
     ) -> None:
-        """`grammar_version`: of the library by which grammars were checked; a worker with another one gets none."""
+        """`grammar_version`: of the library by which grammars were checked; a worker with another one gets none.
+        `new_expectation` makes what is known of the return of sessions, for each worker's cache."""
         policy = policy or create_policy("priority")
         self._policy = policy
         self._pipeline_depth = pipeline_depth
@@ -70,7 +73,7 @@ class Scheduler:
         self._watermark = watermark
         self._preemption = preemption
         self._max_decode_slowdown = max_decode_slowdown
-        self._state = Lifecycle(policy)
+        self._state = Lifecycle(policy, new_expectation)
         self._admission = Admission(
             self._state,
             max_num_seqs=max_num_seqs,

@@ -20,13 +20,16 @@ from scheduler_service.core.request import (
     SequenceEnd,
     TokenOutputs,
 )
+from scheduler_service.core.retention import Expectation, Recency, ReturnTimes
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.simulation.belady import Belady
 from scheduler_service.simulation.content import TraceContent
 from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import Trace
 from scheduler_service.simulation.trace_worker import TraceWorker
 
 NO_LIMIT = 2**62
+RETENTIONS = ("learned", "lru", "belady")  # whose idle blocks are kept; the last knows the trace
 _VOCAB_SIZE = 2**31
 _GAP_DIGITS = 6  # gaps between tokens are told apart to the microsecond
 
@@ -43,6 +46,8 @@ class SimulationSettings:
     max_think_s: float | None = None
     max_num_seqs: int = 256
     has_session_tenants: bool = False  # each session is a tenant of its own
+    tenant_shares: tuple[int, ...] = ()  # or they are dealt to so many tenants, this many to each in turn
+    retention: str = "learned"  # one of RETENTIONS
 
     def check(self, trace: Trace) -> None:
         """Raise ValueError where the sizes do not go with one another, or with the trace."""
@@ -54,6 +59,15 @@ class SimulationSettings:
             raise ValueError(f"the pool has {self.pool_tokens} tokens, but must hold a block of {self.block_size}")
         if not self.speed.transfer_rate and self.host_tokens:
             raise ValueError("a host tier needs a transfer rate above 0")
+        if self.retention not in RETENTIONS:
+            raise ValueError(f"the retention is {self.retention!r}, but must be one of {', '.join(RETENTIONS)}")
+
+    def tenant(self, session: int, name: str) -> str:
+        """The tenant of a session, by its index and name."""
+        if not self.tenant_shares:
+            return name if self.has_session_tenants else ""
+        owners = [tenant for tenant, share in enumerate(self.tenant_shares) for _ in range(share)]
+        return f"tenant {owners[session % len(owners)]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,7 @@ class ServedRequest:
     session: int
     index: int
     arrived_at: float
+    first_scheduled_at: float
     first_token_at: float
     ended_at: float
 
@@ -131,7 +146,8 @@ class Simulation:
         self._speed = settings.speed
         self._content = TraceContent(trace, self._speed.scale)
         self._worker = TraceWorker(self._speed, settings.block_size // self._speed.scale)
-        self._scheduler = _scheduler(policy, settings)
+        self._belady = Belady(trace, settings.max_think_s) if settings.retention == "belady" else None
+        self._scheduler = _scheduler(policy, settings, self._belady)
         self._events: list[tuple[float, int, _Arrival | int]] = []  # time, number, an arrival or moves that are done
         self._num_events = 0
         self._unstarted = deque(range(len(trace.sessions)))
@@ -194,11 +210,14 @@ class Simulation:
         prompt, output = self._content.tokens(session.session, arrival.index)
         request = Request(
             request_id=f"{source.name}:{arrival.index}",
-            tenant=source.name if self._settings.has_session_tenants else "",
+            tenant=self._settings.tenant(session.session, source.name),
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(),
             max_tokens=len(output),
+            session_id=source.name if self._belady else "",
         )
+        if self._belady is not None:
+            self._belady.began(source.name, arrival.index)
         try:
             [sequence_id] = self._scheduler.add(request, now)
         except AdmissionError as error:
@@ -241,17 +260,28 @@ class Simulation:
     def _end(self, end: SequenceEnd, now: float) -> None:
         request = self._open.pop(end.sequence_id)
         self._worker.forget(end.sequence_id)
-        if end.first_token_at is None:
+        if end.first_token_at is None or end.first_scheduled_at is None:
             raise RuntimeError(f"a request ended without a token: {end.reason.value} {end.message}")
         self._run.requests.append(
-            ServedRequest(request.session.session, request.index, end.arrived_at, end.first_token_at, now)
+            ServedRequest(
+                request.session.session,
+                request.index,
+                end.arrived_at,
+                end.first_scheduled_at,
+                end.first_token_at,
+                now,
+            )
         )
         self._go_on(request.session, request.index, now)
 
 
-def _scheduler(policy: Policy, settings: SimulationSettings) -> Scheduler:
+def _scheduler(policy: Policy, settings: SimulationSettings, belady: Belady | None) -> Scheduler:
     """Make a scheduler with its worker. Nothing is refused but what the pool can never hold."""
     speed, scale = settings.speed, settings.speed.scale
+
+    def new_expectation() -> Expectation:
+        return belady or (Recency() if settings.retention == "lru" else ReturnTimes())
+
     scheduler = Scheduler(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=speed.max_step_tokens,
@@ -260,6 +290,7 @@ def _scheduler(policy: Policy, settings: SimulationSettings) -> Scheduler:
         max_waiting_requests=NO_LIMIT,
         max_waiting_tokens=NO_LIMIT,
         policy=policy,
+        new_expectation=new_expectation,
     )
     capacity = WorkerCapacity(
         worker_id="simulated",

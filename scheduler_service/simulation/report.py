@@ -16,6 +16,8 @@ _ROWS = (
     ("makespan (s)", ("makespan_s",), ",.0f"),
     ("mean session (s)", ("mean_session_s",), ",.0f"),
     *((f"time to first token, {key} (s)", ("ttft_s", key), ",.2f") for key in ("mean", "p50", "p95", "p99", "max")),
+    ("longest wait until it ran (s)", ("wait_s", "max"), ",.1f"),
+    ("begun after the bound on waiting", ("num_overdue",), ",d"),
     *((f"between tokens, {key} (s)", ("itl_s", key), ",.3f") for key in ("mean", "p99", "max")),
     ("prompt tokens computed (M)", ("computed_tokens",), "M"),
     ("prompt tokens needed (M)", ("needed_tokens",), "M"),
@@ -40,6 +42,8 @@ def figures(run: SimulatedRun, settings: SimulationSettings, ttft_goal_s: float 
         "makespan_s": run.ended_at,
         "mean_session_s": mean(session.ended_at - session.started_at for session in run.sessions),
         "ttft_s": summary((ttft, 1) for ttft in ttfts),
+        "wait_s": summary((request.first_scheduled_at - request.arrived_at, 1) for request in run.requests),
+        "num_overdue": stats.num_overdue_requests,
         "itl_s": summary(_token_gaps(run, settings)),
         "computed_tokens": computed,
         "needed_tokens": run.num_needed_tokens,
@@ -48,6 +52,10 @@ def figures(run: SimulatedRun, settings: SimulationSettings, ttft_goal_s: float 
         "num_rejected": run.num_rejected,
         "num_preemptions": stats.num_preemptions,
         "hit_tokens": {"device": stats.num_cached_prompt_tokens * scale - host_hits, "host": host_hits},
+        "session_tokens": {
+            "kept": sum(stats.num_kept_session_tokens) * scale,
+            "lost": sum(stats.num_lost_session_tokens) * scale,
+        },
         "fairness": fairness(run),
         "goodput": None if ttft_goal_s is None else _goodput(ttfts, ttft_goal_s, run.ended_at),
     }

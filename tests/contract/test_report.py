@@ -15,12 +15,11 @@ def values(record: type, rng: random.Random) -> dict[str, object]:
     makers = {"int": lambda: rng.randrange(1, 2**31), "int | None": lambda: rng.randrange(1, 2**31)}
     makers |= {"str": lambda: f"text {rng.random()}", "bytes": lambda: rng.randbytes(4), "float": rng.random}
     makers["tuple[int, ...]"] = lambda: tuple(rng.randrange(1, 2**31) for _ in range(5))
-    return {
-        field.name: makers[name]()
+    kinds = {
+        field.name: str(field.type) if get_args(field.type) else getattr(field.type, "__name__", str(field.type))
         for field in fields(record)
-        if (name := str(field.type) if get_args(field.type) else getattr(field.type, "__name__", str(field.type)))
-        in makers
     }
+    return {name: makers[kind]() for name, kind in kinds.items() if kind in makers}
 
 
 def names(message: type) -> set[str]:

@@ -194,4 +194,5 @@ def test_the_arguments_are_all_that_a_scheduler_takes() -> None:
     assert {field.name for field in fields(SchedulerArguments)} == {"policy", "max_wait"} | taken - {
         "name",
         "max_wait_s",
+        "new_expectation",
     }

@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.cli.command import main
 from scheduler_service.core.policy import POLICIES, create_policy
-from scheduler_service.simulation.driver import SimulatedRun, Simulation, SimulationSettings
+from scheduler_service.simulation.driver import RETENTIONS, SimulatedRun, Simulation, SimulationSettings
 from scheduler_service.simulation.report import fairness, figures, summary, table
 from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import read_trace
@@ -299,3 +299,36 @@ def test_bad_input_is_refused(
     path = str(traces(tmp_path)["sessions"])
     assert main(["simulate", "--trace", path, "--pool-tokens", "50000", *RATES, *flags]) == code
     assert message in capsys.readouterr().err
+
+
+def test_every_retention_serves_everybody_and_another_is_refused(tmp_path: Path) -> None:
+    trace = read_trace(write_sessions(tmp_path / "trace", *growing_sessions(1, 6, 8)))
+    computed = {}
+    for name in RETENTIONS:
+        settings = SimulationSettings(20_000, SPEED, max_sessions=4, max_think_s=5.0, retention=name)
+        run = Simulation(trace, create_policy("agent"), settings).run()
+        found = figures(run, settings)
+        assert found["num_requests"] == trace.num_requests
+        assert found["session_tokens"]["kept"] > 0
+        computed[name] = found["computed_tokens"]
+    assert len(set(computed.values())) > 1
+    with pytest.raises(ValueError, match="the retention is 'fifo', but must be one of learned, lru, belady"):
+        Simulation(trace, create_policy("agent"), SimulationSettings(20_000, SPEED, retention="fifo"))
+
+
+def test_nobody_waits_much_longer_than_the_bound(tmp_path: Path) -> None:
+    trace = read_trace(write_sessions(tmp_path / "trace", *growing_sessions(2, 12, 8)))
+    settings = SimulationSettings(20_000, SPEED, max_sessions=12)
+    waits = {}
+    for max_wait_s in (1.0, 600.0):
+        run = Simulation(trace, create_policy("agent", max_wait_s), settings).run()
+        found = figures(run, settings)
+        waits[max_wait_s] = found["wait_s"]["max"]
+        assert (found["num_overdue"] > 0) == (max_wait_s == 1.0)
+    print(waits)
+    assert waits[1.0] < waits[600.0]
+
+
+def test_sessions_are_dealt_to_tenants() -> None:
+    settings = SimulationSettings(20_000, SPEED, tenant_shares=(1, 3))
+    assert [settings.tenant(session, "s")[-1] for session in range(8)] == list("01110111")

@@ -1,0 +1,35 @@
+"""Eviction that knows the trace, as a bound for what can be learned."""
+
+from scheduler_service.core.retention import Session
+from scheduler_service.simulation.trace import Trace
+
+_NEVER = -1e18
+
+
+class Belady:
+    """Loses those sessions' blocks first that return last, after Belady, "A Study of Replacement Algorithms for a
+    Virtual-Storage Computer", 1966. Sessions are named as in the trace.
+
+    It knows when a session's next request comes, not how long that will wait.
+    """
+
+    def __init__(self, trace: Trace, max_think_s: float | None) -> None:
+        self._sessions = {session.name: session for session in trace.sessions}
+        self._max_think_s = max_think_s
+        self._last_index: dict[str, int] = {}
+
+    def began(self, name: str, index: int) -> None:
+        """A session has sent its request of this index."""
+        self._last_index[name] = index
+
+    def returned(self, session: Session, gap_s: float) -> None:
+        pass
+
+    def last_needed_at(self, session: Session) -> float:
+        requests, index = self._sessions[session.name].requests, self._last_index[session.name]
+        if index + 1 >= len(requests):
+            return _NEVER
+        think_s = requests[index + 1].think_s
+        if self._max_think_s is not None:
+            think_s = min(think_s, self._max_think_s)
+        return -(session.last_used_at + think_s)
