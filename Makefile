@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-grammars bench-structured-output bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-grammars bench-structured-output bench-traces bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -76,6 +76,9 @@ bench-split: $(READY)  ## what two processes over gRPC cost against one process
 
 bench-scheduler: $(READY)  ## what the scheduler core costs per sequence and step
 	$(BIN)/python -m bench.scheduler
+
+bench-traces: $(READY)  ## scheduling policies over real traces, in the folder TRACES=, in simulated time
+	$(BIN)/python -m bench.traces --traces $(TRACES)
 
 bench-preemption: $(READY)  ## swapping, recomputing and choosing, with a third of the blocks
 	$(BIN)/python -m bench.preemption

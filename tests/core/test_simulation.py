@@ -305,7 +305,7 @@ def test_every_retention_serves_everybody_and_another_is_refused(tmp_path: Path)
     trace = read_trace(write_sessions(tmp_path / "trace", *growing_sessions(1, 6, 8)))
     computed = {}
     for name in RETENTIONS:
-        settings = SimulationSettings(20_000, SPEED, max_sessions=4, max_think_s=5.0, retention=name)
+        settings = SimulationSettings(10_000, SPEED, max_sessions=4, max_think_s=5.0, retention=name)
         run = Simulation(trace, create_policy("agent"), settings).run()
         found = figures(run, settings)
         assert found["num_requests"] == trace.num_requests
