@@ -50,6 +50,11 @@ class Request:
     traceparent: str = ""  # W3C trace context, handed on to the worker
     output_mode: OutputMode = OutputMode.STREAMED
     grammar: Grammar | None = None  # what each of its outputs matches
+    session_id: str = ""  # the conversation that it is part of, within its tenant; empty: found by its prefix
+    will_return: bool | None = (
+        None  # whether a request will follow that begins with its prompt and output; None: unknown
+    )
+    retention_seconds: int | None = None  # that its cached blocks are worth keeping, from 1; None: unknown
 
     @property
     def num_rows(self) -> int:
