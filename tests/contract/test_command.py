@@ -340,6 +340,7 @@ def test_chat_renders_the_template(capsys: pytest.CaptureFixture[str], scheduler
     [request] = scheduler.requests
     assert request.text == "<system>be kind\n<user>hello\n<assistant>"
     assert request.sampling == pb.SamplingParams(max_tokens=5)
+    assert (request.session_id, request.HasField("will_return"), request.will_return) == ("", True, False)
 
 
 def test_chat_remembers_what_was_said(
