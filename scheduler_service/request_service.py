@@ -19,7 +19,7 @@ from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
 from scheduler_service.rpc.interception import Interception
 from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import SERVICE_NAME, RequestServicer
-from scheduler_service.rpc.session_metadata import note_session
+from scheduler_service.rpc.public.session_metadata import note_session
 from scheduler_service.rpc.tenants.authentication import Anybody, Authentication
 from scheduler_service.rpc.tenants.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context

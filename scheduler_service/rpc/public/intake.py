@@ -14,8 +14,8 @@ from scheduler_service.rpc.public.generate_request import check_before_tokenizin
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer
 from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
+from scheduler_service.rpc.public.session_metadata import session_of_call
 from scheduler_service.rpc.public.structured_output import check_grammar, check_grammars_served
-from scheduler_service.rpc.session_metadata import session_of_call
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.rpc.tenants.quota import Quotas
