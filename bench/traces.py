@@ -246,7 +246,9 @@ def report_by_the_clock(found: dict[str, dict[str, Any]]) -> list[str]:
         first = run["ttft_s"]
         lines.append(
             f"{name:22} makespan {run['makespan_s']:7.0f} s, "
-            f"first token mean {first['mean']:5.2f} p95 {first['p95']:6.2f} p99 {first['p99']:6.2f} max {first['max']:6.2f} s, within the goal {run['goodput']['percent']:5.1f} %, "
+            f"first token mean {first['mean']:.2f} p95 {first['p95']:.2f} p99 {first['p99']:.2f} "
+            f"max {first['max']:.2f} s, "
+            f"within the goal {run['goodput']['percent']:.1f} %, "
             f"goodput {run['goodput']['requests_per_s']:.3f}/s"
         )
     names = list(found)

@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from pagewire.client import Client
     from pagewire.completion import Completion, CompletionOutput, Output, PromptEmbedding, Result, TokenLogprobs, Usage
+    from pagewire.conversation import Session
     from pagewire.errors import (
         AlreadyExists,
         Cancelled,
@@ -65,6 +66,7 @@ __all__ = [
     "SampleOutput",
     "SamplingParams",
     "ServerInfo",
+    "Session",
     "StartError",
     "StructuredOutputs",
     "TextPrompt",
@@ -77,7 +79,7 @@ __all__ = [
 ]
 
 # Where each name is. Looking for one in a module loads it, so the lightest ones come first.
-_MODULES = ("errors", "sampling", "server", "completion", "client", "llm")
+_MODULES = ("errors", "sampling", "server", "completion", "conversation", "client", "llm")
 
 
 def _load(name: str) -> Any:

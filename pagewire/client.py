@@ -16,7 +16,7 @@ from pagewire.attachment import Attachment
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
 from pagewire.completion import Completion, CompletionBuilder, Output, PromptEmbedding, Result
-from pagewire.conversation import Message
+from pagewire.conversation import Message, Session
 from pagewire.errors import AlreadyExists, PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import DELAYS_S, Attempts
@@ -112,15 +112,16 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> AsyncGenerator[Output, None]:
         """Yields the deltas of 1 to n samples of a prompt as they come.
 
         Give either `prompt` or `prompt_token_ids`. `sampling` and more keyword arguments, the fields of
         `SamplingParams`, say how tokens are chosen; what neither names is left to the server. A lower `priority` runs
-        first. `timeout` in seconds covers the whole request, time in the queue included. Closing the generator or
-        cancelling its task aborts the request; leave the loop early inside `contextlib.aclosing`, so that this happens
-        at once.
+        first. `timeout` in seconds covers the whole request, time in the queue included. `session` says which
+        conversation it is part of. Closing the generator or cancelling its task aborts the request; leave the loop
+        early inside `contextlib.aclosing`, so that this happens at once.
         """
         request = wire.encode_request(
             prompt,
@@ -130,6 +131,7 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            session=session,
         )
         return self._generate(request, Attempts(self._retry_s, timeout))
 
@@ -144,6 +146,7 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Generator[Output, None, None]:
         """The synchronous twin of `generate`. Closing the generator aborts the request."""
@@ -155,6 +158,7 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            session=session,
         )
         return self._stream(request, Attempts(self._retry_s, timeout))
 
@@ -170,6 +174,7 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion: ...
 
@@ -184,6 +189,7 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> list[Completion]: ...
 
@@ -198,6 +204,7 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion | list[Completion]:
         """Returns the whole output of a request, with the same arguments as `stream`.
@@ -206,7 +213,9 @@ class Client:
         list of the same length. The requests run at the same time, as many as the server takes; one that fails ends
         all.
         """
-        requests = self._requests(prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant)
+        requests = self._requests(
+            prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant, session
+        )
         return self._complete(requests, Attempts(self._retry_s, timeout))
 
     @overload
@@ -221,6 +230,7 @@ class Client:
         timeout: float | None = None,  # noqa: ASYNC109
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion: ...
 
@@ -235,6 +245,7 @@ class Client:
         timeout: float | None = None,  # noqa: ASYNC109
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> list[Completion]: ...
 
@@ -249,10 +260,13 @@ class Client:
         timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion | list[Completion]:
         """The asynchronous twin of `complete`."""
-        requests = self._requests(prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant)
+        requests = self._requests(
+            prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant, session
+        )
         return await self._acomplete(requests, Attempts(self._retry_s, timeout))
 
     @overload
@@ -354,6 +368,7 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion: ...
 
@@ -371,6 +386,7 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> list[Completion]: ...
 
@@ -387,6 +403,7 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion | list[Completion]:
         """Returns the model's answer to a conversation, or a list of answers to a list of conversations.
@@ -399,7 +416,7 @@ class Client:
         prompts_of = partial(conversation.prompts_of, self.info(), chat_template, add_generation_prompt)
         prompts = self.tokenize(prompts_of(messages, template_variables), add_special_tokens=False)
         several, one = (None, prompts[0]) if conversation.is_one(messages) else (prompts, None)
-        requests = self._requests(several, sampling, fields, one, request_id, priority, cache_salt, tenant)
+        requests = self._requests(several, sampling, fields, one, request_id, priority, cache_salt, tenant, session)
         return self._complete(requests, Attempts(self._retry_s, timeout))
 
     @overload
@@ -416,6 +433,7 @@ class Client:
         timeout: float | None = None,  # noqa: ASYNC109
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion: ...
 
@@ -433,6 +451,7 @@ class Client:
         timeout: float | None = None,  # noqa: ASYNC109
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> list[Completion]: ...
 
@@ -449,13 +468,14 @@ class Client:
         timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion | list[Completion]:
         """The asynchronous twin of `chat`."""
         prompts_of = partial(conversation.prompts_of, await self.server_info(), chat_template, add_generation_prompt)
         prompts = await self.atokenize(prompts_of(messages, template_variables), add_special_tokens=False)
         several, one = (None, prompts[0]) if conversation.is_one(messages) else (prompts, None)
-        requests = self._requests(several, sampling, fields, one, request_id, priority, cache_salt, tenant)
+        requests = self._requests(several, sampling, fields, one, request_id, priority, cache_salt, tenant, session)
         return await self._acomplete(requests, Attempts(self._retry_s, timeout))
 
     @overload
@@ -544,6 +564,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        session: Session | None = None,
         **fields: Unpack[SamplingFields],
     ) -> str:
         """Queues a detached request and returns its id: it runs whatever becomes of this client.
@@ -560,6 +581,7 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            session=session,
         )
         try:
             # No timeout: until its first worker is there, a server that has just started lets requests wait.
@@ -654,9 +676,10 @@ class Client:
         priority: int,
         cache_salt: str,
         tenant: str,
+        session: Session | None = None,
     ) -> pb.GenerateRequest | list[pb.GenerateRequest]:
         """Encodes one request for one prompt, or a list of requests for a list of prompts."""
-        encode = partial(wire.encode_request, priority=priority, cache_salt=cache_salt, tenant=tenant)
+        encode = partial(wire.encode_request, priority=priority, cache_salt=cache_salt, tenant=tenant, session=session)
         if prompt is None or isinstance(prompt, str):
             if isinstance(sampling, Sequence):
                 raise TypeError("a list of sampling parameters needs a list of prompts")

@@ -1,6 +1,7 @@
-"""Makes prompts of conversations, which are lists of messages."""
+"""Conversations: which one a request is part of, and prompts of those that are lists of messages."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -10,6 +11,20 @@ from pagewire.server import ServerInfo
 
 # A message is a mapping with a role and a content, as a model's chat template takes it.
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The conversation that a request is part of, such as a chat or an agent's run.
+
+    `id` names it within its tenant, in at most 128 characters; empty, it is found by its prefix. `will_return` says
+    whether another request is to follow that begins with this one's prompt and output, and `retention_seconds` how long
+    its cached blocks are worth keeping, from 1: a hint, which the server bounds. None: nobody knows.
+    """
+
+    id: str = ""
+    will_return: bool | None = None
+    retention_seconds: int | None = None
 
 
 def is_one(messages: Sequence[Any]) -> bool:

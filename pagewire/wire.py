@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import grpc
 
 from pagewire.completion import Output, Result, TokenLogprobs
+from pagewire.conversation import Session
 from pagewire.errors import (
     AlreadyExists,
     Cancelled,
@@ -62,6 +63,7 @@ def encode_request(
     priority: int,
     cache_salt: str,
     tenant: str,
+    session: object = None,
 ) -> pb.GenerateRequest:
     """Makes the message of a request. Raises InvalidRequest for a number that the wire cannot hold, and TypeError
     unless there is exactly one prompt."""
@@ -74,6 +76,8 @@ def encode_request(
         raise TypeError(f"prompt_token_ids must be a list of integers, of one prompt; got {prompt_token_ids!r:.80}")
     if sampling is not None and not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be SamplingParams, such as SamplingParams(max_tokens=4); got {sampling!r:.80}")
+    if session is not None and not isinstance(session, Session):
+        raise TypeError(f"session must be a Session, such as Session('chat-7'); got {session!r:.80}")
     request = pb.GenerateRequest(tenant=tenant, cache_salt=cache_salt)
     if request_id is not None:
         request.request_id = request_id
@@ -85,6 +89,8 @@ def encode_request(
         request.text = prompt
     if sampling is not None:
         _encode_sampling(sampling, request.sampling)
+    if session is not None:
+        _encode_session(session, request)
     return request
 
 
@@ -127,6 +133,14 @@ def decode_prompts(response: pb.TokenizeResponse) -> list[list[int]]:
 
 def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
     return not isinstance(value, str | bytes) and isinstance(value, Iterable) and all(map(is_integer, value))
+
+
+def _encode_session(session: Session, request: pb.GenerateRequest) -> None:
+    request.session_id = session.id
+    if session.will_return is not None:
+        request.will_return = session.will_return
+    if session.retention_seconds is not None:
+        _assign("retention_seconds", partial(setattr, request, "retention_seconds", session.retention_seconds))
 
 
 def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> None:

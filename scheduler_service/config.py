@@ -100,6 +100,12 @@ class SchedulerConfig:
         "how many bytes of KV events are kept for slow subscribers; the oldest are dropped first",
         at_least(0),
     )
+    max_retention_seconds: int = option(
+        300,
+        "how long requests may hint that their cached blocks are worth keeping, in seconds, unless their tenant has a "
+        "limit of its own; 0 ignores the hints",
+        at_least(0),
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts that begin alike")
     record: str | None = option(
         None, "record all events and plans to this file, for `pagewire replay`; it contains every prompt"

@@ -19,6 +19,7 @@ from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
 from scheduler_service.rpc.interception import Interception
 from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import SERVICE_NAME, RequestServicer
+from scheduler_service.rpc.public.session_metadata import note_session
 from scheduler_service.rpc.tenants.authentication import Anybody, Authentication
 from scheduler_service.rpc.tenants.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context
@@ -79,7 +80,7 @@ class RequestService:
         self.tenants = TenantFile(config.tenants) if config.tenants else None
         self._authentication = Authentication(self.tenants) if self.tenants is not None else None
         callers = self._authentication or Anybody()
-        interceptors = [Interception([callers.enter, note_trace_context])]
+        interceptors = [Interception([callers.enter, note_trace_context, note_session])]
         self._server = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option()), interceptors=interceptors)
 
     def listen(self, servicer: RequestServicer, make_vllm: Callable[[ModuleType], "VllmServicer"]) -> None:

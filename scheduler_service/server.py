@@ -151,8 +151,15 @@ class _Scheduler:
             max_pending_calls=self._config.max_waiting_requests,
             text_limits=service.text_limits,
             grammars=self._grammars,
+            retention_limit=self._retention_limit,
             quotas=None if service.tenants is None else Quotas(service.tenants.quota, lambda: availability.capacity),
         )
+
+    def _retention_limit(self, tenant: str) -> int:
+        """Return for how many seconds a tenant may hint that cached blocks are worth keeping."""
+        tenants = self._service.tenants
+        own = None if tenants is None else tenants.quota(tenant).max_retention_seconds
+        return self._config.max_retention_seconds if own is None else own
 
     def _stats(self) -> SchedulerStats:
         return explain.stats(self._step_loop.state)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ from pagewire.cli import complete, connection, sampling_flags
 from pagewire.cli.chat_terminal import ChatTerminal, history_path
 from pagewire.client import Client
 from pagewire.completion import Completion
+from pagewire.conversation import Session
 from pagewire.errors import CommandError, InvalidRequest, PagewireError
 from pagewire.options import Parser, suggestion
 from pagewire.sampling import SamplingParams
@@ -39,6 +41,12 @@ class Conversation:
         self._template = template
         self.system = system
         self.turns: list[Turn] = []
+        self.session_id = secrets.token_hex(8)
+
+    def clear(self) -> None:
+        """Forgets the turns. What follows is another session."""
+        self.turns.clear()
+        self.session_id = secrets.token_hex(8)
 
     def ask(self, text: str) -> str:
         """Returns the prompt for the user's next message."""
@@ -85,7 +93,8 @@ def main(arguments: Sequence[str]) -> int:
             if parsed.quick is not None:
                 prompt = conversation.ask(parsed.quick)
                 printer = complete.SamplePrinter(1, sys.stdout)
-                completion = runner.run(complete.stream(client, prompt, sampling, printer))
+                stream = complete.stream(client, prompt, sampling, printer, session=Session(will_return=False))
+                completion = runner.run(stream)
                 if parsed.stats:
                     tell(complete.statistics(completion))
             else:
@@ -154,7 +163,7 @@ class Chat:
         if word == "/help":
             tell(HELP)
         elif word == "/clear":
-            self._conversation.turns.clear()
+            self._conversation.clear()
             tell("forgot the conversation")
         elif word == "/system":
             self._conversation.system = rest.strip() or None
@@ -193,8 +202,11 @@ class Chat:
         came."""
         printer = complete.SamplePrinter(1, sys.stdout)
         prompt = self._conversation.ask(message)
+        session = Session(self._conversation.session_id, will_return=True)
         try:
-            completion = self._runner.run(complete.stream(self._client, prompt, self._sampling, printer))
+            completion = self._runner.run(
+                complete.stream(self._client, prompt, self._sampling, printer, session=session)
+            )
         except KeyboardInterrupt:
             tell("\n(stopped)")
             if printer.text:

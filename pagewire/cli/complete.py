@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from pagewire.cli import connection, sampling_flags
 from pagewire.client import Client
 from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output
+from pagewire.conversation import Session
 from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
 
@@ -66,6 +67,15 @@ def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     group.add_argument(
         "--cache-salt", default="", metavar="SALT", help="share cached prefixes only with requests of the same salt"
     )
+    group.add_argument("--session", default="", metavar="ID", help="conversation that the request is part of")
+    group.add_argument(
+        "--will-return",
+        action=argparse.BooleanOptionalAction,
+        help="whether the conversation goes on: another request will begin with this prompt and its output",
+    )
+    group.add_argument(
+        "--retention-seconds", type=int, metavar="INT", help="how long the request's cached prefix is worth keeping"
+    )
     return group
 
 
@@ -76,7 +86,8 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
     text = sys.stdin.read() if parsed.text == "-" else parsed.text
     names = ("prompt_token_ids", "request_id", "priority", "cache_salt", "tenant")
     request = {name: getattr(parsed, name) for name in names}
-    return request | {"prompt": text, "sampling": sampling_flags.sampling(parsed)}
+    session = Session(parsed.session, parsed.will_return, parsed.retention_seconds)
+    return request | {"prompt": text, "sampling": sampling_flags.sampling(parsed), "session": session}
 
 
 async def stream(

@@ -29,6 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "num_device_blocks",
         "num_host_blocks",
         "enable_prefix_caching",
+        "max_retention_seconds",
         "preemption",
         "watermark",
     ),

@@ -50,9 +50,9 @@ class Request:
     traceparent: str = ""  # W3C trace context, handed on to the worker
     output_mode: OutputMode = OutputMode.STREAMED
     grammar: Grammar | None = None  # what each of its outputs matches
-    session_id: str = ""  # of its tenant; empty: it is found by its prefix
-    will_return: bool | None = None  # whether the session will send a request that begins with this one and its output
-    retention_seconds: int | None = None  # for which what is cached of it is worth keeping; a hint
+    session_id: str = ""  # the conversation that it is part of, within its tenant; empty: found by its prefix
+    will_return: bool | None = None  # whether a request will follow that begins with its prompt and output
+    retention_seconds: int | None = None  # that its cached blocks are worth keeping, from 1
 
     @property
     def num_rows(self) -> int:

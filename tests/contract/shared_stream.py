@@ -1,6 +1,7 @@
 """A client of GenerateMany for tests: one call, its requests put together and checked on the way (S6)."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -34,8 +35,8 @@ class Stream:
 class SharedStream:
     """`reads` off: nothing is read before `read` is called."""
 
-    def __init__(self, stack: Stack, *, reads: bool = True) -> None:
-        self.call: grpc.aio.StreamStreamCall = stack.stub.GenerateMany()
+    def __init__(self, stack: Stack, *, reads: bool = True, metadata: Sequence[tuple[str, str]] = ()) -> None:
+        self.call: grpc.aio.StreamStreamCall = stack.stub.GenerateMany(metadata=metadata)
         self.streams: dict[int, Stream] = {}
         self.messages: list[pb.GenerateManyResponse] = []
         self.infos: asyncio.Queue[pb.GetServerInfoResponse] = asyncio.Queue()

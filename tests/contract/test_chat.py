@@ -197,6 +197,11 @@ def test_commands(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> Non
         asked("two", "/etc", system="be brief"),
         asked("two", "/etc", "three"),
     ]
+    # What was forgotten was another conversation; which system message it has does not matter.
+    first, *later = [request.session_id for request in scheduler.requests]
+    assert len({first, *later}) == 2
+    assert len(set(later)) == 1
+    assert all(request.session_id and request.will_return for request in scheduler.requests)
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_chat(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 import pagewire
-from pagewire import Client, Output, SamplingParams, StructuredOutputs
+from pagewire import Client, Output, SamplingParams, Session, StructuredOutputs
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling import SamplingFields
 from pagewire.structured_outputs import KINDS
@@ -61,8 +61,9 @@ async def test_everything_asked_for_is_sent(scheduler: ScriptedScheduler, url: s
         skip_special_tokens=False,
     )  # fmt: skip
     await collect(
-        url, None, sampling, prompt_token_ids=[1, 2, 3], request_id="mine", priority=-4, cache_salt="s", tenant="t"
-    )
+        url, None, sampling, prompt_token_ids=[1, 2, 3], request_id="mine", priority=-4, cache_salt="s", tenant="t",
+        session=Session("chat-7", will_return=False, retention_seconds=9),
+    )  # fmt: skip
     [request] = scheduler.requests
     assert request == pb.GenerateRequest(
         request_id="mine",
@@ -70,6 +71,9 @@ async def test_everything_asked_for_is_sent(scheduler: ScriptedScheduler, url: s
         priority=-4,
         tenant="t",
         cache_salt="s",
+        session_id="chat-7",
+        will_return=False,
+        retention_seconds=9,
         sampling=pb.SamplingParams(
             n=2, temperature=0.5, top_p=0.75, top_k=0, min_p=0.25, presence_penalty=1, frequency_penalty=-1,
             repetition_penalty=1.5, seed=2**64 - 1, stop=["a", "b"], stop_token_ids=[5, 6], ignore_eos=True,

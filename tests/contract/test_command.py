@@ -132,12 +132,14 @@ def test_flags_become_the_request(scheduler: ScriptedScheduler) -> None:
         "--max-tokens 9 --temperature 0.5 --n 2 --seed 3 --ignore-eos --stop END --stop --- --logprobs 2 --top-p 0.75 "
         "--top-k 4 --min-p 0.25 --presence-penalty -1 --frequency-penalty 1 --repetition-penalty 1.5 --min-tokens 2 "
         "--prompt-logprobs 0 --stop-token-ids 5,6 --logit-bias 7=-1.5 --logit-bias 8=2 --no-skip-special-tokens "
-        "--include-stop-str-in-output --request-id mine --priority -4 --tenant t --cache-salt s --timeout 30"
+        "--include-stop-str-in-output --request-id mine --priority -4 --tenant t --cache-salt s --timeout 30 "
+        "--session chat-7 --no-will-return --retention-seconds 9"
     )
     assert main(["complete", *flags.replace("--stop ---", "--stop=---").split(), "Once"]) == 0
     [request] = scheduler.requests
     assert request == pb.GenerateRequest(
-        text="Once", request_id="mine", priority=-4, tenant="t", cache_salt="s",
+        text="Once", request_id="mine", priority=-4, tenant="t", cache_salt="s", session_id="chat-7",
+        will_return=False, retention_seconds=9,
         sampling=pb.SamplingParams(
             max_tokens=9, temperature=0.5, n=2, seed=3, ignore_eos=True, stop=["END", "---"], logprobs=2, top_p=0.75,
             top_k=4, min_p=0.25, presence_penalty=-1, frequency_penalty=1, repetition_penalty=1.5, min_tokens=2,
@@ -338,6 +340,7 @@ def test_chat_renders_the_template(capsys: pytest.CaptureFixture[str], scheduler
     [request] = scheduler.requests
     assert request.text == "<system>be kind\n<user>hello\n<assistant>"
     assert request.sampling == pb.SamplingParams(max_tokens=5)
+    assert (request.session_id, request.HasField("will_return"), request.will_return) == ("", True, False)
 
 
 def test_chat_remembers_what_was_said(

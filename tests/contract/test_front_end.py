@@ -408,6 +408,9 @@ def random_request(rng: random.Random) -> pb.GenerateRequest:
         tenant=rng.choice(["", "t"]),
         cache_salt=rng.choice(["", "s"]),
         priority=rng.randrange(-5, 5),
+        session_id=rng.choice(["", "chat"]),
+        will_return=rng.choice([None, False, True]),
+        retention_seconds=rng.choice([None, 1, 2**32 - 1]),
         sampling=pb.SamplingParams(**sampling),
         token_ids=pb.TokenIds(ids=PROMPT),
     )

@@ -40,8 +40,9 @@ _sampling = {
     "logit_bias": {3: 1},
 }
 _generate = pb.GenerateRequest(
-    request_id="r", tenant="t", cache_salt="s", priority=1, token_ids={"ids": PROMPT}, sampling=_sampling
-)
+    request_id="r", tenant="t", cache_salt="s", priority=1, token_ids={"ids": PROMPT}, sampling=_sampling,
+    session_id="chat", will_return=True, retention_seconds=60,
+)  # fmt: skip
 _text = pb.GenerateRequest(text="once upon a time é", sampling={"max_tokens": 4, "temperature": 0.5, "top_p": 0.9})
 _beam = pb.GenerateRequest(token_ids={"ids": PROMPT}, sampling={"beam_width": 3, "n": 2, "length_penalty": 0.5})
 _structured = [

@@ -65,6 +65,7 @@ def test_every_option_has_a_help_text() -> None:
         ({"max_tenant_waiting_requests": 0}, "--max-tenant-waiting-requests"),
         ({"detached_retention": -1.0}, "--detached-retention"),
         ({"max_detached_requests": -1}, "--max-detached-requests"),
+        ({"max_retention_seconds": -1}, "--max-retention-seconds"),
         ({"kv_events_buffer": 0}, "--kv-events-buffer"),
         ({"max_kv_event_bytes": -1}, "--max-kv-event-bytes"),
         ({"tls_cert": "x"}, "--tls-key"),

@@ -129,6 +129,9 @@ class RecordedHistory:
             deadline=rng.choice([None, self.now + 1]),
             output_mode=rng.choice(list(OutputMode)),
             grammar=rng.choice([None, None, Grammar(GrammarKind.CHOICE, f"{rng.randrange(3)} 9 none 0", (5,))]),
+            session_id=rng.choice(["", "s"]),
+            will_return=rng.choice([None, False, True]),
+            retention_seconds=rng.choice([None, 1, 300]),
         )
         self.requests.append(request)
         try:

@@ -22,6 +22,9 @@ def encode_request(
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
+        session_id=request.session_id,
+        will_return=request.will_return,
+        retention_seconds=request.retention_seconds,
     )
     if request.sampling.pooling is not Pooling.NONE:
         message.embed = True

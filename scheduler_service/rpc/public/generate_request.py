@@ -7,6 +7,8 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
+from google.protobuf.message import Message
+
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import Grammar, SamplingParams
 from scheduler_service.core.request import BeamParams, Request
@@ -18,11 +20,11 @@ from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.sampling_options import FILTERS_OFF, SAMPLING_OPTIONS
 
 MAX_REQUEST_ID_CHARS = 128
-MAX_NAME_CHARS = 1024  # of a tenant, and of a cache salt
 MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
+_MAX_NAME_CHARS = {"tenant": 1024, "cache_salt": 1024, "session_id": 128}
 # What a request and a row call by the same name.
 SAME_NUMBERS = tuple(
     field.name
@@ -39,10 +41,12 @@ def check_before_tokenizing(request: scheduler_pb2.GenerateRequest, model: Model
             f"request_id has {len(request.request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}; "
             "leave it unset to have one drawn",
         )
-    for field in ("tenant", "cache_salt"):
+    for field, limit in _MAX_NAME_CHARS.items():
         length = len(getattr(request, field))
-        if length > MAX_NAME_CHARS:
-            raise invalid(field, f"{field} has {length} characters, at most {MAX_NAME_CHARS} are allowed; shorten it")
+        if length > limit:
+            raise invalid(field, f"{field} has {length} characters, at most {limit} are allowed; shorten it")
+    if request.HasField("retention_seconds") and request.retention_seconds == 0:
+        raise invalid("retention_seconds", "retention_seconds is 0, but must be at least 1; leave it unset for none")
     prompt = request.WhichOneof("prompt")
     if prompt is None:
         raise invalid("prompt", "the request has no prompt; set text or token_ids")
@@ -94,6 +98,7 @@ def resolve_request(
         beam=beam,
         deadline=deadline,
         grammar=grammar,
+        **_session(request),
     )
 
 
@@ -120,7 +125,17 @@ def _resolve_embedding(
         priority=request.priority,
         cache_salt=request.cache_salt,
         deadline=deadline,
+        **_session(request),
     )
+
+
+def _session(request: scheduler_pb2.GenerateRequest) -> dict[str, Any]:
+    """Return what the request says of the conversation that it is part of."""
+    return {
+        "session_id": request.session_id,
+        "will_return": _value_or(request, "will_return", None),
+        "retention_seconds": _value_or(request, "retention_seconds", None),
+    }
 
 
 def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) -> None:
@@ -202,5 +217,5 @@ def _resolve_sampling(
     return replace(resolved, num_candidates=candidates, **FILTERS_OFF)
 
 
-def _value_or(sampling: scheduler_pb2.SamplingParams, field: str, default: Any) -> Any:
-    return getattr(sampling, field) if sampling.HasField(field) else default
+def _value_or(message: Message, field: str, default: Any) -> Any:
+    return getattr(message, field) if message.HasField(field) else default

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import grpc
@@ -14,6 +14,7 @@ from scheduler_service.rpc.public.generate_request import check_before_tokenizin
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer
 from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
+from scheduler_service.rpc.public.session_metadata import session_of_call
 from scheduler_service.rpc.public.structured_output import check_grammar, check_grammars_served
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
@@ -43,9 +44,11 @@ class Intake:
         detached: DetachedRequests | None = None,
         quotas: Quotas | None = None,
         grammars: GrammarChecks | None = None,
+        retention_limit: Callable[[str], int] | None = None,
     ) -> None:
         """The names of `detached` requests are taken as long as those are kept. Without `quotas` tenants are held to
-        none. Without `grammars` those of requests are checked behind the engine."""
+        none. Without `grammars` those of requests are checked behind the engine, and without `retention_limit`, a
+        tenant's in seconds, their hints are bounded there."""
         self._engine = engine
         self._model = model
         self._tokenizer = tokenizer
@@ -54,6 +57,7 @@ class Intake:
         self._detached = detached
         self._quotas = quotas
         self._grammars = grammars
+        self._retention_limit = retention_limit
         self._num_pending = 0  # calls whose request is not in the engine yet
 
     async def begin(
@@ -84,6 +88,7 @@ class Intake:
         """Make the request in full, in which every value is set. Raises RpcError."""
         deadline = None if time_remaining is None else time.monotonic() + time_remaining
         message.tenant = tenant_of_call(message.tenant)
+        message.session_id = message.session_id or session_of_call()
         check_before_tokenizing(message, self._model)
         if message.embed and output_mode is OutputMode.DETACHED:
             raise invalid("request.embed", "an embedding cannot be detached; call Embed and wait for it")
@@ -94,7 +99,14 @@ class Intake:
             request = resolve_request(message, prompt_token_ids, self._model, limit, deadline)
             if request.grammar is not None and self._grammars is not None:
                 await check_grammar(self._grammars, request.grammar, request.tenant)
-        return replace(request, output_mode=output_mode)
+        return replace(request, output_mode=output_mode, retention_seconds=self._bounded_retention(request))
+
+    def _bounded_retention(self, request: Request) -> int | None:
+        """Return what the tenant's limit leaves of the hint: a limit of 0 leaves none."""
+        hint = request.retention_seconds
+        if hint is None or self._retention_limit is None:
+            return hint
+        return min(hint, self._retention_limit(request.tenant)) or None
 
     @contextlib.contextmanager
     def _pending(self, tenant: str) -> Iterator[None]:

@@ -36,10 +36,12 @@ class SchedulerServicer(RequestServicer):
         max_pending_calls: int,
         text_limits: TextLimits,
         grammars: GrammarChecks,
+        retention_limit: Callable[[str], int],
         quotas: Quotas | None = None,
     ) -> None:
         """`info` has all that clients are told of the server which does not change while it runs.
-        `generation_throughput` is in output tokens per second. Without `quotas` nobody is held to any."""
+        `generation_throughput` is in output tokens per second, `retention_limit` a tenant's in seconds. Without
+        `quotas` nobody is held to any."""
         intake = Intake(
             step_loop,
             model,
@@ -49,6 +51,7 @@ class SchedulerServicer(RequestServicer):
             detached=detached,
             quotas=quotas,
             grammars=grammars,
+            retention_limit=retention_limit,
         )
         super().__init__(step_loop, model, tokenizer, intake, self.server_info, self._loads)
         self._step_loop = step_loop

@@ -8,13 +8,14 @@
         max_sequences: 128                  # samples and beams of these
         max_queued_tokens: 100000           # prompt tokens of requests that have no token yet
         max_blocks: 2000                    # that its requests can come to hold, max_tokens included
+        max_retention_seconds: 600          # that a request may hint its cached blocks are worth keeping
       dashboard:
         api_keys: ["sha256:60303a..."]
         operator: true                      # acts for any tenant, and sees what belongs to all
       visitor:
         anonymous: true                     # who shows no credentials
 
-A limit that is missing is none.
+A limit that is missing is none, and that of retention the server's.
 """
 
 import hashlib
@@ -36,12 +37,14 @@ _MAX_NAME_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits on what a tenant may use at the same time; None is no limit."""
+    """Limits on what a tenant may use at the same time, and for how long it may hint that its cached blocks are worth
+    keeping; None is none of its own."""
 
     max_requests: int | None = None
     max_sequences: int | None = None
     max_queued_tokens: int | None = None
     max_blocks: int | None = None
+    max_retention_seconds: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
