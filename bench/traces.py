@@ -177,7 +177,7 @@ def random_trace(seed: int) -> Trace:
         num_prompt = round(min(8_000, max(100, rng.lognormvariate(7.0, 1.0))))
         num_output = 1 + round(rng.expovariate(1 / 200))
         made.append(TraceSession(str(i), at, (TraceRequest(num_prompt, num_output, (), 0.0, num_prompt),)))
-    return Trace("random", tuple(made), block_size=16, shares_blocks=False)
+    return Trace("random", block_size=0, shares_blocks=False, sessions=tuple(made))
 
 
 def carry_out(run: Run, folder: Path, limit: int | None) -> dict[str, Any]:
@@ -283,18 +283,18 @@ REPORTS: dict[str, Callable[[dict[str, dict[str, Any]]], list[str]]] = {
 }
 
 
-def measure(names: list[str], folder: Path, limit: int | None, jobs: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Carries out the scenarios of these names; the figures by scenario and run."""
-    runs = {(scenario, run.name): run for scenario in names for run in SCENARIOS[scenario]()}
-    done: dict[tuple[str, str], dict[str, Any]] = {}
+def measure(scenario: str, folder: Path, limit: int | None, jobs: int) -> dict[str, dict[str, Any]]:
+    """Carries out a scenario; the figures by run."""
+    runs = {run.name: run for run in SCENARIOS[scenario]()}
+    done: dict[str, dict[str, Any]] = {}
     with ProcessPoolExecutor(jobs, max_tasks_per_child=1) as pool:
-        futures = {pool.submit(partial(carry_out, run, folder, limit)): key for key, run in runs.items()}
-        for number, future in enumerate(as_completed(futures), start=1):
-            key = futures[future]
-            done[key] = future.result()
-            text = f"{number} of {len(runs)}: {' '.join(key)} in {done[key]['wall_s']:.0f} s"
+        futures = {pool.submit(partial(carry_out, run, folder, limit)): name for name, run in runs.items()}
+        for future in as_completed(futures):
+            name = futures[future]
+            done[name] = future.result()
+            text = f"{scenario}, {len(done)} of {len(runs)}: {name} in {done[name]['wall_s']:.0f} s"
             print(text, file=sys.stderr, flush=True)
-    return {scenario: {run.name: done[scenario, run.name] for run in SCENARIOS[scenario]()} for scenario in names}
+    return {name: done[name] for name in runs}
 
 
 def main() -> None:
@@ -310,13 +310,12 @@ def main() -> None:
     missing = [name for name in (SESSIONS, MOONCAKE, AZURE) if not (arguments.traces / name).is_file()]
     if missing:
         parser.error(f"{arguments.traces} lacks {', '.join(missing)}; docs/simulation.md says where traces come from")
-    found = measure(names, arguments.traces, arguments.limit_requests, arguments.jobs)
-    for scenario, runs in found.items():
-        print(f"\n{scenario}")
-        print("\n".join(REPORTS[scenario](runs)))
-    if arguments.limit_requests is None:
-        kept = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
-        write(OUTPUT, kept | {"machine": machine()} | found)
+    for scenario in names:
+        found = measure(scenario, arguments.traces, arguments.limit_requests, arguments.jobs)
+        print("\n".join([f"\n{scenario}", *REPORTS[scenario](found)]), flush=True)
+        if arguments.limit_requests is None:
+            kept = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
+            write(OUTPUT, kept | {"machine": machine(), scenario: found})
 
 
 if __name__ == "__main__":
