@@ -176,7 +176,7 @@ def random_trace(seed: int) -> Trace:
         at += rng.expovariate(5.0)
         num_prompt = round(min(8_000, max(100, rng.lognormvariate(7.0, 1.0))))
         num_output = 1 + round(rng.expovariate(1 / 200))
-        made.append(TraceSession(str(i), at, (TraceRequest(num_prompt, num_output, (), 0.0, num_prompt),)))
+        made.append(TraceSession(str(i), at, (TraceRequest(0.0, num_prompt, num_output, (), num_prompt),)))
     return Trace("random", block_size=0, shares_blocks=False, sessions=tuple(made))
 
 
