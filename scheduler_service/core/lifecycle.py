@@ -36,8 +36,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.retention import Expectation
 from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, SequenceGroup
-from scheduler_service.core.standings import Standings
-from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.core.waiting import Standings, WaitingQueue
 
 # Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
 QUEUED = (GroupState.WAITING, GroupState.PREPARING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)

@@ -6,7 +6,7 @@ from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import PlanDraft
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
-from scheduler_service.core.standings import num_uncached_tokens
+from scheduler_service.core.waiting import num_uncached_tokens
 
 
 class Openings:

@@ -15,7 +15,7 @@ from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {"scheduler_service": 9_483, "worker_service": 7_632, "pagewire/kernels": 3_128, "pagewire": 6_631}
 MAX_CLASS_NAMES_TWICE = 22
-MAX_PROTOCOLS = 24
+MAX_PROTOCOLS = 25
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 20  # of a folder
 

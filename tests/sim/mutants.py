@@ -280,13 +280,13 @@ MUTANTS = (
     ),
     _mutant(
         "a request is not ordered anew when its prefix is cached or lost",
-        "standings",
+        "waiting/standings",
         "                self._waiting.reorder(group, self.order(group))\n                self._retention",
         "                self._retention",
     ),
     _mutant(
         "a request that runs keeps its cursor",
-        "standings",
+        "waiting/standings",
         "            self._unfollow(group)\n",
         "",
     ),

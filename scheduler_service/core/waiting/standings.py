@@ -8,7 +8,7 @@ from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.policy import Policy, Standing
 from scheduler_service.core.retention import Expectation, Retention
 from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.core.waiting.waiting_queue import WaitingQueue
 
 _BLOCK_SIZE = 16  # until a worker's is known
 
