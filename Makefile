@@ -77,8 +77,8 @@ bench-split: $(READY)  ## what two processes over gRPC cost against one process
 bench-scheduler: $(READY)  ## what the scheduler core costs per sequence and step
 	$(BIN)/python -m bench.scheduler
 
-bench-traces: $(READY)  ## scheduling policies over real traces, in the folder TRACES=, in simulated time
-	$(BIN)/python -m bench.traces --traces $(TRACES)
+bench-traces: $(READY)  ## scheduling policies over real traces, in the folder TRACES= (default: samples), in simulated time
+	$(BIN)/python -m bench.traces $(if $(TRACES),--traces $(TRACES))
 
 bench-preemption: $(READY)  ## swapping, recomputing and choosing, with a third of the blocks
 	$(BIN)/python -m bench.preemption

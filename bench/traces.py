@@ -3,8 +3,9 @@
     python -m bench.traces --traces FOLDER
 
 The folder holds agent_sessions.jsonl.gz (callanjfox/kv-cache-tester), mooncake_conversation.jsonl.gz (Mooncake) and
-azure_conv.csv.gz (AzurePublicDataset); docs/simulation.md says where they come from. Each run has a process of its own.
-Raw numbers go to bench/results/traces.json, scenario by scenario.
+azure_conv.csv.gz (AzurePublicDataset); docs/simulation.md says where they come from. Without one it runs on samples
+(bench/traces_sample), which are too short to compare policies by. Each run has a process of its own. Raw numbers go to
+bench/results/traces.json, scenario by scenario.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import Trace, TraceRequest, TraceSession, read_trace
 
 OUTPUT = RESULTS / "traces.json"
+SAMPLE = Path(__file__).with_name("traces_sample")
 SESSIONS, MOONCAKE, AZURE = "agent_sessions.jsonl.gz", "mooncake_conversation.jsonl.gz", "azure_conv.csv.gz"
 RANDOM = "random"  # not a file: independent requests made from a seed
 SIZES = ((1, 16), (2, 32), (4, 48))  # million tokens of the pool, sessions at once
@@ -299,7 +301,9 @@ def measure(scenario: str, folder: Path, limit: int | None, jobs: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.traces", description=__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="the folder with the traces")
+    parser.add_argument(
+        "--traces", type=Path, default=SAMPLE, help="the folder with the traces (default: short samples)"
+    )
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="which of them (default: %(default)s)")
     parser.add_argument("--limit-requests", type=int, help="use the beginning of each trace, for a quick look")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
@@ -310,10 +314,13 @@ def main() -> None:
     missing = [name for name in (SESSIONS, MOONCAKE, AZURE) if not (arguments.traces / name).is_file()]
     if missing:
         parser.error(f"{arguments.traces} lacks {', '.join(missing)}; docs/simulation.md says where traces come from")
+    is_whole = arguments.limit_requests is None and arguments.traces != SAMPLE
+    if not is_whole:
+        print("a quick look at the beginnings of the traces: its figures are not kept", file=sys.stderr)
     for scenario in names:
         found = measure(scenario, arguments.traces, arguments.limit_requests, arguments.jobs)
         print("\n".join([f"\n{scenario}", *REPORTS[scenario](found)]), flush=True)
-        if arguments.limit_requests is None:
+        if is_whole:
             kept = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
             write(OUTPUT, kept | {"machine": machine(), scenario: found})
 
