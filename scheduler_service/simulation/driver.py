@@ -54,6 +54,11 @@ class SimulationSettings:
             raise ValueError(f"the pool has {self.pool_tokens} tokens, but must hold a block of {self.block_size}")
         if not self.speed.transfer_rate and self.host_tokens:
             raise ValueError("a host tier needs a transfer rate above 0")
+        if self.speed.max_num_batched_tokens is None and self.speed.step_overhead_s * self.speed.decode_rate >= 1:
+            raise ValueError(
+                f"the step overhead, {self.speed.step_overhead_s:g} s, leaves no time for prompts beside a token at "
+                f"{self.speed.decode_rate:g} per second: give the tokens of a step, --max-num-batched-tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True)
