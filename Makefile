@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-grammars bench-structured-output bench-traces bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-grammars bench-structured-output bench-traces bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -85,6 +85,9 @@ bench-preemption: $(READY)  ## swapping, recomputing and choosing, with a third 
 
 bench-prefix-tier: $(READY)  ## a shared prefix that comes back from host blocks
 	$(BIN)/python -m bench.prefix_tier
+
+bench-sessions: $(READY)  ## sessions of coding agents, measured and simulated; ARGS="--trace FILE"
+	$(BIN)/python -m bench.sessions $(ARGS)
 
 bench-fork: $(READY)  ## what eight samples of a prompt cost
 	$(BIN)/python -m bench.fork

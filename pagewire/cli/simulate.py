@@ -92,6 +92,19 @@ def _parser() -> Parser:
     )
     worker.add_argument("--block-size", metavar="N", type=count, default=64, help="tokens of a block (default: 64)")
     worker.add_argument("--max-num-seqs", metavar="N", type=count, default=256, help="rows at once (default: 256)")
+    worker.add_argument(
+        "--max-num-batched-tokens",
+        metavar="N",
+        type=count,
+        help="tokens of a step (default: prompts get what is computed in the time of a decoded token)",
+    )
+    worker.add_argument(
+        "--step-overhead",
+        metavar="S",
+        type=_zero_or_more,
+        default=0.0,
+        help="seconds of each step that computes prompts, beside those of its tokens (default: 0)",
+    )
     _add_scheduling_flags(parser)
     return parser
 
@@ -139,10 +152,18 @@ def _add_scheduling_flags(parser: Parser) -> None:
 
 
 def _settings(parsed: argparse.Namespace) -> SimulationSettings:
+    speed = WorkerSpeed(
+        parsed.prefill_rate,
+        parsed.decode_rate,
+        parsed.transfer_rate,
+        parsed.scale,
+        parsed.step_overhead,
+        parsed.max_num_batched_tokens,
+    )
     return SimulationSettings(
         pool_tokens=parsed.pool_tokens,
         host_tokens=parsed.host_tokens,
-        speed=WorkerSpeed(parsed.prefill_rate, parsed.decode_rate, parsed.transfer_rate, parsed.scale),
+        speed=speed,
         block_size=parsed.block_size,
         max_sessions=parsed.sessions,
         max_think_s=parsed.max_think,

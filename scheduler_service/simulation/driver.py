@@ -61,6 +61,11 @@ class SimulationSettings:
             raise ValueError("a host tier needs a transfer rate above 0")
         if self.retention not in RETENTIONS:
             raise ValueError(f"the retention is {self.retention!r}, but must be one of {', '.join(RETENTIONS)}")
+        if self.speed.max_num_batched_tokens is None and self.speed.step_overhead_s * self.speed.decode_rate >= 1:
+            raise ValueError(
+                f"the step overhead, {self.speed.step_overhead_s:g} s, leaves no time for prompts beside a token at "
+                f"{self.speed.decode_rate:g} per second: give the tokens of a step, --max-num-batched-tokens"
+            )
 
     def tenant(self, session: int, name: str) -> str:
         """The tenant of a session, by its index and name."""

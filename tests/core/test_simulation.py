@@ -59,6 +59,22 @@ def test_rates_are_those_of_the_trace_at_every_scale() -> None:
         assert speed.transfer_s(640 // scale) == pytest.approx(0.64)
 
 
+def test_steps_with_prompts_have_an_overhead_each() -> None:
+    speed = WorkerSpeed(8000.0, 40.0, 1000.0, 1, step_overhead_s=0.005)
+    assert speed.max_step_tokens == 160
+    assert speed.step_s(160, 0) == speed.step_s(160, 1) == pytest.approx(0.025)
+    assert speed.step_s(80, 0) == pytest.approx(0.015)
+    assert speed.step_s(80, 1) == speed.step_s(0, 1) == pytest.approx(0.025)
+    # Two steps of at most 512 tokens, then tokens that are decoded at their rate.
+    limited = WorkerSpeed(8000.0, 40.0, 1000.0, 1, 0.005, max_num_batched_tokens=512)
+    assert limited.max_step_tokens == 512
+    assert limited.alone_s(800, 5) == pytest.approx(0.1 + 2 * 0.005 + 4 / 40)
+    # A step that stands for 16 of the worker has the overhead of as many as its prompts need.
+    scaled = WorkerSpeed(8000.0, 40.0, 1000.0, 16, 0.005, max_num_batched_tokens=512)
+    assert scaled.step_s(512, 0) == pytest.approx(16 * limited.step_s(512, 0))
+    assert scaled.step_s(50, 0) == pytest.approx(limited.prompt_s(800))
+
+
 # Times that can be computed by hand
 
 
@@ -100,6 +116,14 @@ def test_prompts_are_computed_beside_rows_that_decode(tmp_path: Path) -> None:
     # The row that decodes has one of the 200 tokens of the second step, so a third step computes one of the prompt.
     assert times(run) == [(0, 0, 0.0, 0.4, 0.8), (1, 0, 0.0, 0.802, 0.802)]
     assert found["itl_s"]["max"] == pytest.approx(0.025)
+
+
+def test_prompts_are_computed_in_steps_as_large_as_the_servers(tmp_path: Path) -> None:
+    path = write_sessions(tmp_path / "trace", [entry(1280, 1, [[1, 20]])], [entry(640, 3, [[1, 10]])])
+    speed = WorkerSpeed(8000.0, 40.0, 1000.0, 1, step_overhead_s=0.01, max_num_batched_tokens=1024)
+    run, _ = simulate(path, speed=speed)
+    # Steps of 1024 and 896 tokens; the first prompt ends in the second.
+    assert times(run) == [(0, 0, 0.0, 0.26, 0.26), (1, 0, 0.0, 0.26, 0.31)]
 
 
 def test_a_request_that_comes_during_a_step_waits_for_its_end(tmp_path: Path) -> None:
@@ -287,6 +311,12 @@ def test_the_command_draws_a_chart(tmp_path: Path) -> None:
         (["--scale", "24"], 2, "the scale is 24, but must divide the block size, 64"),
         (["--block-size", "240", "--scale", "48"], 2, "the scale is 48, but must divide the trace's block size, 64"),
         (["--decode-rate", "0"], 2, "0 is not above 0"),
+        (
+            ["--step-overhead", "0.025"],
+            2,
+            "the step overhead, 0.025 s, leaves no time for prompts beside a token at 40",
+        ),
+        (["--max-num-batched-tokens", "0"], 2, "0 is below 1"),
         (["--max-think", "nan"], 2, "'nan' is not a number"),
         (["--json", "no/such/folder/x.json"], 2, "cannot write no/such/folder/x.json"),
         (["--trace", "no-such-file"], 1, "cannot read no-such-file: No such file"),
