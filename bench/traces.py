@@ -100,7 +100,7 @@ class MeteredPolicy:
 # Scenarios
 
 
-def closed(millions: float, sessions: int, *, host: float = 0.0, retention: str = "learned") -> SimulationSettings:
+def closed(millions: float, sessions: int, *, host: float = 0.0, retention: str = "lru") -> SimulationSettings:
     """Coding agents that share a worker."""
     return SimulationSettings(
         pool_tokens=int(millions * 1e6),
@@ -120,7 +120,7 @@ def by_the_clock(millions: float, prefill_rate: float, block_size: int, scale: i
 def sessions() -> Iterator[Run]:
     for size in SIZES:
         yield Run(f"{size[0]}M/{size[1]} fcfs", SESSIONS, "fcfs", closed(*size))
-        for retention in ("learned", "lru", "belady"):
+        for retention in ("lru", "learned", "belady"):
             yield Run(f"{size[0]}M/{size[1]} {retention}", SESSIONS, "agent", closed(*size, retention=retention))
 
 
@@ -217,7 +217,7 @@ def report_sessions(found: dict[str, dict[str, Any]]) -> list[str]:
     for size, (makespan, session, first, computed) in GOALS.items():
         name = f"{size[0]}M/{size[1]}"
         base, best = found[f"{name} fcfs"], found[f"{name} belady"]
-        for retention in ("learned", "lru", "belady"):
+        for retention in ("lru", "learned", "belady"):
             ours = found[f"{name} {retention}"]
             parts = [
                 goal(ratio(base, ours, "makespan_s"), makespan),

@@ -7,6 +7,7 @@ from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from pagewire.transport.option_limits import PORT, URL, Limit, at_least, check_options, flag, option
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES
+from scheduler_service.core.retention import EXPECTATIONS
 
 # What the texts of prompts may take, at the scheduler as at a front end.
 _PROMPT_BYTES = (1_048_576, "how long the text of one prompt can be, in bytes", at_least(1))
@@ -71,6 +72,12 @@ class SchedulerConfig:
         DEFAULT_MAX_WAIT_S,
         "after how many seconds a waiting request goes before all that came later, under the policy agent",
         at_least(0),
+    )
+    retention: str = option(
+        "lru",
+        "whose cached blocks the policy agent keeps longest, beside those that waiting requests will use: of sessions "
+        "that were used last, or that are learned to return soon",
+        choices=tuple(EXPECTATIONS),
     )
     preemption: str = option(
         "auto",

@@ -265,6 +265,7 @@ def _scheduler_arguments(config: SchedulerConfig, model: ModelInfo) -> Scheduler
         watermark=config.watermark,
         policy=_policy(config),
         max_wait=config.max_wait,
+        retention=config.retention,
         preemption=config.preemption,
         max_decode_slowdown=config.max_decode_slowdown,
         grammar_version="" if model.grammar_refusal else grammars.version(),

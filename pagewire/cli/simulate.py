@@ -130,8 +130,8 @@ def _add_scheduling_flags(parser: Parser) -> None:
         "--retention",
         choices=RETENTIONS,
         default=RETENTIONS[0],
-        help="whose idle blocks the policy agent keeps: those of sessions that are learned to return soon, the last "
-        f"used ones, or, as a bound, those that return first in the trace (default: {RETENTIONS[0]})",
+        help="whose idle blocks the policy agent keeps: those of sessions that were used last, that are learned to "
+        f"return soon, or, as a bound, that return first in the trace (default: {RETENTIONS[0]})",
     )
     group.add_argument(
         "--session-tenants", action="store_true", help="make each session a tenant of its own, as for the policy fair"

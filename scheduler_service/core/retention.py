@@ -89,6 +89,12 @@ class ReturnTimes:
         return session.last_used_at - math.exp((own + prior) / (session.num_gaps + _PRIOR_GAPS))
 
 
+EXPECTATIONS: dict[str, type[Recency] | type[ReturnTimes]] = {
+    "lru": Recency,
+    "learned": ReturnTimes,
+}  # the default first
+
+
 class Retention:
     """The sessions of one worker's cache, and what their blocks are worth."""
 

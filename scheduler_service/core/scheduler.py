@@ -37,7 +37,7 @@ from scheduler_service.core.request import (
     count_kv_events,
 )
 from scheduler_service.core.results import Results
-from scheduler_service.core.retention import Expectation, ReturnTimes
+from scheduler_service.core.retention import Expectation, Recency
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
 __all__ = ["Scheduler", "WorkerProtocolError"]
@@ -62,7 +62,7 @@ class Scheduler:
         preemption: PreemptionMode = PreemptionMode.AUTO,
         max_decode_slowdown: float | None = None,
         grammar_version: str = "",
-        new_expectation: Callable[[], Expectation] = ReturnTimes,
+        new_expectation: Callable[[], Expectation] = Recency,
     ) -> None:
         """`grammar_version`: of the library by which grammars were checked; a worker with another one gets none.
         `new_expectation` makes what is known of the return of sessions, for each worker's cache."""

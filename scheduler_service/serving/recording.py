@@ -30,6 +30,7 @@ from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, create_policy
 from scheduler_service.core.request import Request, TokenOutputs
+from scheduler_service.core.retention import EXPECTATIONS
 from scheduler_service.core.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -72,13 +73,18 @@ class SchedulerArguments:
     preemption: str
     max_decode_slowdown: float | None = None
     max_wait: float = DEFAULT_MAX_WAIT_S
+    retention: str = "lru"
     grammar_version: str = ""
 
     def build(self) -> Scheduler:
-        """Raises ValueError for a policy or a mode that does not exist."""
+        """Raises ValueError for a policy, a mode or a retention that does not exist."""
         arguments = asdict(self)
-        policy = create_policy(arguments.pop("policy"), arguments.pop("max_wait"))
-        return Scheduler(**arguments | {"policy": policy, "preemption": PreemptionMode(self.preemption)})
+        arguments["policy"] = create_policy(self.policy, arguments.pop("max_wait"))
+        arguments["preemption"] = PreemptionMode(self.preemption)
+        if self.retention not in EXPECTATIONS:
+            raise ValueError(f"retention is {self.retention!r}, choose one of {', '.join(EXPECTATIONS)}")
+        arguments["new_expectation"] = EXPECTATIONS[arguments.pop("retention")]
+        return Scheduler(**arguments)
 
 
 class Recorder:

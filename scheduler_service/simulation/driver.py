@@ -20,7 +20,7 @@ from scheduler_service.core.request import (
     SequenceEnd,
     TokenOutputs,
 )
-from scheduler_service.core.retention import Expectation, Recency, ReturnTimes
+from scheduler_service.core.retention import EXPECTATIONS, Expectation
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.simulation.belady import Belady
 from scheduler_service.simulation.content import TraceContent
@@ -29,7 +29,7 @@ from scheduler_service.simulation.trace import Trace
 from scheduler_service.simulation.trace_worker import TraceWorker
 
 NO_LIMIT = 2**62
-RETENTIONS = ("learned", "lru", "belady")  # whose idle blocks are kept; the last knows the trace
+RETENTIONS = (*EXPECTATIONS, "belady")  # whose idle blocks are kept; the last knows the trace
 _VOCAB_SIZE = 2**31
 _GAP_DIGITS = 6  # gaps between tokens are told apart to the microsecond
 
@@ -47,7 +47,7 @@ class SimulationSettings:
     max_num_seqs: int = 256
     has_session_tenants: bool = False  # each session is a tenant of its own
     tenant_shares: tuple[int, ...] = ()  # or they are dealt to so many tenants, this many to each in turn
-    retention: str = "learned"  # one of RETENTIONS
+    retention: str = "lru"  # one of RETENTIONS
 
     def check(self, trace: Trace) -> None:
         """Raise ValueError where the sizes do not go with one another, or with the trace."""
@@ -285,7 +285,7 @@ def _scheduler(policy: Policy, settings: SimulationSettings, belady: Belady | No
     speed, scale = settings.speed, settings.speed.scale
 
     def new_expectation() -> Expectation:
-        return belady or (Recency() if settings.retention == "lru" else ReturnTimes())
+        return belady or EXPECTATIONS[settings.retention]()
 
     scheduler = Scheduler(
         max_num_seqs=settings.max_num_seqs,

@@ -51,6 +51,7 @@ class RecordedHistory:
             watermark=0.01,
             policy=rng.choice(POLICIES),
             preemption=rng.choice(["auto", "swap", "recompute"]),
+            retention=rng.choice(["lru", "learned"]),
             grammar_version="g",
         )
         self.recorder = Recorder(str(path), self.arguments)

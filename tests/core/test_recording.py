@@ -191,7 +191,7 @@ def test_an_end_in_the_middle_of_an_event(tmp_path: Path) -> None:
 
 def test_the_arguments_are_all_that_a_scheduler_takes() -> None:
     taken = {*inspect.signature(Scheduler).parameters, *inspect.signature(create_policy).parameters}
-    assert {field.name for field in fields(SchedulerArguments)} == {"policy", "max_wait"} | taken - {
+    assert {field.name for field in fields(SchedulerArguments)} == {"policy", "max_wait", "retention"} | taken - {
         "name",
         "max_wait_s",
         "new_expectation",

@@ -342,7 +342,7 @@ def test_every_retention_serves_everybody_and_another_is_refused(tmp_path: Path)
         assert found["session_tokens"]["kept"] > 0
         computed[name] = found["computed_tokens"]
     assert len(set(computed.values())) > 1
-    with pytest.raises(ValueError, match="the retention is 'fifo', but must be one of learned, lru, belady"):
+    with pytest.raises(ValueError, match="the retention is 'fifo', but must be one of lru, learned, belady"):
         Simulation(trace, create_policy("agent"), SimulationSettings(20_000, SPEED, retention="fifo"))
 
 
