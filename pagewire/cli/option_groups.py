@@ -33,7 +33,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "preemption",
         "watermark",
     ),
-    "scheduling": ("policy", "max_num_batched_tokens", "max_decode_slowdown", "pipeline_depth"),
+    "scheduling": (
+        "policy",
+        "max_wait",
+        "retention",
+        "max_num_batched_tokens",
+        "max_decode_slowdown",
+        "pipeline_depth",
+    ),
     "computing": (
         "num_threads",
         "cpu_products",

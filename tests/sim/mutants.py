@@ -313,8 +313,8 @@ MUTANTS = (
     _mutant(
         "a victim is resumed with a token in flight",
         "openings",
-        "if group is None or draft.num_free_tokens <= 0 or self._epoch.last_acknowledged_step < group.resume_step:",
-        "if group is None or draft.num_free_tokens <= 0:",
+        "if group is None or self._epoch.last_acknowledged_step < group.resume_step:",
+        "if group is None:",
     ),
     _mutant(
         "a row that ended is not told",
@@ -504,8 +504,8 @@ MUTANTS = (
     _mutant(
         "whoever waits for a grammar holds up the queue",
         "openings",
-        "        if group is None or draft.num_free_tokens <= 0",
-        "        if group is None or state.waiting.held or draft.num_free_tokens <= 0",
+        "        if group is None or self._epoch.last",
+        "        if group is None or state.waiting.held or self._epoch.last",
     ),
     _mutant(
         "a grammar is named in no plan of its own",

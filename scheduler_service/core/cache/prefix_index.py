@@ -304,10 +304,11 @@ class PrefixIndex:
         return [block for blocks, _ in found for block in blocks], [block for _, blocks in found for block in blocks]
 
     def dissolve(self) -> None:
-        """The index is needed no more. Parents and children no longer hold each other, so that all are freed without a
-        garbage collection."""
+        """The index is needed no more, nor are cursors. Parents and children no longer hold each other, nor nodes and
+        cursors, so that all are freed without a garbage collection."""
         for node in self.nodes():
             node.children.clear()
+            node.cursors = None
         self._roots.clear()
 
     def take_events(self) -> list[KvEvent]:
