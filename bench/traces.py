@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.record import RESULTS, machine, write
+from bench.record import RESULTS, machine, verdict, write
 from scheduler_service.core.policy import FairPolicy, Policy, Standing, create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.simulation.driver import Simulation, SimulationSettings
@@ -208,12 +208,11 @@ def ratio(first: dict[str, Any], second: dict[str, Any], *path: str) -> float:
 
 
 def goal(value: float, bound: float, *, at_least: bool = True) -> str:
-    met = value >= bound if at_least else value <= bound
-    return f"{value:.2f} ({'>=' if at_least else '<='} {bound:g}{'' if met else ' MISSED'})"
+    return f"{value:.2f} {verdict(value, bound, at_least=at_least)}"
 
 
 def report_sessions(found: dict[str, dict[str, Any]]) -> list[str]:
-    lines = ["                makespan        mean session    p95 first token  computed/belady  longest wait  overdue"]
+    lines = ["makespan, mean session, p95 of the first token; computed / belady's; longest wait / bound; overdue"]
     for size, (makespan, session, first, computed) in GOALS.items():
         name = f"{size[0]}M/{size[1]}"
         base, best = found[f"{name} fcfs"], found[f"{name} belady"]
@@ -271,7 +270,8 @@ def report_scales(found: dict[str, dict[str, Any]]) -> list[str]:
     for policy in ("fcfs", "agent"):
         for key in ("makespan_s", "mean_session_s", "computed_tokens"):
             difference = abs(ratio(found[f"{policy} 16"], found[f"{policy} 4"], key) - 1)
-            lines.append(f"{policy}: {key} at scale 16 and 4 differ by {difference:.1%} (goal: 3 %)")
+            percent = goal(100 * difference, 3, at_least=False)
+            lines.append(f"{policy}: per cent by which {key} at scale 16 and 4 differ: {percent}")
     return lines
 
 

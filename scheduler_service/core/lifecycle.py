@@ -378,7 +378,8 @@ class Lifecycle:
             if group.request.grammar is not None:
                 self.epoch.grammars.give_up(group.request.grammar)
         self._enter(group, GroupState.FINISHED)
-        num_tokens = max(sequence.num_tokens for sequence in group.sequences) - 1  # the last is not computed
+        ran = [sequence for sequence in group.sequences if sequence.first_scheduled_at is not None]
+        num_tokens = max((sequence.num_tokens - 1 for sequence in ran), default=0)  # the last is not computed
         self.standings.end(group, num_tokens, self.now)
         group.dissolve()
         del self.groups[tenant, group.request.request_id]

@@ -89,10 +89,8 @@ class ReturnTimes:
         return session.last_used_at - math.exp((own + prior) / (session.num_gaps + _PRIOR_GAPS))
 
 
-EXPECTATIONS: dict[str, type[Recency] | type[ReturnTimes]] = {
-    "lru": Recency,
-    "learned": ReturnTimes,
-}  # the default first
+# The default first.
+EXPECTATIONS: dict[str, type[Recency] | type[ReturnTimes]] = {"lru": Recency, "learned": ReturnTimes}
 
 
 class Retention:
@@ -129,12 +127,12 @@ class Retention:
             self._value(group.session)
 
     def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        """A group that has arrived is over. It had computed so many tokens."""
+        """A group that has arrived is over. It had computed so many tokens, or none if it never ran."""
         session = group.session
         if session is None:
             return
         session.num_groups -= 1
-        session.num_blocks = num_tokens // self._cache.block_size
+        session.num_blocks = num_tokens // self._cache.block_size or session.num_blocks
         session.last_used_at = now
         session.will_return = group.request.will_return
         session.retention_s = float(group.request.retention_seconds or 0)
@@ -172,9 +170,10 @@ class Retention:
         node, cache = cursor.node, self._cache
         shelf = cache.pool.shelf_of(node.blocks[0]) if node.blocks else cache.host_pool.shelf_of(node.host_block)
         session = self._sessions.get(shelf)
-        if session is None or session.name or cursor.num_blocks < _CONTINUED_SHARE * session.num_blocks:
+        # The shelf may be another session's by now, if the block has not stood on one for long.
+        if session is None or session.name or session.tenant != request.tenant:
             return None
-        return session
+        return session if cursor.num_blocks >= _CONTINUED_SHARE * session.num_blocks else None
 
     def _begin(self, group: SequenceGroup, now: float) -> Session:
         shelf = self._free_shelves.pop() if self._free_shelves else len(self._sessions) + 1

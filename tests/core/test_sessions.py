@@ -8,7 +8,6 @@ from scheduler_service.core import explain
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import EndReason
 from scheduler_service.core.retention import Recency, ReturnTimes, Session
-from scheduler_service.core.scheduler import Scheduler
 from tests.core.test_scheduler import System, prompt_of
 
 
@@ -282,6 +281,21 @@ def test_what_a_session_finds_is_counted_by_how_long_it_was_away():
     assert stats.num_kept_session_tokens[3] + stats.num_lost_session_tokens[3] == 48
 
 
+def test_what_a_request_never_computed_is_not_lost():
+    """One that is aborted while it waits leaves the session as it was."""
+    system = agent(max_num_seqs=1)
+    system.join()
+    history = run_one(system, prompt_of(40), session_id="s")
+    system.add(prompt_of(8, 9), 6, request_id="runs")
+    system.plan()
+    system.add([*history, *prompt_of(80, 1)], 2, session_id="s", request_id="gives up")
+    system.take(system.scheduler.abort("", "gives up", system.now))
+    system.run()
+    run_one(system, [*history, *prompt_of(80, 1)], session_id="s")
+    stats = explain.stats(system.scheduler.state)
+    assert (sum(stats.num_kept_session_tokens), sum(stats.num_lost_session_tokens)) == (40, 0)
+
+
 def session(last_used_at: float) -> Session:
     return Session(1, "", "", last_used_at)
 
@@ -343,8 +357,6 @@ def test_sessions_that_share_a_small_pool_get_what_they_should(seed):
 
 
 def test_other_policies_follow_nothing():
-    scheduler = Scheduler(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=64)
-    assert not scheduler.state.standings._fresh
     system = System()
     system.join()
     system.add(prompt_of(20), 2)

@@ -80,7 +80,7 @@ class Standings:
             self._retention.runs(group)
 
     def end(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        """A group that waits no longer is over. It had computed so many tokens, some of which may have been lost."""
+        """A group that waits no longer is over. It had computed so many tokens, or none if it never ran."""
         if self._retention is not None:
             self._retention.ended(group, num_tokens, now)
 
