@@ -17,6 +17,9 @@ _MIN_DEMOTION_RESERVE = 4
 # it may look at in vain.
 _MAX_DEMOTIONS = 16
 _DEMOTION_WINDOW = 64
+# Blocks a plan may order to be copied back before anybody asks for them, and the shelves it looks at for such.
+_MAX_PROMOTIONS = 64
+_PROMOTION_WINDOW = 16
 
 
 class Allocation(Enum):
@@ -461,6 +464,37 @@ class CacheManager:
             self.host_pool.free(host_block, cached=False)  # the move holds it
             swaps.append((node.blocks[0], host_block))
         return swaps
+
+    def promote(self, step: int) -> list[tuple[int, int]]:
+        """Copy what is expected to be asked for back from the host while nothing else moves, over device blocks that
+        are worth less and with which nothing is lost. Returns the moves that the plan of `step` must order: (host
+        block, device block)."""
+        swaps: list[tuple[int, int]] = []
+        if len(self.moves):
+            return swaps
+        for worth, shelf in self.host_order.best(_PROMOTION_WINDOW):
+            for node in self._missing_nodes(self.host_pool.next_of(shelf)) if worth[0] else ():
+                target = self.pool.next_without_loss()
+                is_worse = self.index.is_cached(target) and self.order.worth(self.pool.shelf_of(target)) >= worth
+                if not target or is_worse or len(swaps) == _MAX_PROMOTIONS:
+                    return swaps
+                host_block, block = node.host_block, self._allocate()
+                self.moves.add(Move(step, block, host_block, False, node, shelf))
+                self.pool.free(block, cached=False)  # the move holds it
+                swaps.append((host_block, block))
+        return swaps
+
+    def _missing_nodes(self, host_block: int) -> list[Node]:
+        """Go from a host block's content back to what the device has; what the host alone has, first ones first. None
+        if a part of it is nowhere."""
+        nodes = []
+        node = self.index.node_of_host(host_block)
+        while node is not None and node.parent is not None and not node.blocks:
+            if node.is_moving or not node.host_block:
+                return []
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
 
     # Bad content
 

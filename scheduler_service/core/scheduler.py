@@ -148,6 +148,7 @@ class Scheduler:
         if (draft.is_empty or not draft.has_preempted) and openings.open_siblings(draft):
             while openings.admit(draft):
                 pass
+        draft.swaps_in.extend(epoch.cache.promote(draft.step))
         if draft.num_tokens:
             draft.swaps_out.extend(epoch.cache.demote(draft.step, draft.num_tokens))
         return epoch.dispatch(draft)

@@ -245,6 +245,46 @@ def test_who_will_not_return_is_evicted_first():
     assert kept(system, last) < 40
 
 
+def only_on_host(system: System, prompt: list[int]) -> int:
+    """Count the tokens of a prompt's prefix that would have to be loaded."""
+    index = system.scheduler.state.epoch.cache.index
+    [key] = [key for key in index._roots if tuple(key) == ("", "", b"m")]
+    return 4 * sum(not node.blocks for node in index.match(key, prompt, len(prompt) // 4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "comes_back"),
+    [({}, False), ({"will_return": True}, False), ({"will_return": False}, True)],
+)
+def test_a_session_that_may_return_is_loaded_where_one_is_that_will_not(fields, comes_back):
+    """Nobody asks for it: the worker has nothing else to do."""
+    system = agent(num_blocks=30, num_host_blocks=60, max_num_seqs=1, watermark=0.0)
+    system.join()
+    old = run_one(system, prompt_of(40, 1), session_id="old")
+    system.now = 50.0
+    run_one(system, prompt_of(60, 2), session_id="second", **fields)
+    run_one(system, prompt_of(60, 3), session_id="third", **fields)
+    assert kept(system, old) == 40
+    assert (only_on_host(system, old) == 0) == comes_back
+    num_loaded = explain.stats(system.scheduler.state).num_moved_blocks_in
+    (again,) = system.add([*old, 5], 4, session_id="old")
+    system.run()
+    assert system.ended[again].num_cached_tokens >= 40
+    assert (explain.stats(system.scheduler.state).num_moved_blocks_in == num_loaded) == comes_back
+    system.assert_exact()
+
+
+def test_nothing_is_loaded_ahead_over_what_would_be_lost():
+    """Without room on the host for what the device has, a session that is worth more stays on the host."""
+    system = agent(num_blocks=30, num_host_blocks=12, max_num_seqs=1, watermark=0.0)
+    system.join()
+    old = run_one(system, prompt_of(40, 1), session_id="old", retention_seconds=600)
+    system.now = 50.0
+    young = run_one(system, prompt_of(100, 2), session_id="young")
+    assert only_on_host(system, old) > 0
+    assert only_on_host(system, young) == 0
+
+
 def test_a_session_is_found_by_its_name_or_its_prefix():
     system = agent(num_blocks=64)
     system.join()

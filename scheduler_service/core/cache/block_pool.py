@@ -33,7 +33,7 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Take the next free block. Its content, if it was cached, is lost."""
-        block = self._next[0] or self._next[self._sentinel(self._order.first())] if self.num_free else 0
+        block = self._next[0] or self.next_of(self._order.first()) if self.num_free else 0
         if block == 0:
             raise RuntimeError("the block pool is empty: allocation was not checked against num_free")
         self._unlink(block)
@@ -83,6 +83,15 @@ class BlockPool:
         """Whether any block stands on a shelf."""
         sentinel = self._sentinel(shelf)
         return self._next[sentinel] != sentinel
+
+    def next_without_loss(self) -> int:
+        """The free block that is taken next, if it holds nothing, or what can be had elsewhere; else 0."""
+        return self._next[0]
+
+    def next_of(self, shelf: int) -> int:
+        """The block that is taken next from a shelf; 0 if it has none."""
+        block = self._next[self._sentinel(shelf)]
+        return block if block <= self.num_blocks else 0
 
     def free_blocks(self) -> Iterator[int]:
         """Go through all free blocks in the order in which they are taken, if nothing changes that."""

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-Worth = tuple[float, ...]
+Worth = tuple[float, ...]  # begins with 0.0 where nobody is expected to come for the blocks
 
 
 class ShelfOrder:
@@ -35,9 +35,16 @@ class ShelfOrder:
         """The shelf to evict from. Raises IndexError if none has blocks."""
         return self._filled[0][1]
 
+    def worth(self, shelf: int) -> Worth:
+        return self._worth.get(shelf, (0.0,))
+
+    def best(self, max_shelves: int) -> list[tuple[Worth, int]]:
+        """Return the shelves with blocks that are worth most, each behind its worth, the best first."""
+        return self._filled[: -max_shelves - 1 : -1]
+
     def __iter__(self) -> Iterator[int]:
         """Go through the shelves that have blocks, in the order in which they would be emptied."""
         return iter([shelf for _, shelf in self._filled])
 
     def _entry(self, shelf: int) -> tuple[Worth, int]:
-        return self._worth.get(shelf, (0.0,)), shelf
+        return self.worth(shelf), shelf

@@ -43,7 +43,7 @@ class MoveLedger:
     @property
     def num_returning(self) -> int:
         """Count the device blocks that will be free when the moves under way are done."""
-        return sum(move.is_out and self._pool.ref_count(move.device_block) == 1 for move in self._pending)
+        return sum(self._pool.ref_count(move.device_block) == 1 for move in self._pending)
 
     def add(self, move: Move) -> None:
         """Hold both ends of a move that a plan orders."""
