@@ -20,7 +20,7 @@ from bench import plan as plan_costs
 from bench.record import RESULTS, machine, verdict, write
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import SamplingParams, StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.policy import create_policy
+from scheduler_service.core.policy import POLICIES, create_policy
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 
@@ -60,7 +60,9 @@ class Steps:
 class Pipeline:
     """A core whose worker is a list of random tokens: every row samples in every step."""
 
-    def __init__(self, num_sequences: int, max_model_len: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, policy: str, num_sequences: int, max_model_len: int, *, enable_prefix_caching: bool = True
+    ) -> None:
         self.scheduler = Scheduler(
             max_num_seqs=num_sequences,
             max_num_batched_tokens=NO_LIMIT,
@@ -68,7 +70,7 @@ class Pipeline:
             max_waiting_requests=NO_LIMIT,
             max_waiting_tokens=NO_LIMIT,
             enable_prefix_caching=enable_prefix_caching,
-            policy=create_policy("priority"),
+            policy=create_policy(policy),
             preemption=PreemptionMode.AUTO,
         )
         self.scheduler.worker_joined(capacity(num_sequences, max_model_len), time.time_ns() // 1_000_000 << 20, 0.0)
@@ -153,10 +155,10 @@ def prompts(seed: int, num_prompts: int, length: int) -> Iterator[tuple[int, ...
 # Steady decoding.
 
 
-def measure_decode(num_sequences: int, length: int, num_steps: int, num_rounds: int) -> dict:
+def measure_decode(policy: str, num_sequences: int, length: int, num_steps: int, num_rounds: int) -> dict:
     """Returns medians over rounds of consecutive steps, in microseconds per sequence and step."""
     max_tokens = num_steps * (num_rounds + 1) + BLOCK_SIZE
-    pipeline = Pipeline(num_sequences, length + BLOCK_SIZE + max_tokens)
+    pipeline = Pipeline(policy, num_sequences, length + BLOCK_SIZE + max_tokens)
     bare = BareLoop(length, num_sequences, num_steps * (num_rounds + 1))
     for i, prompt in enumerate(prompts(1, num_sequences, length)):
         pipeline.add(prompt, str(i), max_tokens)
@@ -207,10 +209,10 @@ class BareLoop:
 # What happens once per request.
 
 
-def measure_life(length: int, num_rounds: int) -> dict:
+def measure_life(policy: str, length: int, num_rounds: int) -> dict:
     """Returns medians in microseconds per request of one sequence. The requests of a round come and go together."""
-    caching = Pipeline(NUM_LIFE_SEQUENCES, length + 8 * BLOCK_SIZE)
-    bare = Pipeline(NUM_LIFE_SEQUENCES, length + 8 * BLOCK_SIZE, enable_prefix_caching=False)
+    caching = Pipeline(policy, NUM_LIFE_SEQUENCES, length + 8 * BLOCK_SIZE)
+    bare = Pipeline(policy, NUM_LIFE_SEQUENCES, length + 8 * BLOCK_SIZE, enable_prefix_caching=False)
     columns: dict[str, list[float]] = {key: [] for key, _ in LIFE_ROWS}
     for index in range(num_rounds + 1):
         batch = list(prompts(index, NUM_LIFE_SEQUENCES, length))
@@ -268,13 +270,19 @@ def one_abort(pipeline: Pipeline, batch: list[tuple[int, ...]]) -> float:
 def measure(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict:
     decode = []
     for num_sequences, length in SIZES:
-        decode.append(measure_decode(num_sequences, length, arguments.steps, arguments.rounds))
+        decode.append(measure_decode(arguments.policy, num_sequences, length, arguments.steps, arguments.rounds))
         say(f"{num_sequences} sequences of {length} tokens: {decode[-1]['us']:.2f} us")
     return {
         "machine": machine(),
-        "load": {"steps": arguments.steps, "rounds": arguments.rounds, "block_size": BLOCK_SIZE, "pipeline_depth": 2},
+        "load": {
+            "policy": arguments.policy,
+            "steps": arguments.steps,
+            "rounds": arguments.rounds,
+            "block_size": BLOCK_SIZE,
+            "pipeline_depth": 2,
+        },
         "decode": decode,
-        "life": measure_life(512, arguments.rounds),
+        "life": measure_life(arguments.policy, 512, arguments.rounds),
         "plans": [plan_costs.measure(num_sequences) for num_sequences in (32, 1024)],
     }
 
@@ -312,6 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.scheduler", description="What the scheduler core costs.")
     parser.add_argument("--steps", type=int, default=128, help="steps of a round (default: 128)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each row (default: 5)")
+    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="who is next (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS / "scheduler.json", help="raw numbers")
     arguments = parser.parse_args()
     figures = measure(arguments, lambda text: print(text, flush=True))

@@ -64,9 +64,9 @@ class SchedulerConfig:
     max_waiting_text_bytes: int = option(*_WAITING_TEXT_BYTES)
     max_tenant_waiting_text_bytes: int = option(*_TENANT_WAITING_TEXT_BYTES)
     policy: str = option(
-        "auto",
-        "which waiting request runs next; auto is fair between tenants if there are any, else by priority",
-        choices=("auto", *POLICIES),
+        POLICIES[0],
+        "which waiting request runs next; agent is fair between tenants, goes by priority, and prefers what is cached",
+        choices=POLICIES,
     )
     max_wait: float = option(
         DEFAULT_MAX_WAIT_S,

@@ -263,20 +263,13 @@ def _scheduler_arguments(config: SchedulerConfig, model: ModelInfo) -> Scheduler
         max_tenant_waiting_requests=config.max_tenant_waiting_requests,
         enable_prefix_caching=config.enable_prefix_caching,
         watermark=config.watermark,
-        policy=_policy(config),
+        policy=config.policy,
         max_wait=config.max_wait,
         retention=config.retention,
         preemption=config.preemption,
         max_decode_slowdown=config.max_decode_slowdown,
         grammar_version="" if model.grammar_refusal else grammars.version(),
     )
-
-
-def _policy(config: SchedulerConfig) -> str:
-    """By priority alone, a tenant could have itself served before all others, for ever."""
-    if config.policy != "auto":
-        return config.policy
-    return "fair" if config.tenants else "priority"
 
 
 def _tracing(config: SchedulerConfig, model_name: str) -> "Tracing | None":

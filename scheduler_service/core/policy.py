@@ -13,6 +13,7 @@ from scheduler_service.core.request import Request
 
 DEFAULT_MAX_WAIT_S = 600.0
 _FEW_BLOCKS = 16  # so many more or less to compute hardly matter
+_HALVING_SHARE = 2 / 3  # of the bound on waiting: what half of a prompt being cached is worth
 _NUM_ABSENT = 64  # counters of tenants without requests that a fair policy keeps before it looks which it needs
 
 
@@ -21,7 +22,8 @@ class Standing(NamedTuple):
 
     arrived_at: float  # seconds of the caller's clock
     has_precedence: bool  # it has run before, or has waited as long as the policy lets anybody wait
-    num_uncached_blocks: int  # of its prompt that it would compute if it began now
+    num_blocks: int  # of its prompt
+    num_uncached_blocks: int  # of these, those that it would compute if it began now
 
 
 class Policy(Protocol):
@@ -121,7 +123,7 @@ class FairPolicy:
     OUTPUT_WEIGHT = 2
 
     def __init__(self, name: str = "fair", *, moves_keys: bool = False, max_wait_s: float = math.inf) -> None:
-        """`moves_keys`: order a tenant's requests by what they would compute if they began now."""
+        """`moves_keys`: order a tenant's requests by how much of them they would compute if they began now."""
         self.name = name
         self.moves_keys = moves_keys
         self.max_wait_s = max_wait_s
@@ -133,24 +135,27 @@ class FairPolicy:
         self._num_absent_kept = 0
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
-        """Order a tenant's requests by priority and arrival or, where keys move, those of one priority by what they
-        would compute: half as much is as good as having come a third of the bound earlier. Those with precedence go
-        first.
+        """Order a tenant's requests by priority and arrival or, where keys move, those of one priority by how much of
+        their prompts they would compute: half as much is as good as having come two thirds of the bound earlier. Those
+        with precedence go first.
 
         What is cached now is lost if it is evicted before its turn. By serving those first that find most of their
-        prompt, sessions whose contexts do not fit together are served a few at a time, and keep their caches. All
-        requests age alike, so the order changes only with the cache.
+        prompt, sessions whose contexts do not fit together are served a few at a time, and keep their caches. Requests
+        that find nothing stay in the order of arrival, however long they are. All age alike, so the order changes only
+        with the cache.
         """
         if not self.moves_keys:
             return request.priority, arrival
         if standing.has_precedence:
             return request.priority, 0, standing.arrived_at, arrival
-        handicap_s = self.max_wait_s / 3 * math.log2(1 + standing.num_uncached_blocks / _FEW_BLOCKS)
-        return request.priority, 1, standing.arrived_at + handicap_s, arrival
+        num_halvings = math.log2((standing.num_blocks + _FEW_BLOCKS) / (standing.num_uncached_blocks + _FEW_BLOCKS))
+        lead_s = _HALVING_SHARE * self.max_wait_s * num_halvings
+        return request.priority, 1, standing.arrived_at - lead_s, arrival
 
     def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
-        """A tenant's priorities say nothing about others: by them, it could have everybody else preempted."""
-        return (arrival,)
+        """A tenant's priorities say nothing about others: by them, it could have everybody else preempted. Those of
+        requests that belong to no tenant count."""
+        return 0 if request.tenant else request.priority, arrival
 
     def rank(self, tenant: str) -> float:
         return self._counters[tenant]
@@ -204,10 +209,10 @@ def _by_deadline(request: Request, arrival: int) -> tuple[Any, ...]:
 
 
 _POLICIES: dict[str, Callable[[float], Policy]] = {
+    "agent": lambda max_wait_s: FairPolicy("agent", moves_keys=True, max_wait_s=max_wait_s),
     "priority": lambda max_wait_s: StaticPolicy("priority", _by_priority),
     "fcfs": lambda max_wait_s: StaticPolicy("fcfs", _by_arrival),
     "fair": lambda max_wait_s: FairPolicy(),
-    "agent": lambda max_wait_s: FairPolicy("agent", moves_keys=True, max_wait_s=max_wait_s),
     "deadline": lambda max_wait_s: StaticPolicy("deadline", _by_deadline),
 }
 POLICIES = tuple(_POLICIES)  # the first is the default

@@ -126,7 +126,7 @@ def test_what_cannot_be_replayed(text: bytes, message: str, tmp_path: Path, caps
 def test_a_policy_that_does_not_exist_is_named(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording.write_text(recording.read_text().replace('"policy":"', '"policy":"un', 1))
     assert main([str(recording)]) == 2
-    assert "choose one of priority, fcfs, fair, agent, deadline" in capsys.readouterr().err
+    assert "choose one of agent, priority, fcfs, fair, deadline" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.policy import POLICIES, FairPolicy, Standing, create_policy
 from scheduler_service.core.request import Request
 
-FRESH = Standing(arrived_at=0.0, has_precedence=False, num_uncached_blocks=0)
+FRESH = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
 
 
 def request(tenant: str = "", priority: int = 0, deadline: float | None = None) -> Request:
@@ -26,7 +26,21 @@ def test_static_orders() -> None:
     assert served("fcfs", requests) == [0, 1, 2, 3]
     assert served("priority", requests) == [1, 3, 0, 2]
     assert served("fair", requests) == [1, 3, 0, 2]
+    assert served("agent", requests) == [1, 3, 0, 2]
     assert served("deadline", requests) == [2, 1, 3, 0]
+
+
+def test_the_share_of_a_prompt_that_is_cached_is_worth_as_much_as_waiting() -> None:
+    policy = create_policy("agent", 600.0)
+
+    def turn(arrived_at: float, num_blocks: int, num_uncached_blocks: int) -> float:
+        standing = Standing(arrived_at, has_precedence=False, num_blocks=num_blocks, num_uncached_blocks=num_uncached_blocks)
+        return policy.key(request(), 0, standing)[2]
+
+    # Of 1,008 and 16 further blocks half are 512: less the 16, half of it is cached.
+    assert turn(400.0, 1008, 496) == turn(0.0, 1008, 1008)
+    assert turn(0.0, 10_000, 10_000) == turn(0.0, 1, 1), "what finds nothing keeps the order of arrival"
+    assert turn(300.0, 1008, 400) < turn(0.0, 20, 20) < turn(500.0, 1008, 600)
 
 
 def test_fair_sharing_lets_no_priority_preempt_another_tenant() -> None:
@@ -34,6 +48,7 @@ def test_fair_sharing_lets_no_priority_preempt_another_tenant() -> None:
     polite, hostile = request("polite", priority=0), request("hostile", priority=-(2**31))
     assert policy.running_key(polite, 1) < policy.running_key(hostile, 2)
     assert create_policy("agent").running_key(hostile, 2) == policy.running_key(hostile, 2)
+    assert policy.running_key(request(priority=-1), 2) < policy.running_key(polite, 1), "nobody's, or an operator's"
     for name in set(POLICIES) - {"fair", "agent"}:
         static = create_policy(name)
         assert static.running_key(hostile, 2) == static.key(hostile, 2, FRESH)
@@ -45,7 +60,7 @@ def test_a_policy_has_its_name(name: str) -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="policy is 'best', choose one of priority, fcfs, fair, agent, deadline"):
+    with pytest.raises(ValueError, match="policy is 'best', choose one of agent, priority, fcfs, fair, deadline"):
         create_policy("best")
 
 

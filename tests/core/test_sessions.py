@@ -38,7 +38,7 @@ def test_who_finds_most_of_its_prompt_goes_first():
         system.add(prompt, 2, request_id=name)
     assert explain.report(system.scheduler.state, "", "back").queue_position == 1
     system.run()
-    assert ended(system) == ["first", "back", "short", "new"]
+    assert ended(system) == ["first", "back", "new", "short"], "of those that find nothing, who came first"
     system.assert_exact()
 
 
@@ -50,6 +50,7 @@ def test_what_others_compute_moves_a_waiting_request():
     system.add(shared, 8, request_id="runs")
     system.plan()
     system.add(prompt_of(40, 1), 2, request_id="short")
+    system.now = 100.0
     system.add([*shared, 3], 2, request_id="alike")
     assert explain.report(system.scheduler.state, "", "short").queue_position == 1
     system.run()
@@ -59,17 +60,19 @@ def test_what_others_compute_moves_a_waiting_request():
 def test_whoever_has_waited_too_long_goes_first_in_order_of_arrival():
     system = agent(max_wait_s=10.0, max_num_seqs=1)
     system.join()
+    history = run_one(system, prompt_of(120), request_id="first")
     system.add(prompt_of(8, 9), 30, request_id="runs")
     system.plan()
     system.add(prompt_of(100, 1), 2, request_id="long")
     system.add(prompt_of(60, 2), 2, request_id="middle")
     system.now = 9.0
-    system.add(prompt_of(4, 3), 2, request_id="tiny")
+    system.add([*history, 3], 2, request_id="back")
+    assert explain.report(system.scheduler.state, "", "back").queue_position == 1
     system.now = 10.0
     system.run()
-    assert ended(system) == ["runs", "long", "middle", "tiny"]
+    assert ended(system) == ["first", "runs", "long", "middle", "back"]
     stats = explain.stats(system.scheduler.state)
-    assert (stats.num_admitted_requests, stats.num_overdue_requests) == (4, 2)
+    assert (stats.num_admitted_requests, stats.num_overdue_requests) == (5, 2)
 
 
 def test_a_priority_stands_above_the_cost():
@@ -97,8 +100,8 @@ def test_waiting_requests_are_ordered_anew_by_another_workers_cache():
     system = agent(max_num_seqs=1)
     system.join()
     history = run_one(system, prompt_of(120), request_id="first")
-    system.add([*history, 1], 2, request_id="back")
     system.add(prompt_of(60, 1), 2, request_id="new")
+    system.add([*history, 1], 2, request_id="back")
     state = system.scheduler.state
     assert explain.report(state, "", "back").queue_position == 1
     system.lose()

@@ -305,7 +305,7 @@ def test_the_command_draws_a_chart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--policy", "fcsf"], 2, "'fcsf' is none of priority, fcfs"),
+        (["--policy", "fcsf"], 2, "'fcsf' is none of agent, priority, fcfs"),
         (["--pool-tokens", "0"], 2, "0 is below 1"),
         (["--pool-tokens", "63"], 2, "the pool has 63 tokens, but must hold a block of 64"),
         (["--scale", "24"], 2, "the scale is 24, but must divide the block size, 64"),

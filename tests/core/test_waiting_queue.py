@@ -15,7 +15,7 @@ def item(
     policy: Policy, arrival: int, tenant: str = "", priority: int = 0, deadline: float | None = None
 ) -> SequenceGroup:
     request = Request(str(arrival), tenant, (1, 2, 3), SamplingParams(), 1, priority=priority, deadline=deadline)
-    standing = Standing(arrived_at=0.0, has_precedence=False, num_uncached_blocks=0)
+    standing = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
     orders = policy.key(request, arrival, standing), policy.running_key(request, arrival)
     return SequenceGroup(request, arrival, *orders, arrived_at=0.0, num_unfinished=1)
 

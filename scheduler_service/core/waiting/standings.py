@@ -19,12 +19,6 @@ def num_uncached_tokens(group: SequenceGroup) -> int:
     return len(group.request.prompt_token_ids) - (0 if cursor is None else cursor.num_blocks * cursor.block_size)
 
 
-def num_uncached_blocks(group: SequenceGroup, epoch: Epoch | None) -> int:
-    """Count the same in blocks, one that is not full included."""
-    block_size = _BLOCK_SIZE if epoch is None else epoch.cache.block_size
-    return -(-num_uncached_tokens(group) // block_size)
-
-
 class Standings:
     """Keeps the orders of the groups in a queue what the policy says they are.
 
@@ -105,7 +99,10 @@ class Standings:
 
     def order(self, group: SequenceGroup) -> tuple[object, ...]:
         """Ask the policy for the order of a group as things are now."""
-        standing = Standing(group.arrived_at, group.has_precedence, num_uncached_blocks(group, self._epoch))
+        block_size = _BLOCK_SIZE if self._epoch is None else self._epoch.cache.block_size
+        num_blocks = -(-len(group.request.prompt_token_ids) // block_size)
+        num_uncached_blocks = -(-num_uncached_tokens(group) // block_size)
+        standing = Standing(group.arrived_at, group.has_precedence, num_blocks, num_uncached_blocks)
         return self._policy.key(group.request, group.arrival, standing)
 
     def _arrive(self, group: SequenceGroup, epoch: Epoch, retention: Retention, now: float) -> None:
