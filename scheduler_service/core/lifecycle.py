@@ -123,7 +123,8 @@ class Lifecycle:
         """Queue a request; the ids of its outputs, one per sample or hypothesis."""
         self._num_arrivals += 1
         arrival = self._num_arrivals
-        key = self._policy.key(request, arrival, Standing(now, has_precedence=False, num_blocks=0, num_uncached_blocks=0))
+        standing = Standing(now, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
+        key = self._policy.key(request, arrival, standing)
         group = SequenceGroup(request, arrival, key, self._policy.running_key(request, arrival), now)
         group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
         output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]

@@ -34,7 +34,7 @@ def test_the_share_of_a_prompt_that_is_cached_is_worth_as_much_as_waiting() -> N
     policy = create_policy("agent", 600.0)
 
     def turn(arrived_at: float, num_blocks: int, num_uncached_blocks: int) -> float:
-        standing = Standing(arrived_at, has_precedence=False, num_blocks=num_blocks, num_uncached_blocks=num_uncached_blocks)
+        standing = Standing(arrived_at, False, num_blocks, num_uncached_blocks)
         return policy.key(request(), 0, standing)[2]
 
     # Of 1,008 and 16 further blocks half are 512: less the 16, half of it is cached.

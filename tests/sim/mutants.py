@@ -264,6 +264,21 @@ MUTANTS = (
         "            self.index.add_host_copy(node, host_block)\n",
     ),
     _mutant(
+        "what is loaded ahead is found while the block's earlier content still is",
+        "cache_manager",
+        "host_block, block = node.host_block, self._allocate()\n",
+        "host_block, block = node.host_block, self.pool.allocate()\n",
+    ),
+    _mutant(
+        "what is loaded ahead is found before it has come",
+        "cache_manager",
+        "                self.moves.add(Move(step, block, host_block, False, node, shelf))\n"
+        "                self.pool.free(block, cached=False)  # the move holds it\n",
+        "                self.moves.add(Move(step, block, host_block, False, node, shelf))\n"
+        "                self.pool.free(block, cached=False)  # the move holds it\n"
+        "                self.index.add_copy(node, block)\n",
+    ),
+    _mutant(
         "a cursor stays on content that is lost",
         "cache/prefix_index",
         "            self._repel_cursors(node)\n",
