@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from scheduler_service.core.cache import BlockPool, Move, MoveLedger, Node, PrefixIndex, ShelfOrder
+from scheduler_service.core.cache import IDLE, BlockPool, Move, MoveLedger, Node, PrefixIndex, ShelfOrder
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
@@ -466,14 +466,16 @@ class CacheManager:
         return swaps
 
     def promote(self, step: int) -> list[tuple[int, int]]:
-        """Copy what is expected to be asked for back from the host while nothing else moves, over device blocks that
-        are worth less and with which nothing is lost. Returns the moves that the plan of `step` must order: (host
-        block, device block)."""
+        """Copy what somebody may come back for from the host while nothing else moves, over device blocks worth
+        less with which nothing is lost. Returns the moves that the plan of `step` must order: (host block, device
+        block)."""
         swaps: list[tuple[int, int]] = []
         if len(self.moves):
             return swaps
         for worth, shelf in self.host_order.best(_PROMOTION_WINDOW):
-            for node in self._missing_nodes(self.host_pool.next_of(shelf)) if worth[0] else ():
+            if worth[0] != IDLE:  # who is there has its own loads ordered, and need not wait for these
+                continue
+            for node in self._missing_nodes(self.host_pool.next_of(shelf)):
                 target = self.pool.next_without_loss()
                 is_worse = self.index.is_cached(target) and self.order.worth(self.pool.shelf_of(target)) >= worth
                 if not target or is_worse or len(swaps) == _MAX_PROMOTIONS:

@@ -9,15 +9,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scheduler_service.core.cache import Worth
+from scheduler_service.core.cache import AWAITED, GIVEN_UP, IDLE, PRESENT, Worth
 from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.sequence import SequenceGroup
 
 # A request that names no session goes on with one if it begins with at least this part of what that has computed.
 _CONTINUED_SHARE = 0.5
 _NUM_LOST = 64  # sessions without blocks that are kept before anybody looks which these are
-# The worth of a shelf begins with one of these.
-_GIVEN_UP, _IDLE, _PRESENT, _AWAITED = 0.0, 1.0, 2.0, 3.0
 _MIN_GAP_S = 0.1
 _PRIOR_GAPS = 3  # the gaps of everybody count as many as these of a session's own
 _NUM_GAPS = 10  # a session's own gaps that its mean looks back on, and everybody's
@@ -151,14 +149,14 @@ class Retention:
         """Whatever waits will use its blocks for certain, and sooner if it computes less."""
         if session.waiting:
             cursors = [group.cursor for group in session.waiting]
-            return _AWAITED, -min(cursor.num_missing_blocks if cursor else 0 for cursor in cursors)
+            return AWAITED, -min(cursor.num_missing_blocks if cursor else 0 for cursor in cursors)
         if session.num_groups:
-            return _PRESENT, session.last_used_at
+            return PRESENT, session.last_used_at
         if session.will_return is False:
-            return _GIVEN_UP, session.last_used_at
+            return GIVEN_UP, session.last_used_at
         if session.will_return:
-            return _IDLE, session.last_used_at + session.retention_s
-        return _IDLE, self._expectation.last_needed_at(session) + session.retention_s
+            return IDLE, session.last_used_at + session.retention_s
+        return IDLE, self._expectation.last_needed_at(session) + session.retention_s
 
     def _find(self, group: SequenceGroup) -> Session | None:
         """Find the session that a request goes on with: the one that it names, or whose blocks it begins with."""

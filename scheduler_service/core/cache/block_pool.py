@@ -60,6 +60,7 @@ class BlockPool:
         if not cached:
             self._link(block, before=self._next[0], cached=False)
         elif spare:
+            self._shelf_of[block] = shelf
             self._link_spare(block)
         else:
             self._shelve(block, shelf)

@@ -3,11 +3,15 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-Worth = tuple[float, ...]  # begins with 0.0 where nobody is expected to come for the blocks
+# The worth of a shelf begins with one of these: nobody is expected to come for its blocks, somebody may, somebody is
+# there, somebody waits and will use them.
+GIVEN_UP, IDLE, PRESENT, AWAITED = 0.0, 1.0, 2.0, 3.0
+
+Worth = tuple[float, ...]
 
 
 class ShelfOrder:
-    """Evicts from the shelf that is worth least. A shelf is worth (0.0,) until another worth is named. A pool says
+    """Evicts from the shelf that is worth least. A shelf is worth (GIVEN_UP,) until another worth is named. A pool says
     which shelves have blocks."""
 
     def __init__(self) -> None:
@@ -36,7 +40,7 @@ class ShelfOrder:
         return self._filled[0][1]
 
     def worth(self, shelf: int) -> Worth:
-        return self._worth.get(shelf, (0.0,))
+        return self._worth.get(shelf, (GIVEN_UP,))
 
     def best(self, max_shelves: int) -> list[tuple[Worth, int]]:
         """Return the shelves with blocks that are worth most, each behind its worth, the best first."""

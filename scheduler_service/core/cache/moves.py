@@ -59,9 +59,9 @@ class MoveLedger:
             move = self._pending.popleft()
             if move.node is not None:
                 self._copied(move, move.node)
-            is_demoted = move.is_out and move.node is not None
+            is_copied = move.node is not None  # then both tiers have the content
             cached = self._index.is_cached(move.device_block)
-            self._pool.free(move.device_block, cached=cached, spare=is_demoted, shelf=move.shelf)
+            self._pool.free(move.device_block, cached=cached, spare=is_copied, shelf=move.shelf)
             cached = self._index.node_of_host(move.host_block) is not None
             self._host_pool.free(move.host_block, cached=cached, shelf=move.shelf)
             self.num_moved_out += move.is_out
