@@ -131,8 +131,8 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
             held.append(group)
         elif waiting and rng.random() < 0.2:
             group = rng.choice(waiting)
-                num_uncached_blocks = rng.choice([0, 1, rng.randrange(1000)])
-                standing = Standing(0.0, rng.random() < 0.2, 1000, num_uncached_blocks)
+            num_uncached_blocks = rng.choice([0, 1, rng.randrange(1000)])
+            standing = Standing(0.0, rng.random() < 0.2, 1000, num_uncached_blocks)
             queue.reorder(group, policy.key(group.request, group.arrival, standing))
         elif rng.random() < 0.55 or not waiting:
             deadline = rng.choice([None, rng.random()])
