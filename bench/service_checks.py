@@ -308,7 +308,7 @@ def check_flash_attn(setting: Setting) -> dict[str, Any]:
     setting.require_cuda()
     if importlib.util.find_spec("flash_attn") is None:
         raise UnavailableError("flash_attn is not installed")
-    return check_storyteller(setting, ["--attention-backend", "flash_attn", "--block-size", 256], BF16_MARGIN)
+    return check_storyteller(setting, ["--attention-backend", "flash_attn"], BF16_MARGIN)
 
 
 # Sampling and recovery.

@@ -10,6 +10,8 @@ _MAX_BLOCKS = (1 << 31) - 2
 _MUST_BE = "; it must be"
 # The packages that each needs beside torch. A backend is `worker_service/attention/backends/NAME.py`.
 ATTENTION_BACKENDS = {"cpu": "", "triton": "triton", "flash_attn": "flash-attn, and triton,", "torch": ""}
+_BLOCK_SIZE = 16
+_BLOCK_SIZES = {"flash_attn": 256}  # of backends that take no other
 _MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -44,7 +46,11 @@ class WorkerConfig:
         "head in 8 bits; they are kept in the user's cache for the next start (default: weights stay as they are)",
         choices=("int8", "int4"),
     )
-    block_size: int = option(16, "how many tokens a block of the KV cache holds", between(1, 1024))
+    block_size: int | None = option(
+        None,
+        "how many tokens a block of the KV cache holds (default: 16; 256 for the attention backend flash_attn)",
+        between(1, 1024),
+    )
     num_device_blocks: int | None = option(
         None, "number of blocks of the KV cache (default: as many as --kv-cache-memory holds)", between(1, _MAX_BLOCKS)
     )
@@ -87,8 +93,8 @@ class WorkerConfig:
     )
     attention_backend: str = option(
         "auto",
-        "implementation of attention: C kernels (cpu), Triton kernels (triton), the flash-attn package (flash_attn; "
-        "needs --block-size 256) or plain torch; auto: cpu or triton if it supports the model, otherwise torch",
+        "implementation of attention: C kernels (cpu), Triton kernels (triton), the flash-attn package (flash_attn, "
+        "in blocks of 256) or plain torch; auto: cpu or triton if it supports the model, otherwise torch",
         choices=("auto", *ATTENTION_BACKENDS),
     )
     cpu_products: str = option(
@@ -139,6 +145,10 @@ class WorkerConfig:
     health_port: int = option(
         0, "plaintext port for health probes that cannot use TLS; 0 turns it off (--port answers probes too)", PORT
     )
+
+    def choose_block_size(self) -> int:
+        """The block size asked for, else the one that the attention backend is best with."""
+        return self.block_size or _BLOCK_SIZES.get(self.attention_backend, _BLOCK_SIZE)
 
     def validate(self) -> None:
         """Raises ValueError that names the flag, its value and what it may be."""

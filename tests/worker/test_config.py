@@ -55,6 +55,19 @@ def test_bad_value_names_its_flag(fields: dict[str, Any], flag: str) -> None:
         WorkerConfig(**{"model": "m", **fields}).validate()
 
 
+@pytest.mark.parametrize(
+    ("fields", "block_size"),
+    [
+        ({}, 16),
+        ({"attention_backend": "flash_attn"}, 256),
+        ({"attention_backend": "flash_attn", "block_size": 128}, 128),
+        ({"block_size": 32}, 32),
+    ],
+)
+def test_a_backend_has_blocks_that_suit_it_unless_others_are_asked_for(fields: dict[str, Any], block_size: int) -> None:
+    assert WorkerConfig(model="m", **fields).choose_block_size() == block_size
+
+
 def test_defaults_are_valid_and_the_budget_may_be_below_the_rows() -> None:
     WorkerConfig(model="m").validate()
     WorkerConfig(model="m", max_num_seqs=64, max_num_batched_tokens=8).validate()

@@ -85,7 +85,8 @@ def _load_worker(
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
     operations = create_device_operations(model_config) if is_gpu else host_operations
-    attention = attention_shape(model_config, config.block_size, dtype, cache_dtype)
+    block_size = config.choose_block_size()
+    attention = attention_shape(model_config, block_size, dtype, cache_dtype)
     backend = create_backend(config.attention_backend, device, attention, kernels)
     unloaded = prepare_model(
         path,
@@ -98,13 +99,13 @@ def _load_worker(
     )
     shape = CacheShape(
         num_layers=model_config.num_layers,
-        block_size=config.block_size,
+        block_size=block_size,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
         dtype=cache_dtype,
         is_head_major=backend.is_head_major,
     )
-    sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // config.block_size))
+    sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // block_size))
     check_memory(unloaded, sizes)
     log_formats(unloaded)
     model = _load_weights(unloaded, report, _packed_cache(config, unloaded, kernels))
@@ -251,7 +252,7 @@ class _Assembly:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            block_size=self.config.block_size,
+            block_size=self.shape.block_size,
             num_device_blocks=num_device_blocks,
             vocab_size=self.model_config.vocab_size,
             sliding_window=self.model_config.sliding_window,
@@ -264,7 +265,7 @@ class _Assembly:
             model_digest=model_digest(Path(self.config.model)),
             vocab_size=self.model_config.vocab_size,
             max_model_len=self.max_model_len,
-            block_size=self.config.block_size,
+            block_size=self.shape.block_size,
             num_device_blocks=cache.num_device_blocks,
             block_bytes=self.shape.block_bytes,
             max_num_seqs=self.config.max_num_seqs,
@@ -302,7 +303,7 @@ class _Assembly:
             lambda num_blocks: self.runner(num_blocks, splits_steps=False)[0],
             step=largest_step_size(self.config),
             max_model_len=self.max_model_len,
-            block_size=self.config.block_size,
+            block_size=self.shape.block_size,
             block_bytes=block_bytes,
             staging_bytes=num_staging_blocks(num_host_blocks, block_bytes) * block_bytes,
         )
