@@ -20,7 +20,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from pagewire.kernels import noise, sampling
-from pagewire.kernels.sampling import SampledTokens, SamplingColumns
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from pagewire.kernels.triton.strided import Strided
 
 MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
@@ -60,7 +60,11 @@ _Groups = namedtuple("_Groups", "highest masses selected num_groups")
 
 
 def sample(
-    logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None = None, max_logprobs: int | None = None
+    logits: Tensor,
+    columns: SamplingColumns,
+    token_counts: Tensor | None = None,
+    max_logprobs: int | None = None,
+    target: TokenTarget | None = None,
 ) -> SampledTokens:
     """Chooses a token per row, and counts it.
 
@@ -74,11 +78,14 @@ def sample(
             the output, plus 1 if it stands in the prompt; the chosen tokens of rows that have a slot are added. None:
             no row has penalties.
         max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
+        target: where the tokens are kept besides, as specified; None: nowhere.
 
     Raises:
         ValueError: a shape, dtype or device is not one of these.
     """
     _check(logits, columns, token_counts, max_logprobs)
+    if target is not None:
+        _check_target(target, len(logits))
     num_rows, vocab_size = logits.shape
     num_top = min(max_logprobs or 0, vocab_size)
     sampled = SampledTokens(
@@ -95,7 +102,7 @@ def sample(
     _edit(logits, columns)
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
     group_highest = logits.new_empty((num_rows, num_groups))
-    _choose(logits, columns, token_counts, group_highest, sampled)
+    _choose(logits, columns, token_counts, group_highest, sampled, target)
     if max_logprobs is not None:
         _logprobs_kernel[(num_rows,)](
             *(Strided.of(logits), vocab_size, group_highest, num_groups, columns.num_logprobs, sampled, num_top),
@@ -191,6 +198,20 @@ def _check_counts(token_counts: Tensor) -> None:
         )
 
 
+def _check_target(target: TokenTarget, num_rows: int) -> None:
+    if target.token_ids.dtype != torch.int32 or target.token_ids.dim() != 2 or target.token_ids.stride(1) != 1:
+        raise ValueError(
+            f"token_ids of the target is {list(target.token_ids.shape)} of {target.token_ids.dtype}; "
+            "make it [num_slots, max_len] of int32 with dense rows"
+        )
+    for name, shape in (("slots", (num_rows,)), ("sampled", (2, num_rows))):
+        tensor = getattr(target, name)
+        if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} of the target is {list(tensor.shape)} of {tensor.dtype}; make it {list(shape)} of int32, dense"
+            )
+
+
 def _apply_masks(logits: Tensor, columns: SamplingColumns) -> None:
     """Take the tokens away that no mask allows. NaN stays, so that it is found."""
     if columns.masks is None or columns.mask_lines is None:
@@ -224,8 +245,9 @@ def _choose(
     token_counts: Tensor | None,
     group_highest: Tensor,
     sampled: SampledTokens,
+    target: TokenTarget | None,
 ) -> None:
-    """Scans and chooses: fills `group_highest` [R, num_groups], and the tokens of `sampled`."""
+    """Scans and chooses: fills `group_highest` [R, num_groups], the tokens of `sampled`, and the target."""
     num_rows, vocab_size = logits.shape
     num_groups = group_highest.shape[1]
     num_tiles = triton.cdiv(num_groups, TILE_GROUPS)
@@ -236,6 +258,7 @@ def _choose(
     shape = (num_rows, num_chunks, 3)
     chunks = _Chunks(logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32))
     counts = None if token_counts is None else Strided.of(token_counts)
+    strided_target = None if target is None else target._replace(token_ids=Strided.of(target.token_ids))
     # What is edited already is no reason to compile these kernels again.
     columns = columns._replace(bias_token_ids=None, bias_values=None, stop_token_ids=None, min_num_tokens=None)
     _scan_kernel[(num_chunks, num_rows)](
@@ -244,7 +267,7 @@ def _choose(
         maxnreg=_SCAN_REGISTERS,
     )
     _choose_kernel[(num_rows,)](
-        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, num_chunks, sampled),
+        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, num_chunks, sampled, strided_target),
         NUM_CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=_ROW_WARPS,
     )
@@ -455,7 +478,9 @@ def _best_score(values, ids, key, highest, temperature, best):
 
 
 @triton.jit
-def _choose_kernel(logits, vocab_size, counts, columns, groups, chunks, num_chunks, sampled, NUM_CHUNKS: tl.constexpr):
+def _choose_kernel(
+    logits, vocab_size, counts, columns, groups, chunks, num_chunks, sampled, target, NUM_CHUNKS: tl.constexpr,
+):  # fmt: skip
     """A program chooses a row's token; NUM_CHUNKS is num_chunks as a power of two, rounded up."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
@@ -484,6 +509,11 @@ def _choose_kernel(logits, vocab_size, counts, columns, groups, chunks, num_chun
     token_id = tl.where(is_bad, 0, token_id)
     tl.store(sampled.token_ids + row, token_id.to(tl.int64))
     tl.store(sampled.is_nan + row, is_bad)
+    if target is not None:
+        line = target.token_ids.data + tl.load(target.slots + row).to(tl.int64) * target.token_ids.strides[0]
+        tl.store(line + tl.load(columns.num_tokens + row), token_id)
+        tl.store(target.sampled + row, token_id)
+        tl.store(target.sampled + tl.num_programs(0) + row, is_bad.to(tl.int32))
     if counts is not None:
         slot = tl.load(columns.slots + row)
         if (slot >= 0) & (not is_bad):

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagewire.kernels.gathering import ALIGNMENT
 from worker_service.device.inputs import DecodeInputs
-from worker_service.device.staging import ALIGNMENT
 from worker_service.rows import TableLimits
 from worker_service.streams import Device, Graph
 
@@ -110,6 +110,10 @@ class DecodeGraphs:
         """Put a step's `padded` rows where its graphs read them. To be carried out on the compute stream."""
         self._rows[: len(rows)].copy_(rows)
 
+    def rows(self, size: int) -> Tensor:
+        """Where the graphs of that size read a step's `padded` rows."""
+        return self._rows[: 2 * _aligned(size)]
+
     def forward(self, size: int) -> None:
         """Put the forward pass on the compute stream: from the rows to `DecodeBuffers.logits`."""
         self._graphs[size][0].replay()
@@ -122,7 +126,6 @@ class DecodeGraphs:
         start = _aligned(size)
         inputs = DecodeInputs(
             slots=self._rows[:size],
-            aligned_slots=self._rows[:start],
             seq_lens=self._rows[start : start + size],
             query_start_loc=self._query_start_loc[: size + 1],
             max_seq_len=self._limits.max_model_len,

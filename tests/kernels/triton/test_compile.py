@@ -41,6 +41,8 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
         "_paged_attention_v1_kernel",
         "_paged_attention_v2_kernel",
         "_plan_kernel",
+        "_gather_tokens_kernel",
+        "_gather_columns_kernel",
         "_choose_kernel",
         "_assign_kernel",
         "_multiply_kernel",
