@@ -29,9 +29,6 @@ TILE_GROUPS = 32  # that a program of the scan reads at a time
 TILE_TOKENS = 2048  # that a program of the choice reads at a time
 MIN_PROGRAMS = 1024  # of the scan, where there are tokens enough: about eight for each multiprocessor of a large GPU
 _SCAN_WARPS = 8
-_SCAN_REGISTERS = (
-    80  # of a thread: the rare look at a tile's noise may spill, so that three programs share a multiprocessor
-)
 _ROW_WARPS = 8
 
 _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
@@ -57,6 +54,8 @@ _Chunks = namedtuple("_Chunks", "found ids")
 # What is known of the groups of each row's tokens, [R, num_groups] each: the highest logit; the sum of
 # exp((logit - highest) / temperature), of rows with top-p alone (float32); a list of chosen groups (int32).
 _Groups = namedtuple("_Groups", "highest masses selected num_groups")
+# A `TokenTarget` whose token ids are `Strided`.
+_Target = namedtuple("_Target", "token_ids slots sampled")
 
 
 def sample(
@@ -258,16 +257,15 @@ def _choose(
     shape = (num_rows, num_chunks, 3)
     chunks = _Chunks(logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32))
     counts = None if token_counts is None else Strided.of(token_counts)
-    strided_target = None if target is None else target._replace(token_ids=Strided.of(target.token_ids))
+    kept = None if target is None else _Target(Strided.of(target.token_ids), target.slots, target.sampled)
     # What is edited already is no reason to compile these kernels again.
     columns = columns._replace(bias_token_ids=None, bias_values=None, stop_token_ids=None, min_num_tokens=None)
     _scan_kernel[(num_chunks, num_rows)](
         *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, chunk_tiles),
         num_warps=_SCAN_WARPS,
-        maxnreg=_SCAN_REGISTERS,
     )
     _choose_kernel[(num_rows,)](
-        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, num_chunks, sampled, strided_target),
+        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, num_chunks, sampled, kept),
         NUM_CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=_ROW_WARPS,
     )
@@ -388,15 +386,15 @@ def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tile
     key = _noise_key(columns, row)
     highest, highest_id = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     best_logit, best_noise, best_id = highest, tl.full([], 0.0, tl.float32), highest_id
-    is_nan = tl.zeros([_TILE_GROUPS, _GROUP_SIZE], tl.int32)
+    is_nan = tl.zeros([_TILE_GROUPS], tl.int32)
     for tile in range(chunk * chunk_tiles, (chunk + 1) * chunk_tiles):
         group = tl.arange(0, _TILE_GROUPS) + tile * _TILE_GROUPS
         ids = group[:, None] * _GROUP_SIZE + tl.arange(0, _GROUP_SIZE)[None, :]
         values = tl.load(line + ids, ids < vocab_size, float("-inf"))
         if counts is not None:
             values = _penalize(values, ids, vocab_size, row, line, counts, columns)
-        is_nan |= (values != values).to(tl.int32)
-        tops = tl.max(values, 1)
+        tops = tl.reduce(values, 1, _highest_or_nan)
+        is_nan |= (tops != tops).to(tl.int32)
         tl.store(groups.highest + row * num_groups + group, tops, group < num_groups)
         tile_highest = tl.max(tops, 0)
         if tile_highest > highest:
@@ -407,10 +405,17 @@ def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tile
                 masses = tl.sum(tl.exp(_nearly_scaled(values, tops[:, None], temperature)), 1)
                 tl.store(groups.masses + row * num_groups + group, masses, group < num_groups)
             best = (best_logit, best_noise, best_id)
-            best_logit, best_noise, best_id = _best_score(values, ids, key, highest, temperature, best)
+            best_logit, best_noise, best_id = _best_score(
+                values, ids, line, tile, vocab_size, key, highest, temperature, best
+            )
     place = row * tl.num_programs(0) + chunk
     _store_3(chunks.found + place * 3, highest, best_logit, best_noise)
     _store_3(chunks.ids + place * 3, highest_id, best_id, tl.max(is_nan))
+
+
+@triton.jit
+def _highest_or_nan(first, second):
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -452,25 +457,31 @@ def _nearly_scaled(values, highest, temperature):
 
 
 @triton.jit
-def _best_score(values, ids, key, highest, temperature, best):
+def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, best):
     """The best of a tile and of what came before it: (logit, noise, id).
 
     Hardly a tile but a program's first few can hold a better one, and only those pay for logarithms: the noise is at
-    most -log(1 - u), and log2 of a number is at least what its bits, read as an integer, are on a line.
+    most -log(1 - u), and log2 of a number is at least what its bits, read as an integer, are on a line. Such a tile is
+    read again in parts, so that what is rare does not take registers from what is not.
     """
     best_logit, best_noise, best_id = best
     best_score = _scaled(best_logit, highest, temperature) + best_noise
-    distances = _distance_to_1(key, ids)
-    bits = distances.to(tl.int32, bitcast=True).to(tl.float32)
+    bits = _distance_to_1(key, ids).to(tl.int32, bitcast=True).to(tl.float32)
     bounds = _nearly_scaled(values, highest, temperature) + (127 * _LN_2 - bits * (_LN_2 * 2.0**-23))
     if tl.max(bounds) + _SLACK > best_score:
-        noise = _gumbel(distances)
-        scores = _scaled(values, highest, temperature) + noise
-        tile_score = tl.max(scores)
-        if tile_score > best_score:
-            best_id = tl.min(tl.where(scores == tile_score, ids, _MAX_INT))
-            best_logit = tl.max(tl.where(ids == best_id, values, float("-inf")))
-            best_noise = tl.max(tl.where(ids == best_id, noise, float("-inf")))
+        tl.debug_barrier()  # penalties are written
+        TILE_SIZE: tl.constexpr = _TILE_GROUPS * _GROUP_SIZE
+        for start in range(tile * TILE_SIZE, tl.minimum((tile + 1) * TILE_SIZE, vocab_size), TILE_SIZE // 8):
+            part = start + tl.arange(0, TILE_SIZE // 8)
+            logits = tl.load(line + part, part < vocab_size, float("-inf"))
+            noise = _gumbel(_distance_to_1(key, part))
+            scores = _scaled(logits, highest, temperature) + noise
+            part_score = tl.max(scores, 0)
+            if part_score > best_score:
+                best_score = part_score
+                best_id = tl.min(tl.where(scores == part_score, part, _MAX_INT), 0)
+                best_logit = tl.max(tl.where(part == best_id, logits, float("-inf")), 0)
+                best_noise = tl.max(tl.where(part == best_id, noise, float("-inf")), 0)
     return best_logit, best_noise, best_id
 
 

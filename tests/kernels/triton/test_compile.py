@@ -29,6 +29,8 @@ def test_kernels_compile(tmp_path):
     failed = {name: result.stdout + result.stderr for name, result in results.items() if result.returncode}
     assert not failed, "\n".join(failed.values())
     assert {name for name, result in results.items() if " registers, " not in result.stdout} == set()
+    cases = [line for name in ("gathering", "sampler") for line in results[name].stdout.splitlines()]
+    assert [line for line in cases if ", 0 bytes of stack" not in line] == [], "registers are spilled"
 
 
 def test_kernels_are_compiled_once_wherever_rows_lie():

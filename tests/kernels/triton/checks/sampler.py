@@ -353,7 +353,7 @@ _SCAN = {**_CHOICE, "chunk_tiles": "i32"}
 
 def compile_cases() -> Iterator[CompileCase]:
     choose = {**_CHOICE, "sampled": _SAMPLED, "num_chunks": "i32"}
-    target = TokenTarget(strided("i32", 2), "*i32", "*i32")
+    target = sampler._Target(strided("i32", 2), "*i32", "*i32")
     choose_alone, choose = {**choose, "counts": None, "target": None}, {**choose, "counts": _COUNTS, "target": target}
     report = {**_LOGITS, "sampled": _SAMPLED, "num_top": "i32", "num_logprobs": "*i32"}
     report |= {"group_highest": "*fp32", "num_groups": "i32"}
@@ -368,6 +368,7 @@ def compile_cases() -> Iterator[CompileCase]:
         ("scan with penalties", sampler._scan_kernel, {**_SCAN, "counts": _COUNTS}, {}, 8),
         ("choose", sampler._choose_kernel, choose_alone, {"NUM_CHUNKS": 8}, 8),
         ("choose and keep", sampler._choose_kernel, choose, {"NUM_CHUNKS": 8}, 8),
+        ("choose of one row", sampler._choose_kernel, choose, {"NUM_CHUNKS": 512}, 8),
         ("log-probabilities", sampler._logprobs_kernel, report, {"NUM_GROUPS": 4096}, 8),
         ("stop tokens", sampler._edit_kernel, stops, {"MAX_BIASES": 0, "MAX_STOPS": 4, "HAS_MASKS": False}, 1),
         ("biases", sampler._edit_kernel, biases, {"MAX_BIASES": 512, "MAX_STOPS": 0, "HAS_MASKS": False}, 1),
