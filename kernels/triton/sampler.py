@@ -470,9 +470,9 @@ def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, 
     bounds = _nearly_scaled(values, highest, temperature) + (127 * _LN_2 - bits * (_LN_2 * 2.0**-23))
     if tl.max(bounds) + _SLACK > best_score:
         tl.debug_barrier()  # penalties are written
-        TILE_SIZE: tl.constexpr = _TILE_GROUPS * _GROUP_SIZE
-        for start in range(tile * TILE_SIZE, tl.minimum((tile + 1) * TILE_SIZE, vocab_size), TILE_SIZE // 8):
-            part = start + tl.arange(0, TILE_SIZE // 8)
+        first, end = tile * _TILE_GROUPS * _GROUP_SIZE, (tile + 1) * _TILE_GROUPS * _GROUP_SIZE
+        for start in range(first, tl.minimum(end, vocab_size), _TILE_GROUPS * _GROUP_SIZE // 8):
+            part = start + tl.arange(0, _TILE_GROUPS * _GROUP_SIZE // 8)
             logits = tl.load(line + part, part < vocab_size, float("-inf"))
             noise = _gumbel(_distance_to_1(key, part))
             scores = _scaled(logits, highest, temperature) + noise

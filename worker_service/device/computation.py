@@ -211,7 +211,7 @@ class DeviceComputation:
     def _decode(self, buffers: DecodeBuffers) -> None:
         """Compute the logits of a batch of decoding rows. The first CUDA graph of each batch size holds this."""
         hidden = self._forward(buffers.inputs.gather(self._device_table))
-        buffers.logits.copy_(self._model.compute_logits(hidden))
+        self._model.compute_logits(hidden, buffers.logits)
 
     @torch.inference_mode()
     def _sample_decoded(self, buffers: DecodeBuffers) -> None:
