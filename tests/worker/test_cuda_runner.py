@@ -606,7 +606,7 @@ def test_graph_sizes(max_graph_batch_size: int, max_num_seqs: int, sizes: tuple[
 
 def test_graphs_are_captured_largest_first_and_the_next_larger_is_replayed(checkpoints: dict[str, Path]) -> None:
     pair = Pair(checkpoints["qwen2"], 6, block_size=8, max_num_seqs=7, max_graph_batch_size=5)
-    graphs = pair.device.graphs  # of each size the forward pass, then sampling
+    graphs = pair.device.graphs  # of each size the forward pass alone, then with sampling
     assert len(graphs) == 2 * len((5, 4, 2, 1))
     told = SamplingParams(num_logprobs=1)
     prompts = [opening(slot, random_tokens(slot, 3), (slot + 1, slot + 11), GREEDY) for slot in range(6)]
@@ -622,7 +622,7 @@ def test_graphs_are_captured_largest_first_and_the_next_larger_is_replayed(check
         replays[-1][graph] += 1  # a row that tells more than its token samples by itself
     plans += [StepPlan(1, 8, (6,), openings=(opening(0, [1, 2], (1, 11)),), work_slots=(0,), work_num_tokens=(2,))]
     plans += [StepPlan(1, 9)]
-    replays += [replays[-1], [count + (place >= 6) for place, count in enumerate(replays[-1])]]
+    replays += [replays[-1], [count + (place == 7) for place, count in enumerate(replays[-1])]]
     for plan, expected in zip(plans, replays, strict=True):
         assert_all_equal(pair, [plan])
         assert [graph.num_replays for graph in graphs] == expected

@@ -157,10 +157,10 @@ class DeviceComputation:
         def put() -> None:
             if work.upload_target is None:
                 compute.run(lambda: self._graphs.set_rows(work.packed.tensor[padded]))
-            self._graphs.forward(size)
             if packing is None:
-                self._graphs.sample(size)
+                self._graphs.forward_and_sample(size)
             else:
+                self._graphs.forward(size)
                 compute.run(partial(self._sample, work, buffers.logits[: sampling.num_rows], packing, []))
 
         return put
@@ -209,7 +209,7 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _decode(self, buffers: DecodeBuffers) -> None:
-        """Compute the logits of a batch of decoding rows. The first CUDA graph of each batch size holds this."""
+        """Compute the logits of a batch of decoding rows. Both CUDA graphs of each batch size hold this."""
         hidden = self._forward(buffers.inputs.gather(self._device_table))
         self._model.compute_logits(hidden, buffers.logits)
 
