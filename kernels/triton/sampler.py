@@ -266,7 +266,7 @@ def _choose(
     )
     _choose_kernel[(num_rows,)](
         *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, num_chunks, sampled, kept),
-        NUM_CHUNKS=triton.next_power_of_2(num_chunks),
+        NUM_CHUNKS=triton.next_power_of_2(num_tiles),
         num_warps=_ROW_WARPS,
     )
 
@@ -321,7 +321,7 @@ def _mask_kernel(logits, vocab_size, masks, num_words, mask_lines, TILE_SIZE: tl
     tl.store(places, float("-inf"), is_taken & (values == values))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_biases", "max_stops"])
 def _edit_kernel(
     logits,
     vocab_size,
@@ -376,7 +376,8 @@ def _count_kernel(counts, slots, token_ids, start_loc, num_prompt_tokens, TILE_S
 # Scan
 
 
-@triton.jit
+# How many rows a step has decides over these numbers, and is no reason to compile again.
+@triton.jit(do_not_specialize=["chunk_tiles"])
 def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tiles):
     """A program scans `chunk_tiles` tiles of a row."""
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -488,11 +489,11 @@ def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, 
 # Choice
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _choose_kernel(
     logits, vocab_size, counts, columns, groups, chunks, num_chunks, sampled, target, NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A program chooses a row's token; NUM_CHUNKS is num_chunks as a power of two, rounded up."""
+    """A program chooses a row's token; NUM_CHUNKS is a power of two and at least num_chunks."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
     top_p, min_p = tl.load(columns.top_p + row), tl.load(columns.min_p + row)
@@ -693,7 +694,7 @@ def _best_kept(rows, groups, threshold, key):
 # Log-probabilities
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def _logprobs_kernel(
     logits, vocab_size, group_highest, num_groups, num_logprobs, sampled, num_top, NUM_GROUPS: tl.constexpr
 ):

@@ -366,9 +366,9 @@ def compile_cases() -> Iterator[CompileCase]:
     for name, kernel, signature, constexprs, num_warps in (
         ("scan", sampler._scan_kernel, {**_SCAN, "counts": None}, {}, 8),
         ("scan with penalties", sampler._scan_kernel, {**_SCAN, "counts": _COUNTS}, {}, 8),
-        ("choose", sampler._choose_kernel, choose_alone, {"NUM_CHUNKS": 8}, 8),
-        ("choose and keep", sampler._choose_kernel, choose, {"NUM_CHUNKS": 8}, 8),
-        ("choose of one row", sampler._choose_kernel, choose, {"NUM_CHUNKS": 512}, 8),
+        ("choose", sampler._choose_kernel, choose_alone, {"NUM_CHUNKS": 128}, 8),
+        ("choose and keep", sampler._choose_kernel, choose, {"NUM_CHUNKS": 128}, 8),
+        ("choose of a large vocabulary", sampler._choose_kernel, choose, {"NUM_CHUNKS": 512}, 8),
         ("log-probabilities", sampler._logprobs_kernel, report, {"NUM_GROUPS": 4096}, 8),
         ("stop tokens", sampler._edit_kernel, stops, {"MAX_BIASES": 0, "MAX_STOPS": 4, "HAS_MASKS": False}, 1),
         ("biases", sampler._edit_kernel, biases, {"MAX_BIASES": 512, "MAX_STOPS": 0, "HAS_MASKS": False}, 1),
