@@ -12,7 +12,9 @@ from pagewire.kernels.gathering import ALIGNMENT, GatheredTokens, RowTables
 from pagewire.kernels.sampling import FLOATS, SamplingColumns
 from pagewire.kernels.triton.strided import Strided
 
-_TILE = 256  # tokens, or blocks of a row, that a program takes at a time
+# What a program takes.
+_TILE_TOKENS = 256
+_TILE_BLOCKS = 1024  # of a row
 _TILE_ROWS = 32
 
 
@@ -37,13 +39,15 @@ def gather_tokens(
         )
     token_ids, positions, slot_mapping = (slots.new_empty(num_tokens, dtype=torch.int64) for _ in range(3))
     gathered = GatheredTokens(token_ids, positions, slot_mapping, slots.new_empty(num_rows, num_blocks))
-    num_tiles = triton.cdiv(num_tokens, _TILE)
-    if num_tiles + num_rows:
-        _gather_tokens_kernel[(num_tiles + num_rows,)](
+    num_tiles, num_pieces = triton.cdiv(num_tokens, _TILE_TOKENS), triton.cdiv(num_blocks, _TILE_BLOCKS)
+    num_programs = num_tiles + num_rows * num_pieces
+    if num_programs:
+        _gather_tokens_kernel[(num_programs,)](
             *(Strided.of(tables.token_ids), Strided.of(tables.block_tables)),
-            *(slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks),
+            *(slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces),
             BLOCK_SIZE=tables.block_size,
-            TILE=_TILE,
+            TILE_TOKENS=_TILE_TOKENS,
+            TILE_BLOCKS=_TILE_BLOCKS,
             num_warps=4,
         )
     return gathered
@@ -91,17 +95,17 @@ def _check_integers(num_dims: int = 1, **tensors: Tensor) -> None:
 
 # How many tokens and rows a step has, and where they lie in what was sent of it, is no reason to compile again.
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_tiles", "num_blocks"],
+    do_not_specialize=["num_tokens", "num_tiles", "num_blocks", "num_pieces"],
     do_not_specialize_on_alignment=["slots", "lengths", "row_slots"],
 )
 def _gather_tokens_kernel(
-    token_ids, block_tables, slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    token_ids, block_tables, slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces,
+    BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The first `num_tiles` programs look TILE tokens up each, and each of the others copies a row's block table."""
+    """The first `num_tiles` programs look tokens up, and each of the others copies one of a row's `num_pieces`."""
     program = tl.program_id(0)
     if program < num_tiles:
-        token = program * TILE + tl.arange(0, TILE)
+        token = program * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         is_token = token < num_tokens
         slot = tl.load(slots + token, is_token, 0).to(tl.int64)
         length = tl.load(lengths + token, is_token, 0)
@@ -114,13 +118,11 @@ def _gather_tokens_kernel(
         tl.store(gathered.positions + token, position.to(tl.int64), is_token)
         tl.store(gathered.slot_mapping + token, mapping, is_token)
     else:
-        row = (program - num_tiles).to(tl.int64)
+        row = ((program - num_tiles) // num_pieces).to(tl.int64)
+        index = (program - num_tiles) % num_pieces * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
         source = block_tables.data + tl.load(row_slots + row).to(tl.int64) * block_tables.strides[0]
-        target = gathered.block_tables + row * num_blocks
-        for start in range(0, num_blocks, TILE):
-            index = start + tl.arange(0, TILE)
-            blocks = tl.load(source + index, index < num_blocks, 0)
-            tl.store(target + index, blocks, index < num_blocks)
+        blocks = tl.load(source + index, index < num_blocks, 0)
+        tl.store(gathered.block_tables + row * num_blocks + index, blocks, index < num_blocks)
 
 
 @triton.jit(do_not_specialize=["column_stride", "num_rows"], do_not_specialize_on_alignment=["slots"])

@@ -38,7 +38,7 @@ KERNELS = {
     },
     gathering._gather_tokens_kernel: {
         **{name: (name, TENSORS) for name in ("slots", "lengths", "row_slots")},
-        **{name: (name, NUMBERS) for name in ("num_tokens", "num_tiles", "num_blocks")},
+        **{name: (name, NUMBERS) for name in ("num_tokens", "num_tiles", "num_blocks", "num_pieces")},
     },
     gathering._gather_columns_kernel: {
         "slots": ("slots", TENSORS),

@@ -14,7 +14,9 @@ def test_every_number_of_tokens_and_rows(device, num_tokens, num_rows):
     check_tokens(device, num_tokens, num_rows, seed=num_tokens)
 
 
-@pytest.mark.parametrize(("max_blocks", "num_blocks"), [(5, 0), (5, 1), (5, 5), (600, 256), (600, 600)])
+@pytest.mark.parametrize(
+    ("max_blocks", "num_blocks"), [(5, 0), (5, 1), (5, 5), (2100, 1024), (2100, 1025), (2100, 2100)]
+)
 @pytest.mark.parametrize("block_size", [1, 16, 48])
 def test_every_size_of_tables(device, max_blocks, num_blocks, block_size):
     check_tokens(device, 40, 3, max_blocks=max_blocks, num_blocks=num_blocks, block_size=block_size, seed=num_blocks)

@@ -114,13 +114,13 @@ def _make_bench(num_rows: int, max_blocks: int, device: torch.device) -> Sequenc
 def compile_cases() -> Iterator[CompileCase]:
     tables = {"token_ids": strided("i32", 2), "block_tables": strided("i32", 2)}
     rows = dict.fromkeys(("slots", "lengths", "row_slots"), "*i32")
-    numbers = dict.fromkeys(("num_tokens", "num_tiles", "num_blocks"), "i32")
+    numbers = dict.fromkeys(("num_tokens", "num_tiles", "num_blocks", "num_pieces"), "i32")
     gathered = GatheredTokens("*i64", "*i64", "*i64", "*i32")
     yield CompileCase(
         "gathering: tokens",
         gathering._gather_tokens_kernel,
         {**tables, **rows, "gathered": gathered, **numbers},
-        {"BLOCK_SIZE": BLOCK_SIZE, "TILE": gathering._TILE},
+        {"BLOCK_SIZE": BLOCK_SIZE, "TILE_TOKENS": gathering._TILE_TOKENS, "TILE_BLOCKS": gathering._TILE_BLOCKS},
     )
     lines = {"lines": strided("i32", 2), "seeds": "*i64", "slots": "*i32", "columns": "*i32"}
     yield CompileCase(
