@@ -101,7 +101,8 @@ def device_cases() -> Iterator[DeviceCase]:
 def bench_cases() -> Iterator[BenchCase]:
     """So short that a launch is most of it, which is why there is no goal."""
     num_rows, max_blocks = 256, 2560
-    yield BenchCase("gathering: 256 rows that decode", functools.partial(_make_bench, num_rows, max_blocks))
+    make = functools.partial(_make_bench, num_rows, max_blocks)
+    yield BenchCase("gathering: 256 rows that decode", make, bytes_moved=2 * 4 * num_rows * max_blocks)
 
 
 def _make_bench(num_rows: int, max_blocks: int, device: torch.device) -> Sequence[Callable[[], object]]:
