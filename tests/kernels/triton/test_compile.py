@@ -54,3 +54,18 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
         "_multiply_kernel",
         "_reduction_kernel output output_stride",
     ], result.stderr
+
+
+def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size(tmp_path):
+    """All of their launches pass Triton's launcher."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.triton.launching"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines() == [
+        "_gather_tokens_kernel 1 24",
+        "_gather_columns_kernel 1 6",
+        "_scan_kernel 1 30",
+        "_choose_kernel 1 30",
+        "_logprobs_kernel 1 24",
+    ], result.stderr
