@@ -15,7 +15,7 @@ from pagewire.kernels.sampling import FLOATS, INTEGERS
 from pagewire.kernels.triton import gathering, sampler
 from tests.kernels.triton.checks.gathering import make_tables
 
-NUM_ROWS, NUM_BLOCKS, NUM_LOGPROBS = (1, 2, 5, 16, 40, 256), (1, 3, 16, 2560), (None, 0, 1, 5, 16)
+NUM_ROWS, NUM_BLOCKS, NUM_LOGPROBS = (1, 2, 5, 16, 40, 1024), (1, 3, 16, 2560), (None, 0, 1, 5, 16)
 NUM_SLOTS, VOCAB_SIZE = 257, 151_936
 
 launches: Counter[str] = Counter()
