@@ -18,7 +18,7 @@ from bench.record import RESULTS
 from tests.kernels.triton.checks.case import COPY, MATMUL
 
 CHECKS = "tests.kernels.triton.checks"
-MODULES = ("decode_attention", "prefill_attention", "cache", "blocks", "sampler", "fused", "experts")
+MODULES = ("decode_attention", "prefill_attention", "cache", "blocks", "gathering", "sampler", "fused", "experts")
 SECONDS = 450.0
 
 

@@ -79,6 +79,21 @@ class SamplingColumns(NamedTuple):
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 
 
+class TokenTarget(NamedTuple):
+    """Where R rows keep the tokens that are chosen, besides what is returned.
+
+    Attributes:
+        token_ids: [num_slots, max_len] int32, the rows' tokens by slot; what is chosen comes at `num_tokens` of the
+            row's columns.
+        slots: [R] int32, a line of `token_ids` for each row; of rows that name one line and place, any stays.
+        sampled: [2, R] int32, dense: the tokens, and whether the row's logits hold NaN.
+    """
+
+    token_ids: Tensor
+    slots: Tensor
+    sampled: Tensor
+
+
 class SampledTokens(NamedTuple):
     """One entry per row. Log-probabilities mean nothing in rows that asked for none or whose logits hold NaN.
 
@@ -100,7 +115,11 @@ class SampledTokens(NamedTuple):
 
 
 def sample(
-    logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None = None, max_logprobs: int | None = None
+    logits: Tensor,
+    columns: SamplingColumns,
+    token_counts: Tensor | None = None,
+    max_logprobs: int | None = None,
+    target: TokenTarget | None = None,
 ) -> SampledTokens:
     """Chooses a token per row, and counts it.
 
@@ -110,6 +129,7 @@ def sample(
         token_counts: [num_slots, vocab_size] int32, twice the times that a token stands in the output, plus 1 if it
             stands in the prompt; the chosen tokens of rows that have a slot are added. None: no row has penalties.
         max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
+        target: where the tokens are kept besides; None: nowhere.
     """
     num_rows, vocab_size = logits.shape
     num_top = min(max_logprobs or 0, vocab_size)
@@ -136,6 +156,9 @@ def sample(
             sampled.ranks[row] = (logits[row] > logits[row, token_id]).sum() + 1
             sampled.top_token_ids[row, : len(top)] = top.int()
             sampled.top_logprobs[row, : len(top)] = logprobs[top]
+    if target is not None:
+        target.token_ids[target.slots.long(), columns.num_tokens.long()] = sampled.token_ids.int()
+        target.sampled.copy_(torch.stack([sampled.token_ids, sampled.is_nan.long()]))
     return sampled
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from pagewire.kernels import noise, sampling
-from pagewire.kernels.sampling import SampledTokens, SamplingColumns
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from pagewire.kernels.triton.strided import Strided
 
 MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
@@ -29,9 +29,6 @@ TILE_GROUPS = 32  # that a program of the scan reads at a time
 TILE_TOKENS = 2048  # that a program of the choice reads at a time
 MIN_PROGRAMS = 1024  # of the scan, where there are tokens enough: about eight for each multiprocessor of a large GPU
 _SCAN_WARPS = 8
-_SCAN_REGISTERS = (
-    80  # of a thread: the rare look at a tile's noise may spill, so that three programs share a multiprocessor
-)
 _ROW_WARPS = 8
 
 _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
@@ -57,10 +54,16 @@ _Chunks = namedtuple("_Chunks", "found ids")
 # What is known of the groups of each row's tokens, [R, num_groups] each: the highest logit; the sum of
 # exp((logit - highest) / temperature), of rows with top-p alone (float32); a list of chosen groups (int32).
 _Groups = namedtuple("_Groups", "highest masses selected num_groups")
+# A `TokenTarget` whose token ids are `Strided`.
+_Target = namedtuple("_Target", "token_ids slots sampled")
 
 
 def sample(
-    logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None = None, max_logprobs: int | None = None
+    logits: Tensor,
+    columns: SamplingColumns,
+    token_counts: Tensor | None = None,
+    max_logprobs: int | None = None,
+    target: TokenTarget | None = None,
 ) -> SampledTokens:
     """Chooses a token per row, and counts it.
 
@@ -74,11 +77,14 @@ def sample(
             the output, plus 1 if it stands in the prompt; the chosen tokens of rows that have a slot are added. None:
             no row has penalties.
         max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
+        target: where the tokens are kept besides, as specified; None: nowhere.
 
     Raises:
         ValueError: a shape, dtype or device is not one of these.
     """
     _check(logits, columns, token_counts, max_logprobs)
+    if target is not None:
+        _check_target(target, len(logits))
     num_rows, vocab_size = logits.shape
     num_top = min(max_logprobs or 0, vocab_size)
     sampled = SampledTokens(
@@ -95,7 +101,7 @@ def sample(
     _edit(logits, columns)
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
     group_highest = logits.new_empty((num_rows, num_groups))
-    _choose(logits, columns, token_counts, group_highest, sampled)
+    _choose(logits, columns, token_counts, group_highest, sampled, target)
     if max_logprobs is not None:
         _logprobs_kernel[(num_rows,)](
             *(Strided.of(logits), vocab_size, group_highest, num_groups, columns.num_logprobs, sampled, num_top),
@@ -191,6 +197,20 @@ def _check_counts(token_counts: Tensor) -> None:
         )
 
 
+def _check_target(target: TokenTarget, num_rows: int) -> None:
+    if target.token_ids.dtype != torch.int32 or target.token_ids.dim() != 2 or target.token_ids.stride(1) != 1:
+        raise ValueError(
+            f"token_ids of the target is {list(target.token_ids.shape)} of {target.token_ids.dtype}; "
+            "make it [num_slots, max_len] of int32 with dense rows"
+        )
+    for name, shape in (("slots", (num_rows,)), ("sampled", (2, num_rows))):
+        tensor = getattr(target, name)
+        if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} of the target is {list(tensor.shape)} of {tensor.dtype}; make it {list(shape)} of int32, dense"
+            )
+
+
 def _apply_masks(logits: Tensor, columns: SamplingColumns) -> None:
     """Take the tokens away that no mask allows. NaN stays, so that it is found."""
     if columns.masks is None or columns.mask_lines is None:
@@ -224,8 +244,9 @@ def _choose(
     token_counts: Tensor | None,
     group_highest: Tensor,
     sampled: SampledTokens,
+    target: TokenTarget | None,
 ) -> None:
-    """Scans and chooses: fills `group_highest` [R, num_groups], and the tokens of `sampled`."""
+    """Scans and chooses: fills `group_highest` [R, num_groups], the tokens of `sampled`, and the target."""
     num_rows, vocab_size = logits.shape
     num_groups = group_highest.shape[1]
     num_tiles = triton.cdiv(num_groups, TILE_GROUPS)
@@ -236,16 +257,16 @@ def _choose(
     shape = (num_rows, num_chunks, 3)
     chunks = _Chunks(logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32))
     counts = None if token_counts is None else Strided.of(token_counts)
+    kept = None if target is None else _Target(Strided.of(target.token_ids), target.slots, target.sampled)
     # What is edited already is no reason to compile these kernels again.
     columns = columns._replace(bias_token_ids=None, bias_values=None, stop_token_ids=None, min_num_tokens=None)
     _scan_kernel[(num_chunks, num_rows)](
         *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, chunk_tiles),
         num_warps=_SCAN_WARPS,
-        maxnreg=_SCAN_REGISTERS,
     )
     _choose_kernel[(num_rows,)](
-        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, num_chunks, sampled),
-        NUM_CHUNKS=triton.next_power_of_2(num_chunks),
+        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, num_chunks, sampled, kept),
+        NUM_CHUNKS=triton.next_power_of_2(num_tiles),
         num_warps=_ROW_WARPS,
     )
 
@@ -300,7 +321,7 @@ def _mask_kernel(logits, vocab_size, masks, num_words, mask_lines, TILE_SIZE: tl
     tl.store(places, float("-inf"), is_taken & (values == values))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_biases", "max_stops"])
 def _edit_kernel(
     logits,
     vocab_size,
@@ -355,7 +376,8 @@ def _count_kernel(counts, slots, token_ids, start_loc, num_prompt_tokens, TILE_S
 # Scan
 
 
-@triton.jit
+# How many rows a step has decides over these numbers, and is no reason to compile again.
+@triton.jit(do_not_specialize=["chunk_tiles"])
 def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tiles):
     """A program scans `chunk_tiles` tiles of a row."""
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -365,15 +387,15 @@ def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tile
     key = _noise_key(columns, row)
     highest, highest_id = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     best_logit, best_noise, best_id = highest, tl.full([], 0.0, tl.float32), highest_id
-    is_nan = tl.zeros([_TILE_GROUPS, _GROUP_SIZE], tl.int32)
+    is_nan = tl.zeros([_TILE_GROUPS], tl.int32)
     for tile in range(chunk * chunk_tiles, (chunk + 1) * chunk_tiles):
         group = tl.arange(0, _TILE_GROUPS) + tile * _TILE_GROUPS
         ids = group[:, None] * _GROUP_SIZE + tl.arange(0, _GROUP_SIZE)[None, :]
         values = tl.load(line + ids, ids < vocab_size, float("-inf"))
         if counts is not None:
             values = _penalize(values, ids, vocab_size, row, line, counts, columns)
-        is_nan |= (values != values).to(tl.int32)
-        tops = tl.max(values, 1)
+        tops = tl.reduce(values, 1, _highest_or_nan)
+        is_nan |= (tops != tops).to(tl.int32)
         tl.store(groups.highest + row * num_groups + group, tops, group < num_groups)
         tile_highest = tl.max(tops, 0)
         if tile_highest > highest:
@@ -384,10 +406,17 @@ def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tile
                 masses = tl.sum(tl.exp(_nearly_scaled(values, tops[:, None], temperature)), 1)
                 tl.store(groups.masses + row * num_groups + group, masses, group < num_groups)
             best = (best_logit, best_noise, best_id)
-            best_logit, best_noise, best_id = _best_score(values, ids, key, highest, temperature, best)
+            best_logit, best_noise, best_id = _best_score(
+                values, ids, line, tile, vocab_size, key, highest, temperature, best
+            )
     place = row * tl.num_programs(0) + chunk
     _store_3(chunks.found + place * 3, highest, best_logit, best_noise)
     _store_3(chunks.ids + place * 3, highest_id, best_id, tl.max(is_nan))
+
+
+@triton.jit
+def _highest_or_nan(first, second):
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -429,34 +458,42 @@ def _nearly_scaled(values, highest, temperature):
 
 
 @triton.jit
-def _best_score(values, ids, key, highest, temperature, best):
+def _best_score(values, ids, line, tile, vocab_size, key, highest, temperature, best):
     """The best of a tile and of what came before it: (logit, noise, id).
 
     Hardly a tile but a program's first few can hold a better one, and only those pay for logarithms: the noise is at
-    most -log(1 - u), and log2 of a number is at least what its bits, read as an integer, are on a line.
+    most -log(1 - u), and log2 of a number is at least what its bits, read as an integer, are on a line. Such a tile is
+    read again in parts, so that what is rare does not take registers from what is not.
     """
     best_logit, best_noise, best_id = best
     best_score = _scaled(best_logit, highest, temperature) + best_noise
-    distances = _distance_to_1(key, ids)
-    bits = distances.to(tl.int32, bitcast=True).to(tl.float32)
+    bits = _distance_to_1(key, ids).to(tl.int32, bitcast=True).to(tl.float32)
     bounds = _nearly_scaled(values, highest, temperature) + (127 * _LN_2 - bits * (_LN_2 * 2.0**-23))
     if tl.max(bounds) + _SLACK > best_score:
-        noise = _gumbel(distances)
-        scores = _scaled(values, highest, temperature) + noise
-        tile_score = tl.max(scores)
-        if tile_score > best_score:
-            best_id = tl.min(tl.where(scores == tile_score, ids, _MAX_INT))
-            best_logit = tl.max(tl.where(ids == best_id, values, float("-inf")))
-            best_noise = tl.max(tl.where(ids == best_id, noise, float("-inf")))
+        tl.debug_barrier()  # penalties are written
+        first, end = tile * _TILE_GROUPS * _GROUP_SIZE, (tile + 1) * _TILE_GROUPS * _GROUP_SIZE
+        for start in range(first, tl.minimum(end, vocab_size), _TILE_GROUPS * _GROUP_SIZE // 8):
+            part = start + tl.arange(0, _TILE_GROUPS * _GROUP_SIZE // 8)
+            logits = tl.load(line + part, part < vocab_size, float("-inf"))
+            noise = _gumbel(_distance_to_1(key, part))
+            scores = _scaled(logits, highest, temperature) + noise
+            part_score = tl.max(scores, 0)
+            if part_score > best_score:
+                best_score = part_score
+                best_id = tl.min(tl.where(scores == part_score, part, _MAX_INT), 0)
+                best_logit = tl.max(tl.where(part == best_id, logits, float("-inf")), 0)
+                best_noise = tl.max(tl.where(part == best_id, noise, float("-inf")), 0)
     return best_logit, best_noise, best_id
 
 
 # Choice
 
 
-@triton.jit
-def _choose_kernel(logits, vocab_size, counts, columns, groups, chunks, num_chunks, sampled, NUM_CHUNKS: tl.constexpr):
-    """A program chooses a row's token; NUM_CHUNKS is num_chunks as a power of two, rounded up."""
+@triton.jit(do_not_specialize=["num_chunks"])
+def _choose_kernel(
+    logits, vocab_size, counts, columns, groups, chunks, num_chunks, sampled, target, NUM_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """A program chooses a row's token; NUM_CHUNKS is a power of two and at least num_chunks."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
     top_p, min_p = tl.load(columns.top_p + row), tl.load(columns.min_p + row)
@@ -484,6 +521,11 @@ def _choose_kernel(logits, vocab_size, counts, columns, groups, chunks, num_chun
     token_id = tl.where(is_bad, 0, token_id)
     tl.store(sampled.token_ids + row, token_id.to(tl.int64))
     tl.store(sampled.is_nan + row, is_bad)
+    if target is not None:
+        line = target.token_ids.data + tl.load(target.slots + row).to(tl.int64) * target.token_ids.strides[0]
+        tl.store(line + tl.load(columns.num_tokens + row), token_id)
+        tl.store(target.sampled + row, token_id)
+        tl.store(target.sampled + tl.num_programs(0) + row, is_bad.to(tl.int32))
     if counts is not None:
         slot = tl.load(columns.slots + row)
         if (slot >= 0) & (not is_bad):
@@ -652,7 +694,7 @@ def _best_kept(rows, groups, threshold, key):
 # Log-probabilities
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def _logprobs_kernel(
     logits, vocab_size, group_highest, num_groups, num_logprobs, sampled, num_top, NUM_GROUPS: tl.constexpr
 ):

@@ -7,14 +7,17 @@ operation may run long after the host has gone on, and a copy that the host does
 
 import random
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker_service.streams import Operation
@@ -82,8 +85,9 @@ class FakeStream:
         if isinstance(head, FakeEvent):
             head.has_happened = True
         elif not isinstance(head, _Wait):
-            with _Recorder():
+            with _recorded() as recorder:
                 head()
+            self._device.launches += recorder.num_launches()
 
     def _put(self, item: Operation | FakeEvent | _Wait) -> None:
         with self._device.lock:
@@ -104,32 +108,62 @@ class _Recorder(TorchDispatchMode):
         self.launches: list[tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any], list[Tensor]]] = []
         self._is_in_kernel = False
 
-    def __enter__(self) -> "_Recorder":
-        assert _Recorder.current is None
-        _Recorder.current = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        _Recorder.current = None
-        super().__exit__(*raised)
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if self._is_in_kernel:
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         assert not _waits_for_host(function, args), f"the host would wait for {function}"
-        made = function(*args, **(kwargs or {}))
-        self.launches.append((function, args, kwargs or {}, _tensors(made)))
+        if function._can_decompose():
+            with self:
+                return function.decompose(*args, **kwargs)
+        made = function(*args, **kwargs)
+        self.launches.append((function, args, kwargs, _tensors(made)))
         return made
 
     def launch(self, kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
-        self._is_in_kernel = True
+        is_in_kernel, self._is_in_kernel = self._is_in_kernel, True
         try:
             made = kernel(*args)
         finally:
-            self._is_in_kernel = False
-        self.launches.append((as_kernel(kernel), args, {}, _tensors(made)))
+            self._is_in_kernel = is_in_kernel
+        if not is_in_kernel:
+            self.launches.append((as_kernel(kernel), args, {}, _tensors(made)))
         return made
+
+    def num_launches(self) -> Counter[str]:
+        """What a GPU would be given, by name. See `FakeDevice.launches`."""
+        return Counter(_name(function) for function, _, _, _ in self.launches if _is_launch(function))
+
+
+@contextmanager
+def _recorded() -> Iterator[_Recorder]:
+    assert _Recorder.current is None
+    with _Recorder() as recorder:
+        _Recorder.current = recorder
+        try:
+            yield recorder
+        finally:
+            _Recorder.current = None
+
+
+_ALLOCATIONS = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
+
+
+def _is_launch(function: Callable[..., Any]) -> bool:
+    """Whether a GPU would have something to do: not for views of memory, nor for memory that nothing is written to."""
+    if not isinstance(function, OpOverload):
+        return True
+    return not (function.is_view or function.overloadpacket in (*_ALLOCATIONS, torch.ops.aten._unsafe_view))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(function.overloadpacket) if isinstance(function, OpOverload) else function.__name__
 
 
 _WAITS_FOR_HOST = (
@@ -150,6 +184,7 @@ def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is one launch, and may look at what the device computed. What it reads of its tensors it reads
     when it is carried out."""
 
+    @wraps(function)
     def launch(*args: Any) -> Any:
         recorder = _Recorder.current
         return function(*args) if recorder is None else recorder.launch(function, args)
@@ -172,16 +207,17 @@ class FakeGraph:
     def __init__(self, device: "FakeDevice", operation: Operation) -> None:
         self._device = device
         self.num_replays = 0
-        with _Recorder() as recorder:
+        with _recorded() as recorder:
             operation()
         self._launches = recorder.launches
+        self.launches = recorder.num_launches()
 
     def replay(self) -> None:
         self.num_replays += 1
-        self._device.compute.run(self._launch_all)
+        self._device.compute.run(as_kernel(self.replay_launches))
 
     @torch.inference_mode()
-    def _launch_all(self) -> None:
+    def replay_launches(self) -> None:
         for function, args, kwargs, made in self._launches:
             for tensor, again in zip(made, _tensors(function(*args, **kwargs)), strict=True):
                 if tensor.data_ptr() != again.data_ptr():
@@ -189,7 +225,13 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """See `Device`. Its memory is the host's."""
+    """See `Device`. Its memory is the host's.
+
+    Attributes:
+        launches: what was carried out on any stream, by name: kernels, operations of torch, copies and replays of
+            graphs. An operation of torch is one launch, matrix products among them, which a library may carry out in
+            several; views and memory that nothing is written to are none. `FakeGraph.launches` are those in a graph.
+    """
 
     torch_device = CPU
 
@@ -206,6 +248,7 @@ class FakeDevice:
         self.results = FakeStream(self, Guard.RESULTS_AFTER_COMPUTE, Guard.HOST_AFTER_RESULTS)
         self.moves = FakeStream(self, Guard.MOVES_AFTER_COMPUTE)
         self.graphs: list[FakeGraph] = []
+        self.launches: Counter[str] = Counter()
 
     @property
     def _streams(self) -> tuple[FakeStream, ...]:

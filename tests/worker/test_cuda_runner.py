@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from pagewire.grammars import GrammarCompiler
-from pagewire.kernels.sampling import SampledTokens, SamplingColumns
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from scheduler_service.core import plan as core_plan
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, EndReason, Request, TokenOutputs
@@ -39,7 +39,7 @@ from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.config import WorkerConfig
 from worker_service.device.computation import StepTimer
 from worker_service.device.graphs import graph_sizes
-from worker_service.device.sampler import REFERENCE, Sampler
+from worker_service.device.sampler import REFERENCE
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.grammars import CompileThread, EpochGrammars
 from worker_service.models.config import ModelConfig
@@ -71,7 +71,11 @@ READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "flo
 
 @as_kernel
 def sample(
-    logits: torch.Tensor, columns: SamplingColumns, token_counts: torch.Tensor | None, max_logprobs: int | None
+    logits: torch.Tensor,
+    columns: SamplingColumns,
+    token_counts: torch.Tensor | None,
+    max_logprobs: int | None,
+    target: TokenTarget | None,
 ) -> SampledTokens:
     """The reference, which sees that its columns are as a kernel wants them."""
     for name, tensor in columns._asdict().items():
@@ -80,10 +84,10 @@ def sample(
             assert len(tensor) == len(logits) or name == "masks", name
             assert tensor.data_ptr() % 16 == 0, f"a kernel would be compiled again for {name}"
             assert tensor.dtype in (torch.float32, torch.int32) or name == "seeds"
-    return REFERENCE.sample(logits, columns, token_counts, max_logprobs)
+    return REFERENCE.sample(logits, columns, token_counts, max_logprobs, target)
 
 
-SAMPLER = Sampler(sample, as_kernel(REFERENCE.count_tokens), is_capturable=True)
+SAMPLER = replace(REFERENCE, sample=sample, count_tokens=as_kernel(REFERENCE.count_tokens), is_capturable=True)
 
 
 @pytest.fixture(scope="module")
@@ -602,7 +606,7 @@ def test_graph_sizes(max_graph_batch_size: int, max_num_seqs: int, sizes: tuple[
 
 def test_graphs_are_captured_largest_first_and_the_next_larger_is_replayed(checkpoints: dict[str, Path]) -> None:
     pair = Pair(checkpoints["qwen2"], 6, block_size=8, max_num_seqs=7, max_graph_batch_size=5)
-    graphs = pair.device.graphs  # of each size the forward pass, then sampling
+    graphs = pair.device.graphs  # of each size the forward pass alone, then with sampling
     assert len(graphs) == 2 * len((5, 4, 2, 1))
     told = SamplingParams(num_logprobs=1)
     prompts = [opening(slot, random_tokens(slot, 3), (slot + 1, slot + 11), GREEDY) for slot in range(6)]
@@ -618,7 +622,7 @@ def test_graphs_are_captured_largest_first_and_the_next_larger_is_replayed(check
         replays[-1][graph] += 1  # a row that tells more than its token samples by itself
     plans += [StepPlan(1, 8, (6,), openings=(opening(0, [1, 2], (1, 11)),), work_slots=(0,), work_num_tokens=(2,))]
     plans += [StepPlan(1, 9)]
-    replays += [replays[-1], [count + (place >= 6) for place, count in enumerate(replays[-1])]]
+    replays += [replays[-1], [count + (place == 7) for place, count in enumerate(replays[-1])]]
     for plan, expected in zip(plans, replays, strict=True):
         assert_all_equal(pair, [plan])
         assert [graph.num_replays for graph in graphs] == expected

@@ -10,13 +10,12 @@ from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
 
-from triton.runtime.interpreter import GridExecutor  # noqa: E402
-
 from pagewire.kernels.expert_choice import ExpertChoice  # noqa: E402
 from pagewire.kernels.triton import experts  # noqa: E402
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
-from tests.worker.fake_device import FakeDevice, as_kernel  # noqa: E402
+from tests.worker.fake_device import FakeDevice  # noqa: E402
+from tests.worker.interpreted_launches import record_launches  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
 from tests.worker.runners import device_runner, host_runner  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
@@ -97,20 +96,9 @@ def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     check_tokens(path, make_runner(path, backend, CudaDevice(DEVICE) if DEVICE.type == "cuda" else None))
 
 
-@pytest.fixture
-def launches_are_recorded(monkeypatch):
-    """A graph of the fake device holds a launch of the interpreter as one, not the copies that it makes by itself."""
-    carry_out = GridExecutor.__call__
-
-    def launch(executor, *args, **kwargs):
-        as_kernel(lambda *args: carry_out(executor, *args, **kwargs))(*args)
-
-    monkeypatch.setattr(GridExecutor, "__call__", launch)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "gpt_oss"])
-@pytest.mark.usefixtures("launches_are_recorded")
-def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path):
+def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path, monkeypatch):
+    record_launches(monkeypatch)
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
     device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else FakeDevice(seed=13)
     check_tokens(path, make_runner(path, device=device))

@@ -6,7 +6,8 @@ the tokens that it sampled among it. A step is a few operations on the compute s
     copies -> upload -> changed rows -> inputs gathered -> model -> logits -> sampler -> tokens to their rows
 
 Steps in which every row decodes replay graphs (`graphs.py`), others are launched kernel by kernel. What a step
-sampled is copied to pinned memory on the results stream, behind the step and beside the next one. Moves have a stream
+sampled is copied to pinned memory: on the results stream, behind the step and beside the next one, or on the compute
+stream where the next step writes the same memory. Moves have a stream
 of their own, which begins after the compute of the plan before. Nothing that the device computes waits for the host.
 """
 
@@ -15,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_service.attention import AttentionBackend, LayerCache
@@ -68,7 +71,7 @@ class DeviceComputation:
         self._backend = backend
         self._sampler = sampler
         self._device = device
-        self._device_table = DeviceTable(limits, device.torch_device, sampler.count_tokens)
+        self._device_table = DeviceTable(limits, device.torch_device, sampler)
         self._uploads = UploadRing(device)
         self._result_buffers = ResultBuffers(device)
         is_capturable = backend.is_capturable and sampler.is_capturable
@@ -112,7 +115,7 @@ class DeviceComputation:
         """
         put = self._plan_work(work) if len(work.rows.slots) else None
         if work.upload.size:
-            work.packed = self._uploads.send(work.upload)
+            work.packed = self._uploads.send(work.upload, work.upload_target)
         for edit in edits:
             self._device.compute.run(partial(_apply, edit, work.packed))
 
@@ -120,7 +123,7 @@ class DeviceComputation:
             if put is None:
                 duration_us = (time.perf_counter_ns() - step.watch.began_ns) // 1000
                 return FinishedStep(step.result(Samples(()), (), duration_us, StepParts()))
-            buffer = self._result_buffers.take(work.num_values)  # takes memory: before anything is changed
+            buffer = self._result_buffers.take(work.num_copied)  # takes memory: before anything is changed
             put()
             return self._follow(step, work, buffer)
 
@@ -146,25 +149,30 @@ class DeviceComputation:
         packing = None
         if not sampling.takes_tokens_only:
             packing = PackedSampling.pack(sampling, work.upload, self._device_table.scratch_slot)
+        elif work.upload.size == padded.stop - padded.start:  # nothing else is sent
+            work.upload_target = self._graphs.rows(size)
+        work.sampled = buffers.sampled if packing is None else None
         compute = self._device.compute
 
         def put() -> None:
-            compute.run(lambda: self._graphs.set_rows(work.packed.tensor[padded]))
-            self._graphs.forward(size)
+            if work.upload_target is None:
+                compute.run(lambda: self._graphs.set_rows(work.packed.tensor[padded]))
             if packing is None:
-                self._graphs.sample(size)
-                compute.run(lambda: work.results.put(flatten_to_int32([buffers.sampled[:, : sampling.num_rows]])))
+                self._graphs.forward_and_sample(size)
             else:
+                self._graphs.forward(size)
                 compute.run(partial(self._sample, work, buffers.logits[: sampling.num_rows], packing, []))
 
         return put
 
     def _follow(self, step: BegunStep, work: "_Work", buffer: PinnedBuffer) -> LaunchedStep:
         """Have the results copied to the host behind the work."""
+        target, sampled = buffer.tensor[: work.num_copied], work.sampled
+        if sampled is not None:
+            self._device.compute.run(lambda: target.copy_(sampled.flatten(), non_blocking=True))
         computed = self._device.compute.record()
-        if work.num_values:
+        if sampled is None and work.num_values:
             self._device.results.wait_for(computed)
-            target = buffer.tensor[: work.num_values]
             self._device.results.run(lambda: target.copy_(work.results.tensor, non_blocking=True))
             computed = self._device.results.record()
         return _StepUnderWay(step, work, buffer, computed, self._result_buffers, self._clock)
@@ -194,25 +202,24 @@ class DeviceComputation:
         """`others` are read behind the samples."""
         packed, table = work.packed.tensor, self._device_table
         token_counts = table.token_counts if packing.is_penalized else None
-        columns = packing.columns(packed, table)
-        sampled = self._sampler.sample(logits, columns, token_counts, work.sampling.max_reported)
-        work.results.put(flatten_to_int32([*packing.keep(sampled, packed, table), *others]))
+        columns, target = packing.columns(packed, table), packing.target(packed, table)
+        sampled = self._sampler.sample(logits, columns, token_counts, work.sampling.max_reported, target)
+        packing.uncount(sampled, packed, table)
+        work.results.put(flatten_to_int32([target.sampled, *work.sampling.reports(sampled), *others]))
 
     @torch.inference_mode()
     def _decode(self, buffers: DecodeBuffers) -> None:
-        """Compute the logits of a batch of decoding rows. The first CUDA graph of each batch size holds this."""
+        """Compute the logits of a batch of decoding rows. Both CUDA graphs of each batch size hold this."""
         hidden = self._forward(buffers.inputs.gather(self._device_table))
-        buffers.logits.copy_(self._model.compute_logits(hidden))
+        self._model.compute_logits(hidden, buffers.logits)
 
     @torch.inference_mode()
     def _sample_decoded(self, buffers: DecodeBuffers) -> None:
         """Sample a batch of rows that ask for a token and no more. The second CUDA graph of each batch size holds
         this."""
         inputs, table = buffers.inputs, self._device_table
-        columns = table.sampling_columns(inputs.aligned_slots, inputs.seq_lens)
-        sampled = self._sampler.sample(buffers.logits, columns, None, None)
-        table.token_ids[inputs.slots.long(), inputs.seq_lens.long()] = sampled.token_ids.int()
-        buffers.sampled.copy_(torch.stack([sampled.token_ids, sampled.is_nan.long()]))
+        columns = table.sampling_columns(inputs.slots, inputs.seq_lens)
+        self._sampler.sample(buffers.logits, columns, None, None, table.target(inputs.slots, buffers.sampled))
 
     def _forward(self, batch: DeviceBatch) -> Tensor:
         attend = self._backend.prepare(batch.attention, self._layers)
@@ -231,7 +238,9 @@ class _Work:
     sampling: StepSampling
     hidden_size: int
     upload: Upload = field(default_factory=Upload)
+    upload_target: Tensor | None = None  # memory of the upload's on the device; None: new memory
     packed: OnDevice = field(default_factory=OnDevice)  # the upload
+    sampled: Tensor | None = None  # of a graph, [2, its size]; None: the step has `results`
     results: OnDevice = field(default_factory=OnDevice)  # what the host reads: of `sampling`, `chunks` and `pooled`
     chunks: Sequence[PromptChunk] = ()
     pooled: Sequence[PooledChunk] = ()
@@ -242,6 +251,17 @@ class _Work:
         num_pooled = sum(chunk.is_last for chunk in self.pooled)
         num_others = sum(chunk.num_values for chunk in self.chunks) + self.hidden_size * num_pooled
         return self.sampling.num_values + num_others
+
+    @property
+    def num_copied(self) -> int:
+        """The number of values that come to the host: rows of padding have some."""
+        return self.num_values if self.sampled is None else self.sampled.numel()
+
+    def values(self, copied: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return those that the host reads."""
+        if self.sampled is None:
+            return copied
+        return copied[: self.num_copied].reshape(2, -1)[:, : self.sampling.num_rows].ravel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +281,7 @@ class _StepUnderWay:
     def result(self) -> StepResult:
         self.done.wait()
         duration_us = self.clock.duration_us(self.step.watch.began_ns)
-        reading = ValueReader(self.buffer.array)
+        reading = ValueReader(self.work.values(self.buffer.array))
         samples = self.work.sampling.read(reading)
         prompt_logprobs = tuple(chunk.read(reading) for chunk in self.work.chunks)
         pooled = read_embeddings(self.work.pooled, reading, self.work.hidden_size)

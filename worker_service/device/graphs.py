@@ -1,8 +1,8 @@
 """CUDA graphs of steps in which every row decodes one token: a replay in place of hundreds of launches.
 
-For each batch size there are two graphs, the forward pass and the sampling behind it, so that a step which samples in a
-way of its own still has the first. A step takes the next larger size, and its rows of padding do no harm: they are in
-the scratch slot, keep no keys and attend to nothing. Capturing the largest first lets the others use its memory.
+For each batch size there are two graphs, the forward pass alone, for steps that sample in a way of their own, and the
+forward pass with plain sampling behind it. A step takes the next larger size, and its rows of padding do no harm: they
+are in the scratch slot, keep no keys and attend to nothing. Capturing the largest first lets the others use its memory.
 """
 
 import logging
@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagewire.kernels.gathering import ALIGNMENT
 from worker_service.device.inputs import DecodeInputs
-from worker_service.device.staging import ALIGNMENT
 from worker_service.rows import TableLimits
 from worker_service.streams import Device, Graph
 
@@ -67,16 +67,21 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[Graph, Graph]] = {}
 
     def capture(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
-        """Capture both operations for every size, over rows of padding."""
+        """Capture the first operation, and both together, for every size, over rows of padding."""
         if not self._sizes:
             return
+
+        def forward_and_sample(buffers: DecodeBuffers) -> None:
+            forward(buffers)
+            sample(buffers)
+
         started = time.perf_counter()
         logger.info("capturing graphs for %d batch sizes up to %d", len(self._sizes), self._sizes[-1])
         for size in reversed(self._sizes):
             buffers = self._padding(size)
             self._graphs[size] = (
                 self._device.capture(partial(forward, buffers)),
-                self._device.capture(partial(sample, buffers)),
+                self._device.capture(partial(forward_and_sample, buffers)),
             )
             logger.info("captured graphs for batches of %d", size)
         logger.info("captured %d graphs in %.1f s", 2 * len(self._graphs), time.perf_counter() - started)
@@ -110,19 +115,23 @@ class DecodeGraphs:
         """Put a step's `padded` rows where its graphs read them. To be carried out on the compute stream."""
         self._rows[: len(rows)].copy_(rows)
 
+    def rows(self, size: int) -> Tensor:
+        """Where the graphs of that size read a step's `padded` rows."""
+        return self._rows[: 2 * _aligned(size)]
+
     def forward(self, size: int) -> None:
         """Put the forward pass on the compute stream: from the rows to `DecodeBuffers.logits`."""
         self._graphs[size][0].replay()
 
-    def sample(self, size: int) -> None:
-        """Put plain sampling on the compute stream: tokens go to their rows and to `DecodeBuffers.sampled`."""
+    def forward_and_sample(self, size: int) -> None:
+        """Put the forward pass and plain sampling on the compute stream: from the rows to their tokens, which go to
+        the table and to `DecodeBuffers.sampled`."""
         self._graphs[size][1].replay()
 
     def _parts_of(self, size: int) -> DecodeBuffers:
         start = _aligned(size)
         inputs = DecodeInputs(
             slots=self._rows[:size],
-            aligned_slots=self._rows[:start],
             seq_lens=self._rows[start : start + size],
             query_start_loc=self._query_start_loc[: size + 1],
             max_seq_len=self._limits.max_model_len,

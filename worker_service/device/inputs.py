@@ -29,7 +29,7 @@ class StepInputs:
     seq_lens: slice  # [S]
     query_start_loc: slice  # [S + 1]
     token_slots: slice  # [T]
-    positions: slice  # [T]
+    token_lengths: slice  # [T], of its row up to each token and with it
     sampling_indices: slice  # [R], of the last tokens of the rows that sample, in slot order
     num_decodes: int
     host_query_start_loc: list[int]
@@ -51,7 +51,7 @@ class StepInputs:
             seq_lens=upload.add(ordered.ends),
             query_start_loc=upload.add(query_start_loc),
             token_slots=upload.add(token_slots),
-            positions=upload.add(positions),
+            token_lengths=upload.add(positions + 1),
             sampling_indices=upload.add(last_tokens[rows.samples]),
             num_decodes=int((ordered.num_new_tokens == 1).sum()),
             host_query_start_loc=query_start_loc.tolist(),
@@ -62,15 +62,16 @@ class StepInputs:
 
     def gather(self, packed: Tensor, table: DeviceTable) -> DeviceBatch:
         num_blocks = -(-max(self.host_seq_lens) // self.block_size)
-        slots, positions = packed[self.token_slots].long(), packed[self.positions].long()
+        columns = (packed[self.token_slots], packed[self.token_lengths], packed[self.row_slots])
+        tokens = table.tokens(*columns, num_blocks)
         attention = AttentionBatch(
             query_start_loc=self.host_query_start_loc,
             seq_lens=self.host_seq_lens,
-            block_tables=table.block_tables[:, :num_blocks].index_select(0, packed[self.row_slots]),
-            slot_mapping=_slot_mapping(table, slots, positions, self.block_size),
+            block_tables=tokens.block_tables,
+            slot_mapping=tokens.slot_mapping,
             device_rows=DeviceRows(packed[self.query_start_loc], packed[self.seq_lens], self.num_decodes),
         )
-        return DeviceBatch(table.token_ids[slots, positions].long(), positions, attention)
+        return DeviceBatch(tokens.token_ids, tokens.positions, attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,12 @@ class DecodeInputs:
 
     Attributes:
         slots: [S] int32; rows of padding have the scratch slot.
-        aligned_slots: the same with the scratch slot behind them up to a multiple of `ALIGNMENT`.
         seq_lens: [S] int32; 0 for rows of padding.
         query_start_loc: [S + 1] int32: 0, 1, 2, ...
         max_seq_len: the most that any step's rows have.
     """
 
     slots: Tensor
-    aligned_slots: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     max_seq_len: int
@@ -94,18 +93,12 @@ class DecodeInputs:
 
     def gather(self, table: DeviceTable) -> DeviceBatch:
         num_rows = len(self.slots)
-        slots = self.slots.long()
-        positions = (self.seq_lens.long() - 1).clamp(min=0)
-        mapping = _slot_mapping(table, slots, positions, self.block_size)
+        tokens = table.tokens(self.slots, self.seq_lens, self.slots)
         attention = AttentionBatch(
             query_start_loc=list(range(num_rows + 1)),
             seq_lens=[self.max_seq_len] * num_rows,
-            block_tables=table.block_tables.index_select(0, slots),
-            slot_mapping=mapping.masked_fill(self.seq_lens == 0, -1),
+            block_tables=tokens.block_tables,
+            slot_mapping=tokens.slot_mapping,
             device_rows=DeviceRows(self.query_start_loc, self.seq_lens, num_rows),
         )
-        return DeviceBatch(table.token_ids[slots, positions].long(), positions, attention)
-
-
-def _slot_mapping(table: DeviceTable, slots: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    return table.block_tables[slots, positions // block_size].long() * block_size + positions % block_size
+        return DeviceBatch(tokens.token_ids, tokens.positions, attention)

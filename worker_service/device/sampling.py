@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire.kernels.sampling import SampledTokens, SamplingColumns
-from worker_service.device.staging import Upload, aligned
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
+from worker_service.device.staging import Upload
 from worker_service.device.table import DeviceTable
 from worker_service.rows import StepSampling
 
@@ -39,7 +39,7 @@ class PackedSampling:
         return bool(self.sampling.is_penalized.any())
 
     def columns(self, packed: Tensor, table: DeviceTable) -> SamplingColumns:
-        columns = table.sampling_columns(packed[aligned(self.slots)], packed[self.num_tokens])
+        columns = table.sampling_columns(packed[self.slots], packed[self.num_tokens])
         return columns._replace(**{name: self._edit(name, packed) for name in self.edits})
 
     def _edit(self, name: str, packed: Tensor) -> Tensor:
@@ -47,11 +47,13 @@ class PackedSampling:
         bits = packed[self.edits[name]].view(column.shape)
         return bits.view(torch.float32) if column.dtype == np.float32 else bits
 
-    def keep(self, sampled: SampledTokens, packed: Tensor, table: DeviceTable) -> list[Tensor]:
-        """Append the tokens to their rows. Returns what `StepSampling.read` reads."""
-        positions = packed[self.num_tokens].long()
-        table.token_ids[packed[self.write_slots].long(), positions] = sampled.token_ids.int()
+    def target(self, packed: Tensor, table: DeviceTable) -> TokenTarget:
+        """Return where the tokens go."""
+        slots = packed[self.write_slots]
+        return table.target(slots, slots.new_empty(2, len(slots)))
+
+    def uncount(self, sampled: SampledTokens, packed: Tensor, table: DeviceTable) -> None:
+        """Take back what was counted for rows that do not take their tokens."""
         if self.is_penalized and table.token_counts is not None:
             counted = (packed[self.slots].long(), sampled.token_ids)
             table.token_counts[counted] = table.token_counts[counted] - packed[self.uncounted] * ~sampled.is_nan
-        return self.sampling.results(sampled)

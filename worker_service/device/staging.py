@@ -8,15 +8,14 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from pagewire.kernels.gathering import ALIGNMENT
 from worker_service.streams import Device, DeviceEvent
 
 _MIN_BUFFER_SIZE = 1 << 12  # in int32
-# Columns begin at whole 16 bytes, in int32: Triton compiles a kernel again for a pointer that does not.
-ALIGNMENT = 4
 
 
 class Upload:
-    """Columns of one step, packed and aligned: integers and, bit by bit, float32."""
+    """Columns of one step, packed, each from a multiple of `ALIGNMENT` on: integers and, bit by bit, float32."""
 
     def __init__(self) -> None:
         self._parts: list[NDArray[np.int32]] = []
@@ -36,11 +35,6 @@ class Upload:
     def write(self, target: NDArray[np.int32]) -> None:
         """`target`: [size]."""
         np.concatenate(self._parts, out=target)
-
-
-def aligned(column: slice) -> slice:
-    """A column of an upload with the zeros behind it, up to the next one."""
-    return slice(column.start, column.stop + (column.start - column.stop) % ALIGNMENT)
 
 
 class OnDevice:
@@ -84,8 +78,8 @@ class UploadRing:
             (PinnedBuffer.allocate(device, 1), None) for _ in range(num_buffers)
         )
 
-    def send(self, upload: Upload) -> OnDevice:
-        """Copy it on the compute stream to a tensor [size] int32 of its own."""
+    def send(self, upload: Upload, target: Tensor | None = None) -> OnDevice:
+        """Copy it on the compute stream to the target, [size] int32, or to a tensor of its own."""
         buffer, read = self._ring.popleft()
         if read is not None:
             read.wait()
@@ -94,7 +88,14 @@ class UploadRing:
         upload.write(buffer.array[: upload.size])
         packed = OnDevice()
         source = buffer.tensor[: upload.size]
-        self._device.compute.run(lambda: packed.put(source.to(self._device.torch_device, non_blocking=True, copy=True)))
+
+        def copy() -> None:
+            if target is None:
+                packed.put(source.to(self._device.torch_device, non_blocking=True, copy=True))
+            else:
+                packed.put(target.copy_(source, non_blocking=True))
+
+        self._device.compute.run(copy)
         self._ring.append((buffer, self._device.compute.record()))
         return packed
 

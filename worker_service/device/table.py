@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns
-from worker_service.device.sampler import CountTokens
+from pagewire.kernels.gathering import GatheredTokens, RowTables
+from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns, TokenTarget
+from worker_service.device.sampler import Sampler
 from worker_service.device.staging import Upload
 from worker_service.rows import SequenceTable, TableLimits, has_penalties
 from worker_service.step import RowOpening, StepPlan
@@ -32,28 +33,33 @@ class DeviceTable:
             that have penalties. None before the first of them.
     """
 
-    def __init__(self, limits: TableLimits, device: torch.device, count_tokens: CountTokens) -> None:
+    def __init__(self, limits: TableLimits, device: torch.device, sampler: Sampler) -> None:
         num_slots = limits.max_num_seqs + 1
         self.scratch_slot = limits.max_num_seqs
         self._limits = limits
-        self._count_tokens = count_tokens
+        self._sampler = sampler
         self.token_ids = torch.zeros((num_slots, limits.max_model_len + 1), dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((num_slots, limits.max_num_blocks), dtype=torch.int32, device=device)
         self.token_counts: Tensor | None = None
         self._lines = torch.zeros((len(FLOATS) + len(INTEGERS), num_slots), dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
-    def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-        """Return the sampling columns of some rows, without their biases and stop tokens.
+    def tokens(
+        self, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int | None = None
+    ) -> GatheredTokens:
+        """Return the new tokens of a step: see `pagewire.kernels.gathering.gather_tokens`. `num_blocks`: None: all."""
+        tables = RowTables(self.token_ids, self.block_tables, self._limits.block_size)
+        num_blocks = self._limits.max_num_blocks if num_blocks is None else num_blocks
+        return self._sampler.gather_tokens(tables, slots, lengths, row_slots, num_blocks)
 
-        Args:
-            slots: [R] int32, or some more up to a multiple of `ALIGNMENT`, so that each column begins at one.
-            num_tokens: [R] int32.
-        """
-        num_rows = len(num_tokens)
-        lines = self._lines.index_select(1, slots)[:, :num_rows]
-        floats, integers = lines[: len(FLOATS)].view(torch.float32), lines[len(FLOATS) :]
-        return SamplingColumns.of(floats, integers, self._seeds.index_select(0, slots[:num_rows]), num_tokens)
+    def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
+        """Return the sampling columns of some rows, without their biases and stop tokens: see
+        `pagewire.kernels.gathering.gather_columns`."""
+        return self._sampler.gather_columns(self._lines, self._seeds, slots, num_tokens)
+
+    def target(self, slots: Tensor, sampled: Tensor) -> TokenTarget:
+        """Return where the tokens go that are chosen for rows [R] int32, to be read from `sampled`, [2, R] int32."""
+        return TokenTarget(self.token_ids, slots, sampled)
 
     def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
         """Return what a plan changes in the table of the device, in order. `table` is as the plan has left it; what the
@@ -128,7 +134,7 @@ class DeviceTable:
                 shape = (len(self.token_ids), self._limits.vocab_size)
                 self.token_counts = torch.zeros(shape, dtype=torch.int32, device=self.token_ids.device)
             columns = (packed[slots], packed[token_ids], packed[start_loc], packed[num_prompt_tokens])
-            self._count_tokens(self.token_counts, *columns)
+            self._sampler.count_tokens(self.token_counts, *columns)
 
         return edit
 

@@ -20,6 +20,7 @@ class TritonOperations:
         self.silu_mul = fused.silu_mul
         products = TorchOperations()
         self.can_hold, self.packs, self.prepare_product = products.can_hold, products.packs, products.prepare_product
+        self.prepare_float32_product = products.prepare_float32_product
         self.multiplies_quantized, self.prepare_quantized = products.multiplies_quantized, products.prepare_quantized
         self.quantize = products.quantize
         self.join_experts = products.join_experts

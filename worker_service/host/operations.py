@@ -11,7 +11,7 @@ from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from worker_service.models.model import Attend
-from worker_service.models.operations import ExpertProduct, Operations, Product, TorchOperations
+from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product, TorchOperations
 
 # What models compute in with the kernels' products.
 _COMPUTED = (torch.float32, torch.bfloat16)
@@ -50,6 +50,9 @@ class CpuOperations:
             packed = self.kernels.pack_linear(weight.contiguous(), floats(bias), computed)
             return CpuProduct(self.kernels, packed, computed)
         return TorchOperations().prepare_product(weight, bias, computed)
+
+    def prepare_float32_product(self, weight: Tensor, computed: torch.dtype) -> Float32Product | None:
+        return None
 
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
         return computed in self._computed

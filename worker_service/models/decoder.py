@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         )
         self.norm = Norm(config, operations)
         num_logits = vocabulary_share(config.vocab_size, communicator.size)
-        self.head = Linear(config.hidden_size, [num_logits], operations, bias=False)
+        self.head = Linear(config.hidden_size, [num_logits], operations, bias=False, gives_float32=True)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Model.forward`."""
@@ -59,14 +59,18 @@ class Decoder(nn.Module):
             update = layer(x, update, None if number is None else angles[number], growth, attend)
         return self.norm(x, update)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Model.compute_logits`."""
         config = self.config
-        logits = self.communicator.all_gather(self.head(hidden))[:, : config.vocab_size].float()
+        if self.communicator.size == 1:
+            logits = self.head.multiply_to_float32(hidden, out)
+        else:
+            logits = self.communicator.all_gather(self.head.multiply_to_float32(hidden))[:, : config.vocab_size]
+            logits = logits if out is None else out.copy_(logits)
         if config.logits_multiplier != 1:
-            logits = logits * config.logits_multiplier
+            logits.mul_(config.logits_multiplier)
         if config.logits_softcap:
-            logits = config.logits_softcap * (logits / config.logits_softcap).tanh()
+            logits.div_(config.logits_softcap).tanh_().mul_(config.logits_softcap)
         return logits
 
 

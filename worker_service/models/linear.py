@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
-from worker_service.models.operations import ExpertProduct, Operations, Product
+from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product
 
 # Rows of a weight or bias.
 _Rows = TypeVar("_Rows", Tensor, QuantizedWeight | Float8Weight)
@@ -22,6 +22,7 @@ class Linear(nn.Module):
 
     `out_sizes` are the rows of each. `finish_loading` must be called once the weights are in. Of several ranks whose
     outputs are summed one alone `adds_bias`. `is_float32`: whatever the model computes in, and not quantised.
+    `gives_float32`: there is `multiply_to_float32`, and no bias.
     """
 
     def __init__(
@@ -33,13 +34,17 @@ class Linear(nn.Module):
         bias: bool,
         adds_bias: bool = True,
         is_float32: bool = False,
+        gives_float32: bool = False,
     ) -> None:
         super().__init__()
+        assert not (bias and gives_float32)
         self.is_float32 = is_float32
+        self._gives_float32 = gives_float32
         self.out_sizes = tuple(out_sizes)
         self.weight: Tensor | None = nn.Parameter(torch.empty(sum(out_sizes), in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if bias else None
         self.product: Product | None = None
+        self._float32_product: Float32Product | None = None
         # What the weight stays in, where it stays quantised.
         self.quantized_format: QuantizedFormat | Float8Format | None = None
         # Which row of the checkpoint's each row is; None: they are in that order.
@@ -66,7 +71,10 @@ class Linear(nn.Module):
         elif quantized is not None:
             self.product = self._operations.prepare_quantized(self._ordered(quantized), bias, dtype)
         else:
-            self.product = self._operations.prepare_product(self._ordered(self._whole(dtype)), bias, dtype)
+            weight = self._ordered(self._whole(dtype))
+            self.product = self._operations.prepare_product(weight, bias, dtype)
+            if self._gives_float32:
+                self._float32_product = self._operations.prepare_float32_product(weight, dtype)
         self.weight, self._parts = None, []
 
     def take_weight(self, dtype: torch.dtype) -> Tensor:
@@ -102,6 +110,16 @@ class Linear(nn.Module):
         """[T, in_size] -> [T, sum(out_sizes)]"""
         assert self.product is not None
         return self.product(x)
+
+    def multiply_to_float32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, in_size] -> [T, sum(out_sizes)] float32, not rounded to the model's dtype where the operations can.
+
+        `out`: where to write, dense; None: new memory.
+        """
+        if self._float32_product is not None:
+            return self._float32_product(x, out)
+        values = self(x)
+        return values.float() if out is None else out.copy_(values)
 
 
 def _join(parts: Sequence[QuantizedWeight | Float8Weight | Tensor]) -> QuantizedWeight | Float8Weight | None:

@@ -20,5 +20,5 @@ class Model(Protocol):
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, [T, hidden_size], of a flat batch: token_ids and positions are [T] int64."""
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] -> [R, vocab_size] float32."""
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, hidden_size] -> [R, vocab_size] float32. `out`: where to write them, dense; None: new memory."""

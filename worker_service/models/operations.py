@@ -19,10 +19,14 @@ from worker_service.models.rope import rotate
 
 # oneDNN lays a weight out for a number of rows; small batches are where the layout matters.
 PACKED_NUM_ROWS = 16
+# Where torch multiplies narrower floats to float32, without rounding the sums.
+FLOAT32_PRODUCT_DEVICES = ("cuda",)
 
 
 # A weight [out_size, in_size] and its bias, ready to be multiplied with: x W^T + b, [T, in_size] -> [T, out_size].
 Product = Callable[[Tensor], Tensor]
+# The same without a bias, whose outputs are float32 and come where the second argument lies, if there is one: dense.
+Float32Product = Callable[[Tensor, Tensor | None], Tensor]
 # Such weights of experts, ready to be multiplied with by slots: x, [T, in_size] of tokens or [T * num_chosen, in_size]
 # of slots, and the ids [T, num_chosen] of their experts, to slots [T * num_chosen, out_size].
 ExpertProduct = Callable[[Tensor, Tensor], Tensor]
@@ -36,6 +40,10 @@ class Operations(Protocol):
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         """Lays a weight out for its product, of activations and to outputs of the dtype `computed`."""
+
+    def prepare_float32_product(self, weight: Tensor, computed: torch.dtype) -> Float32Product | None:
+        """The product with float32 outputs, of activations of the dtype `computed` and a weight that `prepare_product`
+        has too; None: what gives that of `prepare_product` is to be converted."""
 
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
         """Whether there are products over codes, and floats of 8 bits, as they are."""
@@ -110,6 +118,10 @@ class TorchOperations:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_NUM_ROWS)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
+    def prepare_float32_product(self, weight: Tensor, computed: torch.dtype) -> Float32Product | None:
+        assert weight.dtype == computed
+        return partial(_multiply_to_float32, weight.t()) if weight.device.type in FLOAT32_PRODUCT_DEVICES else None
+
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
         return False
 
@@ -173,6 +185,12 @@ class TorchOperations:
         if key_weight is not None:
             key = self.rms_norm(key, key_weight, eps)
         return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
+
+
+def _multiply_to_float32(transposed: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        out = x.new_empty(len(x), transposed.shape[1], dtype=torch.float32)
+    return torch.mm(x, transposed, out_dtype=torch.float32, out=out)
 
 
 def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None) -> Tensor:

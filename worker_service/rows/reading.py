@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 def flatten_to_int32(tensors: Sequence[Tensor]) -> Tensor:
-    """One dense tensor of integers below 2**31, booleans and, bit by bit, float32."""
+    """One dense tensor of integers below 2**31, booleans and, bit by bit, float32. It may be memory of the only one."""
     flat = [tensor.flatten() for tensor in tensors]
-    return torch.cat([part.view(torch.int32) if part.dtype == torch.float32 else part.int() for part in flat])
+    parts = [part.view(torch.int32) if part.dtype == torch.float32 else part.int() for part in flat]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 class ValueReader:

@@ -190,10 +190,13 @@ class StepSampling:
 
     def results(self, sampled: SampledTokens) -> list[Tensor]:
         """Return the tensors that `read` reads, in its order."""
-        results = [sampled.token_ids, sampled.is_nan]
-        if self.max_reported is not None:
-            results += [sampled.logprobs, sampled.ranks, sampled.top_token_ids, sampled.top_logprobs]
-        return results
+        return [sampled.token_ids, sampled.is_nan, *self.reports(sampled)]
+
+    def reports(self, sampled: SampledTokens) -> list[Tensor]:
+        """Return what `read` reads behind the tokens and whether they are none."""
+        if self.max_reported is None:
+            return []
+        return [sampled.logprobs, sampled.ranks, sampled.top_token_ids, sampled.top_logprobs]
 
     @property
     def num_values(self) -> int:

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from pagewire.kernels.triton import decode_attention, experts, prefill_attention, split_plan
+from pagewire.kernels.triton import decode_attention, experts, gathering, prefill_attention, sampler, split_plan
 from pagewire.kernels.triton.strided import Strided
 
 ALIGNED = torch.zeros(64)
@@ -36,6 +36,18 @@ KERNELS = {
         "num_rows": ("num_rows", NUMBERS),
         "max_splits": ("max_splits", NUMBERS),
     },
+    gathering._gather_tokens_kernel: {
+        **{name: (name, TENSORS) for name in ("slots", "lengths", "row_slots")},
+        **{name: (name, NUMBERS) for name in ("num_tokens", "num_tiles", "num_blocks", "num_pieces")},
+    },
+    gathering._gather_columns_kernel: {
+        "slots": ("slots", TENSORS),
+        **{name: (name, NUMBERS) for name in ("column_stride", "num_rows")},
+    },
+    sampler._scan_kernel: {"chunk_tiles": ("chunk_tiles", NUMBERS)},
+    sampler._choose_kernel: {"num_chunks": ("num_chunks", NUMBERS)},
+    sampler._logprobs_kernel: {"num_top": ("num_top", NUMBERS)},
+    sampler._edit_kernel: {name: (name, NUMBERS) for name in ("max_biases", "max_stops")},
     experts._choose_kernel: {"num_tokens": ("num_tokens", NUMBERS)},
     experts._assign_kernel: {name: (name, NUMBERS) for name in ("num_slots", "max_tiles")},
     experts._multiply_kernel: {"slots_of_row": ("slots_of_row", NUMBERS)},

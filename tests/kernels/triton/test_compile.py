@@ -29,6 +29,8 @@ def test_kernels_compile(tmp_path):
     failed = {name: result.stdout + result.stderr for name, result in results.items() if result.returncode}
     assert not failed, "\n".join(failed.values())
     assert {name for name, result in results.items() if " registers, " not in result.stdout} == set()
+    cases = [line for name in ("gathering", "sampler") for line in results[name].stdout.splitlines()]
+    assert [line for line in cases if ", 0 bytes of stack" not in line] == [], "registers are spilled"
 
 
 def test_kernels_are_compiled_once_wherever_rows_lie():
@@ -41,8 +43,29 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
         "_paged_attention_v1_kernel",
         "_paged_attention_v2_kernel",
         "_plan_kernel",
+        "_gather_tokens_kernel",
+        "_gather_columns_kernel",
+        "_scan_kernel",
+        "_choose_kernel",
+        "_logprobs_kernel",
+        "_edit_kernel",
         "_choose_kernel",
         "_assign_kernel",
         "_multiply_kernel",
         "_reduction_kernel output output_stride",
+    ], result.stderr
+
+
+def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size(tmp_path):
+    """All of their launches pass Triton's launcher."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.triton.launching"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines() == [
+        "_gather_tokens_kernel 1 24",
+        "_gather_columns_kernel 1 6",
+        "_scan_kernel 1 30",
+        "_choose_kernel 1 30",
+        "_logprobs_kernel 1 24",
     ], result.stderr

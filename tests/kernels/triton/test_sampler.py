@@ -17,8 +17,10 @@ from tests.kernels.triton.checks.sampler import (
     check_count_tokens,
     check_rows,
     check_sample,
+    check_target,
     make_columns,
     make_counts,
+    make_target,
     paired_rows,
     random_logits,
     single_rows,
@@ -89,6 +91,14 @@ def test_counts_are_of_the_sequence_and_of_what_it_drew():
     expected[drawn] += 2
     assert counts[2].tolist() == expected
     assert counts[:2].eq(2**30).all()
+
+
+def test_the_specification_keeps_tokens_where_they_belong():
+    rows = [Row(seed=i, token_ids=(1,) * (i + 1)) for i in range(3)]
+    columns, logits = make_columns(rows, torch.device("cpu")), random_logits(23, 3, 50, 1.0, torch.device("cpu"))
+    logits[1, 7] = torch.nan
+    target = make_target(columns)
+    check_target(target, columns, sampling.sample(logits, columns, target=target))
 
 
 # The kernels
@@ -238,8 +248,11 @@ def refusals():
     columns = make_columns(rows, torch.device("cpu"))
     logits, counts = torch.zeros(2, 9), torch.zeros((3, 9), dtype=torch.int32)
 
-    def refused(message, logits=logits, token_counts=counts, max_logprobs=None, **changed):
-        return pytest.param(logits, columns._replace(**changed), token_counts, max_logprobs, message, id=message)
+    target = make_target(columns)
+
+    def refused(message, logits=logits, token_counts=counts, max_logprobs=None, target=None, **changed):
+        arguments = (logits, columns._replace(**changed), token_counts, max_logprobs, target)
+        return pytest.param(arguments, message, id=message)
 
     yield refused("make them dense rows of float32", logits.half())
     yield refused("make them dense rows of float32", torch.zeros(9, 2).t())
@@ -253,9 +266,12 @@ def refusals():
     yield refused("token_counts has 8 columns; the logits have 9", token_counts=counts[:, :8])
     yield refused("token_counts is \\[3, 9\\] of torch.int64", token_counts=counts.long())
     yield refused("max_logprobs is -1", max_logprobs=-1)
+    yield refused("token_ids of the target is", target=target._replace(token_ids=target.token_ids.long()))
+    yield refused("slots of the target is \\[1\\]", target=target._replace(slots=target.slots[:1]))
+    yield refused("sampled of the target is \\[2, 1\\]", target=target._replace(sampled=target.sampled[:, :1]))
 
 
-@pytest.mark.parametrize(("logits", "columns", "token_counts", "max_logprobs", "message"), list(refusals()))
-def test_what_does_not_fit_is_refused(logits, columns, token_counts, max_logprobs, message):
+@pytest.mark.parametrize(("arguments", "message"), list(refusals()))
+def test_what_does_not_fit_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        sampler.sample(logits, columns, token_counts, max_logprobs)
+        sampler.sample(*arguments)

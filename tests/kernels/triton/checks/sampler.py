@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagewire.kernels import sampling
 from pagewire.kernels.noise import gumbel_noise, noise_keys
-from pagewire.kernels.sampling import SampledTokens, SamplingColumns
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from pagewire.kernels.triton import sampler
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
 from tests.kernels.triton.checks.decode_attention import strided
@@ -184,7 +184,9 @@ def check_sample(logits: Tensor, rows: Sequence[Row], case: str, **masks: Tensor
     expected = sampling.sample(expected_logits, columns, expected_counts, reported)
     # The rows of a wider matrix, as a product with a padded vocabulary leaves them.
     wide = torch.cat((logits, torch.full((len(logits), PADDING), torch.nan, device=logits.device)), dim=1)
-    actual = sampler.sample(wide[:, :-PADDING], columns, counts, reported)
+    target = make_target(columns)
+    actual = sampler.sample(wide[:, :-PADDING], columns, counts, reported, target)
+    check_target(target, columns, actual)
     assert wide[:, -PADDING:].isnan().all(), f"something was written behind a row: {case}"
     assert torch.equal(actual.is_nan, expected.is_nan), f"{actual.is_nan} is NaN, not {expected.is_nan}: {case}"
     for i in (actual.token_ids != expected.token_ids).nonzero().flatten().tolist():
@@ -199,6 +201,24 @@ def check_sample(logits: Tensor, rows: Sequence[Row], case: str, **masks: Tensor
                 actual, expected, expected_logits[i], i, min(row.num_logprobs, logits.shape[1]), f"{row}, {case}"
             )
     return actual
+
+
+def make_target(columns: SamplingColumns) -> TokenTarget:
+    """Lines of a wider table, in no order, one of which is nobody's."""
+    num_rows, device = len(columns.seeds), columns.seeds.device
+    width = int(columns.num_tokens.max()) + 2
+    table = torch.full((num_rows + 1, width + 3), -9, dtype=torch.int32, device=device)[:, :width]
+    slots = torch.arange(num_rows, 0, -1, dtype=torch.int32, device=device)
+    return TokenTarget(table, slots, torch.full((2, num_rows), -9, dtype=torch.int32, device=device))
+
+
+def check_target(target: TokenTarget, columns: SamplingColumns, sampled: SampledTokens) -> None:
+    """The tokens stand where they belong, and nothing else was written."""
+    assert torch.equal(target.sampled[0].long(), sampled.token_ids)
+    assert torch.equal(target.sampled[1] != 0, sampled.is_nan)
+    expected = torch.full_like(target.token_ids, -9)
+    expected[target.slots.long(), columns.num_tokens.long()] = sampled.token_ids.int()
+    assert torch.equal(target.token_ids, expected)
 
 
 def _score_gap(logits: Tensor, columns: SamplingColumns, row: int, actual: int, expected: int) -> float:
@@ -332,7 +352,9 @@ _SCAN = {**_CHOICE, "chunk_tiles": "i32"}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    choose = {**_CHOICE, "sampled": _SAMPLED, "counts": _COUNTS, "num_chunks": "i32"}
+    choose = {**_CHOICE, "sampled": _SAMPLED, "num_chunks": "i32"}
+    target = sampler._Target(strided("i32", 2), "*i32", "*i32")
+    choose_alone, choose = {**choose, "counts": None, "target": None}, {**choose, "counts": _COUNTS, "target": target}
     report = {**_LOGITS, "sampled": _SAMPLED, "num_top": "i32", "num_logprobs": "*i32"}
     report |= {"group_highest": "*fp32", "num_groups": "i32"}
     edit = {**_ROWS, "max_biases": "i32", "max_stops": "i32", "num_words": "i32"}
@@ -344,7 +366,9 @@ def compile_cases() -> Iterator[CompileCase]:
     for name, kernel, signature, constexprs, num_warps in (
         ("scan", sampler._scan_kernel, {**_SCAN, "counts": None}, {}, 8),
         ("scan with penalties", sampler._scan_kernel, {**_SCAN, "counts": _COUNTS}, {}, 8),
-        ("choose", sampler._choose_kernel, choose, {"NUM_CHUNKS": 8}, 8),
+        ("choose", sampler._choose_kernel, choose_alone, {"NUM_CHUNKS": 128}, 8),
+        ("choose and keep", sampler._choose_kernel, choose, {"NUM_CHUNKS": 128}, 8),
+        ("choose of a large vocabulary", sampler._choose_kernel, choose, {"NUM_CHUNKS": 512}, 8),
         ("log-probabilities", sampler._logprobs_kernel, report, {"NUM_GROUPS": 4096}, 8),
         ("stop tokens", sampler._edit_kernel, stops, {"MAX_BIASES": 0, "MAX_STOPS": 4, "HAS_MASKS": False}, 1),
         ("biases", sampler._edit_kernel, biases, {"MAX_BIASES": 512, "MAX_STOPS": 0, "HAS_MASKS": False}, 1),

@@ -1,0 +1,141 @@
+"""What a step reads of the rows' tables, in a launch each. Specification: `pagewire.kernels.gathering`.
+
+Grids depend on the tensors' shapes alone, so a CUDA graph can hold the launches.
+"""
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from pagewire.kernels.gathering import ALIGNMENT, GatheredTokens, RowTables
+from pagewire.kernels.sampling import FLOATS, SamplingColumns
+from pagewire.kernels.triton.strided import Strided
+
+# What a program takes.
+_TILE_TOKENS = 256
+_TILE_BLOCKS = 1024  # of a row
+_TILE_ROWS = 32
+
+
+def gather_tokens(
+    tables: RowTables, slots: Tensor, lengths: Tensor, row_slots: Tensor, num_blocks: int
+) -> GatheredTokens:
+    """See the specification.
+
+    Args:
+        tables, slots, lengths, row_slots, num_blocks: as specified; tensors of int32, their last dimension dense.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not one of these.
+    """
+    _check_integers(slots=slots, lengths=lengths, row_slots=row_slots)
+    _check_integers(2, token_ids=tables.token_ids, block_tables=tables.block_tables)
+    num_tokens, num_rows = len(slots), len(row_slots)
+    if len(lengths) != num_tokens or not 0 <= num_blocks <= tables.block_tables.shape[1]:
+        raise ValueError(
+            f"{num_tokens} tokens come with {len(lengths)} lengths, and of tables of {tables.block_tables.shape[1]} "
+            f"blocks {num_blocks} are wanted; pass a length for each token, and take no more than there are"
+        )
+    token_ids, positions, slot_mapping = (slots.new_empty(num_tokens, dtype=torch.int64) for _ in range(3))
+    gathered = GatheredTokens(token_ids, positions, slot_mapping, slots.new_empty(num_rows, num_blocks))
+    num_tiles, num_pieces = triton.cdiv(num_tokens, _TILE_TOKENS), triton.cdiv(num_blocks, _TILE_BLOCKS)
+    num_programs = num_tiles + num_rows * num_pieces
+    if num_programs:
+        _gather_tokens_kernel[(num_programs,)](
+            *(Strided.of(tables.token_ids), Strided.of(tables.block_tables)),
+            *(slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces),
+            BLOCK_SIZE=tables.block_size,
+            TILE_TOKENS=_TILE_TOKENS,
+            TILE_BLOCKS=_TILE_BLOCKS,
+            num_warps=4,
+        )
+    return gathered
+
+
+def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
+    """See the specification.
+
+    Args:
+        lines, seeds, slots, num_tokens: as specified, their last dimension dense.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not one of these.
+    """
+    _check_integers(slots=slots, num_tokens=num_tokens)
+    _check_integers(2, lines=lines)
+    if seeds.shape != lines.shape[1:] or seeds.dtype != torch.int64 or not seeds.is_contiguous():
+        raise ValueError(
+            f"seeds are {seeds.dtype} {list(seeds.shape)}; make them torch.int64 [{lines.shape[1]}], dense"
+        )
+    num_lines, num_rows = len(lines), len(slots)
+    columns = lines.new_empty(num_lines, num_rows + -num_rows % ALIGNMENT)
+    row_seeds = seeds.new_empty(num_rows)
+    if num_rows:
+        _gather_columns_kernel[(triton.cdiv(num_rows, _TILE_ROWS),)](
+            *(Strided.of(lines), seeds, slots, columns, row_seeds, columns.stride(0), num_rows),
+            NUM_LINES=num_lines,
+            PADDED_LINES=triton.next_power_of_2(num_lines),
+            TILE=_TILE_ROWS,
+            num_warps=4,
+        )
+    columns = columns[:, :num_rows]
+    floats, integers = columns[: len(FLOATS)].view(torch.float32), columns[len(FLOATS) :]
+    return SamplingColumns.of(floats, integers, row_seeds, num_tokens)
+
+
+def _check_integers(num_dims: int = 1, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int32 or tensor.dim() != num_dims or (tensor.numel() and tensor.stride(-1) != 1):
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; make it torch.int32 of {num_dims} dimensions, the "
+                "last one dense"
+            )
+
+
+# How many tokens and rows a step has, and where they lie in what was sent of it, is no reason to compile again.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_tiles", "num_blocks", "num_pieces"],
+    do_not_specialize_on_alignment=["slots", "lengths", "row_slots"],
+)
+def _gather_tokens_kernel(
+    token_ids, block_tables, slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces,
+    BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The first `num_tiles` programs look tokens up, and each of the others copies one of a row's `num_pieces`."""
+    program = tl.program_id(0)
+    if program < num_tiles:
+        token = program * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        is_token = token < num_tokens
+        slot = tl.load(slots + token, is_token, 0).to(tl.int64)
+        length = tl.load(lengths + token, is_token, 0)
+        position = tl.maximum(length - 1, 0)
+        token_id = tl.load(token_ids.data + slot * token_ids.strides[0] + position, is_token, 0)
+        place = block_tables.data + slot * block_tables.strides[0] + position // BLOCK_SIZE
+        block = tl.load(place, is_token, 0).to(tl.int64)
+        mapping = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(gathered.token_ids + token, token_id.to(tl.int64), is_token)
+        tl.store(gathered.positions + token, position.to(tl.int64), is_token)
+        tl.store(gathered.slot_mapping + token, mapping, is_token)
+    else:
+        row = ((program - num_tiles) // num_pieces).to(tl.int64)
+        index = (program - num_tiles) % num_pieces * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+        source = block_tables.data + tl.load(row_slots + row).to(tl.int64) * block_tables.strides[0]
+        blocks = tl.load(source + index, index < num_blocks, 0)
+        tl.store(gathered.block_tables + row * num_blocks + index, blocks, index < num_blocks)
+
+
+@triton.jit(do_not_specialize=["column_stride", "num_rows"], do_not_specialize_on_alignment=["slots"])
+def _gather_columns_kernel(
+    lines, seeds, slots, columns, row_seeds, column_stride, num_rows,
+    NUM_LINES: tl.constexpr, PADDED_LINES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A program looks the parameters of TILE rows up."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_row = row < num_rows
+    slot = tl.load(slots + row, is_row, 0)
+    tl.store(row_seeds + row, tl.load(seeds + slot, is_row, 0), is_row)
+    line = tl.arange(0, PADDED_LINES)[:, None]
+    mask = (line < NUM_LINES) & is_row[None, :]
+    values = tl.load(lines.data + line * lines.strides[0] + slot[None, :], mask, 0)
+    tl.store(columns + line * column_stride + row[None, :], values, mask)

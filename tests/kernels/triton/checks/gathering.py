@@ -1,0 +1,132 @@
+"""Checks of `pagewire.kernels.triton.gathering` against its specification, and what it is timed on."""
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels import gathering as specification
+from pagewire.kernels.gathering import GatheredTokens, RowTables
+from pagewire.kernels.sampling import FLOATS, INTEGERS
+from pagewire.kernels.triton import gathering
+from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase
+from tests.kernels.triton.checks.decode_attention import strided
+
+BLOCK_SIZE = 16
+
+
+def make_tables(num_slots: int, max_blocks: int, block_size: int, device: torch.device, seed: int) -> RowTables:
+    """Of random tokens and blocks, each the first part of a wider table."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(width: int, highest: int) -> Tensor:
+        values = torch.randint(highest, (num_slots, width + 3), generator=generator, dtype=torch.int32)
+        return values.to(device)[:, :width]
+
+    return RowTables(numbers(max_blocks * block_size + 1, 2**20), numbers(max_blocks, 2**31 - 1), block_size)
+
+
+def check_tokens(
+    device: torch.device,
+    num_tokens: int,
+    num_rows: int,
+    *,
+    num_slots: int = 20,
+    max_blocks: int = 5,
+    block_size: int = BLOCK_SIZE,
+    num_blocks: int | None = None,
+    seed: int,
+) -> None:
+    """Tokens anywhere in any rows, first and last ones of rows and padding among them."""
+    rng = random.Random(seed)
+    tables = make_tables(num_slots, max_blocks, block_size, device, seed)
+    most = max_blocks * block_size
+    lengths = [rng.choice([0, 1, most, rng.randint(1, most)]) for _ in range(num_tokens)]
+
+    def column(values: list[int], offset: int) -> Tensor:
+        """A part of what was sent, which begins anywhere."""
+        return torch.tensor([7] * offset + values, dtype=torch.int32, device=device)[offset:]
+
+    slots = column([rng.randrange(num_slots) for _ in range(num_tokens)], rng.randrange(4))
+    row_slots = column([rng.randrange(num_slots) for _ in range(num_rows)], rng.randrange(4))
+    arguments = (tables, slots, column(lengths, 4), row_slots, max_blocks if num_blocks is None else num_blocks)
+    actual, expected = gathering.gather_tokens(*arguments), specification.gather_tokens(*arguments)
+    for name, tensor in expected._asdict().items():
+        found = getattr(actual, name)
+        assert found.dtype == tensor.dtype, name
+        assert torch.equal(found, tensor), f"{name} differ, seed {seed}"
+
+
+def check_columns(device: torch.device, num_rows: int, *, num_slots: int = 20, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    limits = torch.iinfo(torch.int64)
+    shape = (len(FLOATS) + len(INTEGERS), num_slots)
+    lines = torch.randint(-(2**31), 2**31, shape, generator=generator).to(device, torch.int32)
+    seeds = torch.randint(limits.min, limits.max, (num_slots,), generator=generator).to(device)
+    slots = torch.randint(num_slots, (num_rows,), generator=generator).to(device, torch.int32)
+    num_tokens = slots + 1
+    actual = gathering.gather_columns(lines, seeds, slots, num_tokens)
+    expected = specification.gather_columns(lines, seeds, slots, num_tokens)
+    assert actual.num_tokens is num_tokens
+    for name, column in expected._asdict().items():
+        found = getattr(actual, name)
+        if column is None:
+            assert found is None
+            continue
+        assert found.dtype == column.dtype, name
+        assert found.data_ptr() % 16 == 0 or name == "num_tokens", f"{name} is not aligned"
+        bits = torch.int64 if name == "seeds" else torch.int32
+        assert torch.equal(found.view(bits), column.view(bits)), f"{name} differs, seed {seed}"
+
+
+def device_cases() -> Iterator[DeviceCase]:
+    for num_tokens, num_rows in ((1, 1), (256, 256), (16384, 300), (5000, 2)):
+        check = functools.partial(
+            check_tokens,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            num_slots=257,
+            max_blocks=2560,
+            num_blocks=2000,
+            seed=num_tokens,
+        )
+        yield DeviceCase(f"gathering: {num_tokens} tokens of {num_rows} rows", check)
+    for num_rows in (1, 256, 1024):
+        check = functools.partial(check_columns, num_rows=num_rows, num_slots=1025, seed=num_rows)
+        yield DeviceCase(f"gathering: columns of {num_rows} rows", check)
+
+
+def bench_cases() -> Iterator[BenchCase]:
+    """So short that a launch is most of it, which is why there is no goal."""
+    num_rows, max_blocks = 256, 2560
+    make = functools.partial(_make_bench, num_rows, max_blocks)
+    yield BenchCase("gathering: 256 rows that decode", make, bytes_moved=2 * 4 * num_rows * max_blocks)
+
+
+def _make_bench(num_rows: int, max_blocks: int, device: torch.device) -> Sequence[Callable[[], object]]:
+    tables = make_tables(num_rows + 1, max_blocks, BLOCK_SIZE, device, seed=1)
+    slots = torch.arange(num_rows, dtype=torch.int32, device=device)
+    lengths = torch.full_like(slots, 1000)
+    return [functools.partial(gathering.gather_tokens, tables, slots, lengths, slots, max_blocks)]
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    tables = {"token_ids": strided("i32", 2), "block_tables": strided("i32", 2)}
+    rows = dict.fromkeys(("slots", "lengths", "row_slots"), "*i32")
+    numbers = dict.fromkeys(("num_tokens", "num_tiles", "num_blocks", "num_pieces"), "i32")
+    gathered = GatheredTokens("*i64", "*i64", "*i64", "*i32")
+    yield CompileCase(
+        "gathering: tokens",
+        gathering._gather_tokens_kernel,
+        {**tables, **rows, "gathered": gathered, **numbers},
+        {"BLOCK_SIZE": BLOCK_SIZE, "TILE_TOKENS": gathering._TILE_TOKENS, "TILE_BLOCKS": gathering._TILE_BLOCKS},
+    )
+    lines = {"lines": strided("i32", 2), "seeds": "*i64", "slots": "*i32", "columns": "*i32"}
+    yield CompileCase(
+        "gathering: columns",
+        gathering._gather_columns_kernel,
+        {**lines, "row_seeds": "*i64", "column_stride": "i32", "num_rows": "i32"},
+        {"NUM_LINES": 10, "PADDED_LINES": 16, "TILE": gathering._TILE_ROWS},
+    )

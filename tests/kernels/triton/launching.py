@@ -1,0 +1,93 @@
+"""Launches what stands around a model for steps of many sizes, by Triton's own launcher, on a driver that does nothing.
+
+Run as a process of its own, `python -m tests.kernels.triton.launching`: in that of the tests Triton interprets. Kernels
+are compiled for an H200. Prints each kernel's name, the variants that were compiled of it, and its launches.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from pagewire.kernels.sampling import FLOATS, INTEGERS
+from pagewire.kernels.triton import gathering, sampler
+from tests.kernels.triton.checks.gathering import make_tables
+
+NUM_ROWS, NUM_BLOCKS, NUM_LOGPROBS = (1, 2, 5, 16, 40, 1024), (1, 3, 16, 2560), (None, 0, 1, 5, 16)
+NUM_SLOTS, VOCAB_SIZE = 257, 151_936
+
+launches: Counter[str] = Counter()
+
+
+class Launcher:
+    """Counts in place of a launch."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._name = source.fn.__name__
+
+    def __call__(self, *arguments: Any) -> None:
+        launches[self._name] += 1
+
+
+class Library:
+    """What there is of a CUDA driver."""
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        return 1, 1, 32, 0, 1024  # module, function, registers, spills, threads
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 * 1024}
+
+
+class Driver:
+    """Of an H200 that nobody has."""
+
+    utils = Library()
+    launcher_cls = Launcher
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def launch_step(num_rows: int) -> None:
+    """Rows that lie anywhere in what was sent of the step, and ask for whatever there is."""
+    cpu = torch.device("cpu")
+    tables = make_tables(NUM_SLOTS, max(NUM_BLOCKS), 16, cpu, seed=1)
+    slots = torch.zeros(num_rows + 4, dtype=torch.int32)[4:]
+    for num_blocks in NUM_BLOCKS:
+        gathering.gather_tokens(tables, slots, slots, slots, num_blocks)
+    lines = torch.zeros((len(FLOATS) + len(INTEGERS), NUM_SLOTS), dtype=torch.int32)
+    columns = gathering.gather_columns(lines, torch.zeros(NUM_SLOTS, dtype=torch.int64), slots, slots)
+    target = sampler.TokenTarget(tables.token_ids, slots, torch.empty((2, num_rows), dtype=torch.int32))
+    for num_logprobs in NUM_LOGPROBS:
+        sampler.sample(torch.empty((num_rows, VOCAB_SIZE)), columns, None, num_logprobs, target)
+
+
+def main() -> None:
+    driver.set_active(Driver())
+    for num_rows in NUM_ROWS:
+        launch_step(num_rows)
+    for kernel in (
+        gathering._gather_tokens_kernel,
+        gathering._gather_columns_kernel,
+        sampler._scan_kernel,
+        sampler._choose_kernel,
+        sampler._logprobs_kernel,
+    ):
+        (variants, *_) = kernel.device_caches[0]
+        print(kernel.__name__, len(variants), launches[kernel.__name__])
+
+
+if __name__ == "__main__":
+    main()

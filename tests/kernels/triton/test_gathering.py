@@ -1,0 +1,56 @@
+"""`pagewire.kernels.triton.gathering` against its specification."""
+
+import pytest
+import torch
+
+from pagewire.kernels.triton import gathering
+from tests.kernels.triton.checks.gathering import check_columns, check_tokens, make_tables
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows"), [(0, 0), (1, 1), (0, 2), (3, 0), (255, 3), (256, 256), (257, 5), (700, 2)]
+)
+def test_every_number_of_tokens_and_rows(device, num_tokens, num_rows):
+    check_tokens(device, num_tokens, num_rows, seed=num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "num_blocks"), [(5, 0), (5, 1), (5, 5), (2100, 1024), (2100, 1025), (2100, 2100)]
+)
+@pytest.mark.parametrize("block_size", [1, 16, 48])
+def test_every_size_of_tables(device, max_blocks, num_blocks, block_size):
+    check_tokens(device, 40, 3, max_blocks=max_blocks, num_blocks=num_blocks, block_size=block_size, seed=num_blocks)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 5, 31, 32, 33, 100])
+def test_every_number_of_columns(device, num_rows):
+    check_columns(device, num_rows, seed=num_rows)
+
+
+def refusals():
+    tables = make_tables(4, 5, 16, torch.device("cpu"), seed=1)
+    slots = torch.zeros(3, dtype=torch.int32)
+    tokens = {"tables": tables, "slots": slots, "lengths": slots, "row_slots": slots, "num_blocks": 5}
+    columns = {"lines": torch.zeros(10, 4, dtype=torch.int32), "seeds": torch.zeros(4, dtype=torch.int64)}
+    columns |= {"slots": slots, "num_tokens": slots}
+    for name, function, arguments, changed in (
+        ("slots is torch.int64", gathering.gather_tokens, tokens, {"slots": slots.long()}),
+        ("lengths is torch.int32 \\[1, 3\\]", gathering.gather_tokens, tokens, {"lengths": slots[None]}),
+        ("3 tokens come with 2 lengths", gathering.gather_tokens, tokens, {"lengths": slots[1:]}),
+        ("of tables of 5 blocks 6 are wanted", gathering.gather_tokens, tokens, {"num_blocks": 6}),
+        (
+            "token_ids is torch.int64",
+            gathering.gather_tokens,
+            tokens,
+            {"tables": tables._replace(token_ids=tables.token_ids.long())},
+        ),
+        ("lines is torch.float32", gathering.gather_columns, columns, {"lines": torch.zeros(10, 4)}),
+        ("seeds are torch.int64 \\[3\\]", gathering.gather_columns, columns, {"seeds": columns["seeds"][1:]}),
+    ):
+        yield pytest.param(function, {**arguments, **changed}, name, id=name)
+
+
+@pytest.mark.parametrize(("function", "arguments", "message"), list(refusals()))
+def test_what_does_not_fit_is_refused(function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(**arguments)

@@ -1,0 +1,32 @@
+"""Gives the CPU the product of a GPU whose outputs are float32, which torch has for CUDA alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker_service.models import operations
+
+
+@contextmanager
+def float32_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """Yields the arguments of the products as they are called: x, the other factor, the dtype asked for and `out`.
+    Models that are loaded meanwhile have them; the sums are float32's."""
+    calls: list[tuple[Any, ...]] = []
+
+    def multiply(x: Tensor, other: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        assert (x.dtype, out.dtype) == (other.dtype, out_dtype), "refused on a GPU"
+        assert out.shape == (len(x), other.shape[1]), "a GPU would not allocate"
+        calls.append((x, other, out_dtype, out))
+        return torch.mm(x.float(), other.float(), out=out)
+
+    monkeypatch.setattr(operations, "FLOAT32_PRODUCT_DEVICES", ("cuda", "cpu"))
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("mm.dtype_out", multiply, "CPU")
+        yield calls
+    finally:
+        library._destroy()
