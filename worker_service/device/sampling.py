@@ -54,6 +54,6 @@ class PackedSampling:
 
     def uncount(self, sampled: SampledTokens, packed: Tensor, table: DeviceTable) -> None:
         """Take back what was counted for rows that do not take their tokens."""
-        if self.is_penalized and table.token_counts is not None:
+        if self.is_penalized:
             counted = (packed[self.slots].long(), sampled.token_ids)
             table.token_counts[counted] = table.token_counts[counted] - packed[self.uncounted] * ~sampled.is_nan

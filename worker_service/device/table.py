@@ -30,7 +30,7 @@ class DeviceTable:
         token_ids: [max_num_seqs + 1, max_model_len + 1] int32.
         block_tables: [max_num_seqs + 1, max_num_blocks] int32; anything beyond a row's blocks.
         token_counts: [max_num_seqs + 1, vocab_size] int32 as `pagewire.kernels.sampling.sample` takes them, of rows
-            that have penalties. None before the first of them.
+            that have penalties. They have their place from the start: whoever measures the memory sees it.
     """
 
     def __init__(self, limits: TableLimits, device: torch.device, sampler: Sampler) -> None:
@@ -40,7 +40,7 @@ class DeviceTable:
         self._sampler = sampler
         self.token_ids = torch.zeros((num_slots, limits.max_model_len + 1), dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((num_slots, limits.max_num_blocks), dtype=torch.int32, device=device)
-        self.token_counts: Tensor | None = None
+        self.token_counts = torch.zeros((num_slots, limits.vocab_size), dtype=torch.int32, device=device)
         self._lines = torch.zeros((len(FLOATS) + len(INTEGERS), num_slots), dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
@@ -130,9 +130,6 @@ class DeviceTable:
         num_prompt_tokens = upload.add([opening.num_prompt_tokens for opening in openings])
 
         def edit(packed: Tensor) -> None:
-            if self.token_counts is None:
-                shape = (len(self.token_ids), self._limits.vocab_size)
-                self.token_counts = torch.zeros(shape, dtype=torch.int32, device=self.token_ids.device)
             columns = (packed[slots], packed[token_ids], packed[start_loc], packed[num_prompt_tokens])
             self._sampler.count_tokens(self.token_counts, *columns)
 
@@ -145,8 +142,7 @@ class DeviceTable:
         def edit(packed: Tensor) -> None:
             rows, others = packed[sources].long(), packed[targets].long()
             self.token_ids.index_copy_(0, others, self.token_ids.index_select(0, rows))
-            if self.token_counts is not None:
-                self.token_counts.index_copy_(0, others, self.token_counts.index_select(0, rows))
+            self.token_counts.index_copy_(0, others, self.token_counts.index_select(0, rows))
 
         return edit
 
@@ -159,9 +155,8 @@ class DeviceTable:
         def edit(packed: Tensor) -> None:
             rows, columns = packed[where].long().view(2, -1)
             self.token_ids[rows, columns] = packed[values]
-            if self.token_counts is not None:
-                counted = (rows, packed[values].long())
-                self.token_counts[counted] = self.token_counts[counted] + packed[increments]
+            counted = (rows, packed[values].long())
+            self.token_counts[counted] = self.token_counts[counted] + packed[increments]
 
         return edit
 

@@ -11,6 +11,8 @@ from worker_service.runner import ModelRunner
 from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
 from worker_service.step import RowOpening, SamplingParams, StepPlan
 
+_NUM_LOGPROBS = 20  # the most that a request can ask for
+
 
 class MemoryMeter(Protocol):
     """A meter of a device's memory. It counts in bytes."""
@@ -99,10 +101,21 @@ def measure_memory(
 
 
 def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[StepPlan, int]:
-    """A plan with as many rows and samples as `step` says, as many tokens as these can hold, and its blocks."""
+    """A plan with as many rows and samples as `step` says, as many tokens as these can hold, and its blocks.
+
+    Rows ask for all that sampling takes memory for.
+    """
     num_tokens = min(step.num_tokens // step.num_rows, max_model_len)
     num_row_blocks = -(-num_tokens // block_size)
-    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    sampling = SamplingParams(
+        temperature=1.0,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        logit_bias_token_ids=(0,),
+        logit_bias_values=(1.0,),
+        num_logprobs=_NUM_LOGPROBS,
+        num_prompt_logprobs=_NUM_LOGPROBS,
+    )
     openings = tuple(
         RowOpening(
             slot=slot,
