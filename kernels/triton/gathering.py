@@ -3,6 +3,8 @@
 Grids depend on the tensors' shapes alone, so a CUDA graph can hold the launches.
 """
 
+from collections import namedtuple
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,9 @@ from pagewire.kernels.triton.strided import Strided
 _TILE_TOKENS = 256
 _TILE_BLOCKS = 1024  # of a row
 _TILE_ROWS = 32
+
+# `RowTables`, each `Strided`.
+_Tables = namedtuple("_Tables", "token_ids block_tables")
 
 
 def gather_tokens(
@@ -43,7 +48,7 @@ def gather_tokens(
     num_programs = num_tiles + num_rows * num_pieces
     if num_programs:
         _gather_tokens_kernel[(num_programs,)](
-            *(Strided.of(tables.token_ids), Strided.of(tables.block_tables)),
+            _Tables(Strided.of(tables.token_ids), Strided.of(tables.block_tables)),
             *(slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces),
             BLOCK_SIZE=tables.block_size,
             TILE_TOKENS=_TILE_TOKENS,
@@ -99,7 +104,7 @@ def _check_integers(num_dims: int = 1, **tensors: Tensor) -> None:
     do_not_specialize_on_alignment=["slots", "lengths", "row_slots"],
 )
 def _gather_tokens_kernel(
-    token_ids, block_tables, slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces,
+    tables, slots, lengths, row_slots, gathered, num_tokens, num_tiles, num_blocks, num_pieces,
     BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The first `num_tiles` programs look tokens up, and each of the others copies one of a row's `num_pieces`."""
@@ -110,8 +115,8 @@ def _gather_tokens_kernel(
         slot = tl.load(slots + token, is_token, 0).to(tl.int64)
         length = tl.load(lengths + token, is_token, 0)
         position = tl.maximum(length - 1, 0)
-        token_id = tl.load(token_ids.data + slot * token_ids.strides[0] + position, is_token, 0)
-        place = block_tables.data + slot * block_tables.strides[0] + position // BLOCK_SIZE
+        token_id = tl.load(tables.token_ids.data + slot * tables.token_ids.strides[0] + position, is_token, 0)
+        place = tables.block_tables.data + slot * tables.block_tables.strides[0] + position // BLOCK_SIZE
         block = tl.load(place, is_token, 0).to(tl.int64)
         mapping = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(gathered.token_ids + token, token_id.to(tl.int64), is_token)
@@ -120,7 +125,7 @@ def _gather_tokens_kernel(
     else:
         row = ((program - num_tiles) // num_pieces).to(tl.int64)
         index = (program - num_tiles) % num_pieces * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-        source = block_tables.data + tl.load(row_slots + row).to(tl.int64) * block_tables.strides[0]
+        source = tables.block_tables.data + tl.load(row_slots + row).to(tl.int64) * tables.block_tables.strides[0]
         blocks = tl.load(source + index, index < num_blocks, 0)
         tl.store(gathered.block_tables + row * num_blocks + index, blocks, index < num_blocks)
 

@@ -113,7 +113,7 @@ def _make_bench(num_rows: int, max_blocks: int, device: torch.device) -> Sequenc
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    tables = {"token_ids": strided("i32", 2), "block_tables": strided("i32", 2)}
+    tables = {"tables": gathering._Tables(strided("i32", 2), strided("i32", 2))}
     rows = dict.fromkeys(("slots", "lengths", "row_slots"), "*i32")
     numbers = dict.fromkeys(("num_tokens", "num_tiles", "num_blocks", "num_pieces"), "i32")
     gathered = GatheredTokens("*i64", "*i64", "*i64", "*i32")
