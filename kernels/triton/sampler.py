@@ -35,6 +35,8 @@ _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
 _TILE_GROUPS = tl.constexpr(TILE_GROUPS)
 _TILE_TOKENS = tl.constexpr(TILE_TOKENS)
 _MASK_TOKENS = 4096  # that a program looks up in a mask
+_EDIT_TOKENS = 64  # that a program edits at a time
+_EDITS = ("bias_token_ids", "bias_values", "stop_token_ids", "min_num_tokens", "masks", "mask_lines")
 _NUM_EDGES = tl.constexpr(8)  # between which a pass over the candidates weighs them
 _LARGEST = tl.constexpr(sampling.LARGEST)
 _GOLDEN = tl.constexpr(noise.GOLDEN)
@@ -231,9 +233,7 @@ def _edit(logits: Tensor, columns: SamplingColumns) -> None:
     num_words = 0 if columns.masks is None else columns.masks.shape[1]
     _edit_kernel[(num_rows,)](
         *(Strided.of(logits), vocab_size, columns, max_biases, max_stops, num_words),
-        MAX_BIASES=triton.next_power_of_2(max_biases),
-        MAX_STOPS=triton.next_power_of_2(max_stops),
-        HAS_MASKS=num_words > 0,
+        TILE_SIZE=_EDIT_TOKENS,
         num_warps=1,
     )
 
@@ -259,7 +259,7 @@ def _choose(
     counts = None if token_counts is None else Strided.of(token_counts)
     kept = None if target is None else _Target(Strided.of(target.token_ids), target.slots, target.sampled)
     # What is edited already is no reason to compile these kernels again.
-    columns = columns._replace(bias_token_ids=None, bias_values=None, stop_token_ids=None, min_num_tokens=None)
+    columns = columns._replace(**dict.fromkeys(_EDITS))
     _scan_kernel[(num_chunks, num_rows)](
         *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, chunk_tiles),
         num_warps=_SCAN_WARPS,
@@ -329,34 +329,34 @@ def _edit_kernel(
     max_biases,
     max_stops,
     num_words,
-    MAX_BIASES: tl.constexpr,
-    MAX_STOPS: tl.constexpr,
-    HAS_MASKS: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
 ):
     """A program edits a row: adds its biases, and suppresses its stop tokens while it is too short."""
     row = tl.program_id(0).to(tl.int64)
     line = logits.data + row * logits.strides[0]
-    if MAX_BIASES > 0:
-        index = tl.arange(0, MAX_BIASES)
-        ids = tl.load(columns.bias_token_ids + row * max_biases + index, index < max_biases, -1)
-        values = tl.load(columns.bias_values + row * max_biases + index, index < max_biases, 0.0)
-        mask = (ids >= 0) & (ids < vocab_size)
-        if HAS_MASKS:
-            mask_line = tl.load(columns.mask_lines + row).to(tl.int64)
-            words = tl.load(columns.masks + tl.maximum(mask_line, 0) * num_words + ids // 32, mask, 0)
-            mask = mask & (((tl.where(mask_line < 0, -1, words) >> (ids % 32)) & 1) != 0)
-        tl.atomic_add(line + ids, values, mask)
-        tl.debug_barrier()
-        # An infinite bias must not turn differences into NaN.
-        tl.store(line + ids, _LARGEST, mask & (tl.load(line + ids, mask, 0.0) > _LARGEST))
-        tl.debug_barrier()
-    if MAX_STOPS > 0:
-        index = tl.arange(0, MAX_STOPS)
+    if columns.bias_token_ids is not None:
+        for begin in range(0, max_biases, TILE_SIZE):
+            index = begin + tl.arange(0, TILE_SIZE)
+            ids = tl.load(columns.bias_token_ids + row * max_biases + index, index < max_biases, -1)
+            values = tl.load(columns.bias_values + row * max_biases + index, index < max_biases, 0.0)
+            mask = (ids >= 0) & (ids < vocab_size)
+            if columns.masks is not None:
+                mask_line = tl.load(columns.mask_lines + row).to(tl.int64)
+                words = tl.load(columns.masks + tl.maximum(mask_line, 0) * num_words + ids // 32, mask, 0)
+                mask = mask & (((tl.where(mask_line < 0, -1, words) >> (ids % 32)) & 1) != 0)
+            tl.atomic_add(line + ids, values, mask)
+            tl.debug_barrier()
+            # An infinite bias must not turn differences into NaN.
+            tl.store(line + ids, _LARGEST, mask & (tl.load(line + ids, mask, 0.0) > _LARGEST))
+            tl.debug_barrier()
+    if columns.stop_token_ids is not None:
         is_early = tl.load(columns.num_tokens + row) < tl.load(columns.min_num_tokens + row)
-        ids = tl.load(columns.stop_token_ids + row * max_stops + index, index < tl.where(is_early, max_stops, 0), -1)
-        mask = (ids >= 0) & (ids < vocab_size)
-        values = tl.load(line + ids, mask, 0.0)
-        tl.store(line + ids, float("-inf"), mask & (values == values))  # a NaN is to be noticed
+        for begin in range(0, tl.where(is_early, max_stops, 0), TILE_SIZE):
+            index = begin + tl.arange(0, TILE_SIZE)
+            ids = tl.load(columns.stop_token_ids + row * max_stops + index, index < max_stops, -1)
+            mask = (ids >= 0) & (ids < vocab_size)
+            values = tl.load(line + ids, mask, 0.0)
+            tl.store(line + ids, float("-inf"), mask & (values == values))  # a NaN is to be noticed
 
 
 @triton.jit

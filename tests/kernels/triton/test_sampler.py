@@ -119,6 +119,12 @@ def test_vocabularies_on_the_edges_of_groups_and_tiles(device, vocab_size):
     check_rows(device, rows, vocab_size, seed=vocab_size)
 
 
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_more_biases_than_a_program_edits_at_a_time(device, is_masked):
+    many = tuple((3 * i, 0.25 * i - 9.0) for i in range(70))
+    check_rows(device, [Row(bias=many, seed=1), Row(bias=many[:3], seed=2), Row()], 300, is_masked=is_masked, seed=18)
+
+
 @pytest.mark.parametrize("vocab_size", [31, 33, 500, 4097])
 def test_masked_rows(device, small_tiles, vocab_size):
     check_rows(device, paired_rows(6)[::2], vocab_size, is_masked=True, seed=17)

@@ -57,7 +57,7 @@ LEVELS: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0.0, 1.5),
     "frequency_penalty": (0.0, -0.7),
     "bias": ((), ((0, 4.0), (9, -2.5)), ((5, float("inf")), (6, float("-inf")))),
-    "stop_token_ids": ((), (2, 7, 2**30)),
+    "stop_token_ids": ((), (2, 7, 2**30), tuple(range(80, 240, 2))),
     "min_tokens": (0, 4, 5),
     "num_logprobs": (-1, 0, MAX_LOGPROBS),
 }
@@ -370,9 +370,9 @@ def compile_cases() -> Iterator[CompileCase]:
         ("choose and keep", sampler._choose_kernel, choose, {"NUM_CHUNKS": 128}, 8),
         ("choose of a large vocabulary", sampler._choose_kernel, choose, {"NUM_CHUNKS": 512}, 8),
         ("log-probabilities", sampler._logprobs_kernel, report, {"NUM_GROUPS": 4096}, 8),
-        ("stop tokens", sampler._edit_kernel, stops, {"MAX_BIASES": 0, "MAX_STOPS": 4, "HAS_MASKS": False}, 1),
-        ("biases", sampler._edit_kernel, biases, {"MAX_BIASES": 512, "MAX_STOPS": 0, "HAS_MASKS": False}, 1),
-        ("masked biases", sampler._edit_kernel, masked, {"MAX_BIASES": 512, "MAX_STOPS": 0, "HAS_MASKS": True}, 1),
+        ("stop tokens", sampler._edit_kernel, stops, {"TILE_SIZE": 64}, 1),
+        ("biases", sampler._edit_kernel, biases, {"TILE_SIZE": 64}, 1),
+        ("masked biases", sampler._edit_kernel, masked, {"TILE_SIZE": 64}, 1),
         ("masks", sampler._mask_kernel, mask, {"TILE_SIZE": 4096}, 4),
         ("count_tokens", sampler._count_kernel, {"counts": _COUNTS, **tokens}, {"TILE_SIZE": 256}, 2),
     ):
