@@ -36,7 +36,6 @@ _TILE_GROUPS = tl.constexpr(TILE_GROUPS)
 _TILE_TOKENS = tl.constexpr(TILE_TOKENS)
 _MASK_TOKENS = 4096  # that a program looks up in a mask
 _EDIT_TOKENS = 64  # that a program edits at a time
-_EDITS = ("bias_token_ids", "bias_values", "stop_token_ids", "min_num_tokens", "masks", "mask_lines")
 _NUM_EDGES = tl.constexpr(8)  # between which a pass over the candidates weighs them
 _LARGEST = tl.constexpr(sampling.LARGEST)
 _GOLDEN = tl.constexpr(noise.GOLDEN)
@@ -259,7 +258,8 @@ def _choose(
     counts = None if token_counts is None else Strided.of(token_counts)
     kept = None if target is None else _Target(Strided.of(target.token_ids), target.slots, target.sampled)
     # What is edited already is no reason to compile these kernels again.
-    columns = columns._replace(**dict.fromkeys(_EDITS))
+    columns = columns._replace(bias_token_ids=None, bias_values=None, stop_token_ids=None, min_num_tokens=None)
+    columns = columns._replace(masks=None, mask_lines=None)
     _scan_kernel[(num_chunks, num_rows)](
         *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, chunk_tiles),
         num_warps=_SCAN_WARPS,

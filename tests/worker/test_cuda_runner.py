@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from pagewire.grammars import GrammarCompiler
@@ -32,6 +31,7 @@ from scheduler_service.rpc.worker.wire import encode_plan
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
+from tests.worker.letters import END_TOKEN_ID, letters_tokenizer
 from tests.worker.plans import GREEDY, Row, plan_steps
 from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.backends.torch import TorchAttention
@@ -65,7 +65,6 @@ from worker_service.step import (
 )
 
 VOCAB_SIZE = 151
-END_TOKEN_ID = 150
 READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
 
 
@@ -425,19 +424,6 @@ def test_a_worker_on_a_device_says_that_it_gates_grammars(monkeypatch: pytest.Mo
         assert worker.runner.table.gates_grammars
     finally:
         worker.close()
-
-
-def letters_tokenizer() -> str:
-    """Of printable ASCII, then pairs of letters, then an end token."""
-    letters = ["Ġ", *map(chr, range(ord("!"), ord("~") + 1))]
-    pairs = [(one, other) for one in "abcde" for other in "abcdefghijk"][: END_TOKEN_ID - len(letters)]
-    vocab = {token: index for index, token in enumerate([*letters, *map("".join, pairs)])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    assert tokenizer.token_to_id("<end>") == END_TOKEN_ID
-    return tokenizer.to_str()
 
 
 def bound(rng: random.Random, request: Request) -> Request:

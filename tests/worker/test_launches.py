@@ -4,11 +4,9 @@ A step of a model with the layers of Qwen3-0.6B goes through the computation for
 kernels in the interpreter. Launches are those of `FakeDevice.launches`.
 """
 
-import json
 from collections import Counter
 
 import pytest
-import torch
 
 from tests.kernels.triton.device import choose_device
 
@@ -18,59 +16,9 @@ from tests.worker.fake_device import FakeDevice  # noqa: E402
 from tests.worker.float32_products import float32_products  # noqa: E402
 from tests.worker.interpreted_launches import record_launches  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
-from tests.worker.runners import device_runner  # noqa: E402
-from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
-from worker_service.cache.cache_engine import CacheEngine, CacheShape  # noqa: E402
-from worker_service.device.sampler import create_sampler  # noqa: E402
-from worker_service.device.triton_operations import TritonOperations  # noqa: E402
-from worker_service.models.config import ModelConfig  # noqa: E402
-from worker_service.models.loading import load_model  # noqa: E402
-from worker_service.rows.table import TableLimits  # noqa: E402
-from worker_service.startup.loader import attention_shape  # noqa: E402
+from tests.worker.triton_runner import BLOCK_SIZE, make_runner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake device is the host")
-
-# Qwen3-0.6B's, in small: 28 layers, two queries to a KV head, the head tied to the embedding.
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 28,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "vocab_size": 300,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-}
-BLOCK_SIZE, NUM_BLOCKS, NUM_PROCESSORS = 16, 80, 4
-
-
-def make_runner(path, device, max_graph_batch_size):
-    path.joinpath("config.json").write_text(json.dumps(CONFIG))
-    config, dtype = ModelConfig.load(path), torch.bfloat16
-    model = load_model(path, dtype=dtype, device=DEVICE, operations=TritonOperations(), is_dummy=True)
-    for rope in model.ropes:  # in the model's dtype, as on a GPU
-        rope.to(dtype)
-    cache_shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype)
-    limits = TableLimits(
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=config.max_position_embeddings,
-        block_size=BLOCK_SIZE,
-        num_device_blocks=NUM_BLOCKS,
-        vocab_size=config.vocab_size,
-    )
-    cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE, streams=device)
-    attention = TritonAttention(attention_shape(config, BLOCK_SIZE, dtype, dtype), NUM_PROCESSORS, DEVICE)
-    sampler = create_sampler(config.vocab_size)
-    return device_runner(model, cache, attention, sampler, limits, device, max_graph_batch_size=max_graph_batch_size)
 
 
 @pytest.fixture(autouse=True)

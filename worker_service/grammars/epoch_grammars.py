@@ -33,6 +33,11 @@ class EpochGrammars:
         self._grammars: dict[int, _Grammar] = {}  # by id, from when they are added until they are released
         self._last_id = 0  # of this epoch
 
+    @property
+    def reads_any(self) -> bool:
+        """Whether there can be grammars."""
+        return self._thread is not None
+
     def begin(self, epoch: int, report: Report) -> None:
         """Forget the grammars of earlier epochs. `report` is called on the thread that compiles."""
         with self._lock:

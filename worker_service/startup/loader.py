@@ -43,6 +43,7 @@ from worker_service.startup.memory_profile import CudaMeter, measure_memory
 from worker_service.startup.pool_size import PoolSize, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len
 from worker_service.startup.progress import LoadProgress
+from worker_service.startup.warm_up import warm_up
 from worker_service.step import WorkerCapacity
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,8 @@ def _load_worker(
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         log_host_size(shape, num_host_blocks, swap_bandwidth)
+    if streams is not None:
+        warm_up(runner, grammars)
     _capture_graphs(runner.computation, config)
     ready = replace(assembly.ready(worker_id, cache, swap_bandwidth), grammar_version=grammar_version)
     return LoadedWorker(runner, ready, grammars.close)

@@ -1,0 +1,73 @@
+"""A runner with the Triton kernels in the interpreter, over a model with the layers of Qwen3-0.6B on a fake device.
+
+To be imported once the interpreter is chosen: see `tests.kernels.triton.device`.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from tests.worker.fake_device import FakeDevice
+from tests.worker.runners import device_runner
+from worker_service.attention.backends.triton import TritonAttention
+from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.device.sampler import create_sampler
+from worker_service.device.triton_operations import TritonOperations
+from worker_service.grammars import EpochGrammars
+from worker_service.models.config import ModelConfig
+from worker_service.models.loading import load_model
+from worker_service.rows.table import TableLimits
+from worker_service.runner import ModelRunner
+from worker_service.startup.loader import attention_shape
+
+# Qwen3-0.6B's, in small: two queries to a KV head, the head tied to the embedding.
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 300,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+}
+BLOCK_SIZE, NUM_BLOCKS, NUM_PROCESSORS = 16, 80, 4
+CPU = torch.device("cpu")
+
+
+def make_runner(
+    path: Path,
+    device: FakeDevice,
+    max_graph_batch_size: int,
+    *,
+    num_layers: int = 28,
+    grammars: EpochGrammars | None = None,
+) -> ModelRunner:
+    """Weights are random, and the cache holds 80 blocks of 16 positions."""
+    path.joinpath("config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
+    config, dtype = ModelConfig.load(path), torch.bfloat16
+    model = load_model(path, dtype=dtype, device=CPU, operations=TritonOperations(), is_dummy=True)
+    for rope in model.ropes:  # in the model's dtype, as on a GPU
+        rope.to(dtype)
+    cache_shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype)
+    limits = TableLimits(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=config.max_position_embeddings,
+        block_size=BLOCK_SIZE,
+        num_device_blocks=NUM_BLOCKS,
+        vocab_size=config.vocab_size,
+    )
+    cache = CacheEngine(cache_shape, NUM_BLOCKS, CPU, streams=device)
+    attention = TritonAttention(attention_shape(config, BLOCK_SIZE, dtype, dtype), NUM_PROCESSORS, CPU)
+    sampler = create_sampler(config.vocab_size)
+    options = {"max_graph_batch_size": max_graph_batch_size, "grammars": grammars}
+    return device_runner(model, cache, attention, sampler, limits, device, **options)

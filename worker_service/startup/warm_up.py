@@ -1,0 +1,146 @@
+"""Carries out steps that reach every kernel of a configuration, so that none is compiled while requests wait.
+
+Triton compiles a kernel for each kind of arguments that it is launched with: whether there are penalties, biases or
+masks, and which tile suits so many tokens. These steps have all of them.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from worker_service.grammars import EpochGrammars
+from worker_service.rows import TableLimits
+from worker_service.runner import ModelRunner
+from worker_service.step import AddedGrammar, GrammarKind, RowOpening, SamplingParams, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 2.0  # between lines that tell how far it is
+_GRAMMAR_TIMEOUT_S = 60.0
+_GRAMMAR = AddedGrammar(1, GrammarKind.REGEX, "[a-z]*", end_token_ids=(0,))
+
+_BIASES = {"logit_bias_token_ids": (0,), "logit_bias_values": (1.0,)}
+_STOPS = {"min_tokens": 2, "stop_token_ids": (0,)}
+_SAMPLING = {
+    "sampling": SamplingParams(temperature=1.0, top_p=0.9),
+    "penalties": SamplingParams(temperature=1.0, repetition_penalty=1.1),
+    "log-probabilities": SamplingParams(num_logprobs=1, num_prompt_logprobs=1),
+    "candidates": SamplingParams(num_candidates=2),
+    "biases": SamplingParams(**_BIASES),  # type: ignore[arg-type]
+    "stop tokens": SamplingParams(**_STOPS),  # type: ignore[arg-type]
+    "biases and stop tokens": SamplingParams(**_BIASES, **_STOPS),  # type: ignore[arg-type]
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row that computes the last `num_new` of its `num_tokens`."""
+
+    num_tokens: int
+    num_new: int
+    sampling: SamplingParams = _SAMPLING["sampling"]
+    grammar_id: int = 0
+
+
+def warm_up(runner: ModelRunner, grammars: EpochGrammars, clock: Callable[[], float] = time.monotonic) -> None:
+    """Carry out the steps. What the cache held is lost, and the table is empty afterwards; no epoch has begun.
+
+    `grammars`: the runner's; where they read any, rows with masks are among the steps. `clock` is in seconds.
+    """
+    has_grammar = _add_grammar(grammars)
+    limits = runner.table.limits
+    steps = [(name, rows) for name, rows in _steps(limits, has_grammar) if _fits(rows, limits)]
+    started_at = told_at = clock()
+    for index, (name, rows) in enumerate(steps):
+        if clock() - told_at >= _INTERVAL_S:
+            told_at = clock()
+            logger.info("compiling kernels: %d of %d (%s)", index, len(steps), name)
+        runner.execute(_plan(rows, limits.block_size))
+        runner.table.clear()
+    logger.info("compiled the kernels of %d kinds of steps in %.1f s", len(steps), clock() - started_at)
+    if has_grammar:
+        grammars.release(_GRAMMAR.grammar_id)
+
+
+def _add_grammar(grammars: EpochGrammars) -> bool:
+    """Whether there is a grammar for rows to have."""
+    if not grammars.reads_any:
+        return False
+    is_ready, errors = threading.Event(), []
+
+    def report(found: object) -> None:
+        errors.append(getattr(found, "error", ""))
+        is_ready.set()
+
+    grammars.begin(0, report)
+    grammars.add(_GRAMMAR)
+    return is_ready.wait(_GRAMMAR_TIMEOUT_S) and not any(errors)
+
+
+def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[_Row, ...]]]:
+    """Go through the steps, each with a name."""
+    num_tokens = 1
+    while num_tokens <= limits.max_num_batched_tokens:
+        yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
+        num_tokens *= 2
+    yield f"prompts of {limits.max_num_batched_tokens} tokens", _split(limits.max_num_batched_tokens, limits)
+    prompt = _Row(3, 3)
+    yield "a prompt beside decoding", (_Row(2, 1), prompt)
+    yield "a prompt beside decoding with a long context", (_Row(_longest(limits), 1), prompt)
+    for grammar_id in range(1 + has_grammar):
+        for name, sampling in _SAMPLING.items():
+            yield name, (_Row(3, 3, sampling, grammar_id),)
+
+
+def _split(num_tokens: int, limits: TableLimits) -> tuple[_Row, ...]:
+    """Divide so many tokens among as few rows as the longest sequence lets."""
+    num_rows = -(-num_tokens // min(limits.max_model_len, _longest(limits)))
+    sizes = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
+    return tuple(_Row(size, size) for size in sizes)
+
+
+def _longest(limits: TableLimits) -> int:
+    """The most tokens that a row can have beside another of one block."""
+    return max(1, min(limits.max_model_len, (limits.num_device_blocks - 1) * limits.block_size))
+
+
+def _fits(rows: tuple[_Row, ...], limits: TableLimits) -> bool:
+    """Whether a plan may ask for these rows."""
+    num_blocks = sum(-(-row.num_tokens // limits.block_size) for row in rows)
+    return (
+        len(rows) <= limits.max_num_seqs
+        and num_blocks <= limits.num_device_blocks
+        and sum(row.num_new for row in rows) <= limits.max_num_batched_tokens
+        and all(row.num_tokens <= limits.max_model_len for row in rows)
+    )
+
+
+def _plan(rows: tuple[_Row, ...], block_size: int) -> StepPlan:
+    """A plan that opens the rows in an empty table, and computes what is new of them."""
+    openings, next_block = [], 1
+    for slot, row in enumerate(rows):
+        num_blocks = -(-row.num_tokens // block_size)
+        openings.append(
+            RowOpening(
+                slot=slot,
+                sequence_id=slot,
+                token_ids=(0,) * row.num_tokens,
+                num_prompt_tokens=row.num_tokens,
+                num_computed_tokens=row.num_tokens - row.num_new,
+                block_ids=tuple(range(next_block, next_block + num_blocks)),
+                sampling=row.sampling,
+                seed=0,
+                sample_index=0,
+                grammar_id=row.grammar_id,
+            )
+        )
+        next_block += num_blocks
+    return StepPlan(
+        epoch=0,
+        step=1,
+        openings=tuple(openings),
+        work_slots=tuple(range(len(rows))),
+        work_num_tokens=tuple(row.num_new for row in rows),
+    )
