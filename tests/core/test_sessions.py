@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from scheduler_service.core import explain
+from scheduler_service.core import explain, retention
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import EndReason
 from scheduler_service.core.retention import Recency, ReturnTimes, Session
@@ -305,6 +305,29 @@ def test_a_session_is_found_by_its_name_or_its_prefix():
     named = session_of(prompt_of(20, 3), "named", session_id="s")
     assert session_of(prompt_of(20, 4), "named again", session_id="s") is named
     assert session_of(prompt_of(20, 5), "other name", session_id="t") is not named
+    system.run()
+
+
+def test_a_shelf_used_again_leads_to_nobody_elses_session(monkeypatch):
+    """While a prefix is in use, the session that computed it is forgotten, and its shelf given to another tenant's."""
+    monkeypatch.setattr(retention, "_NUM_LOST", 0)
+    system = agent(num_blocks=64)
+    system.join()
+    state = system.scheduler.state
+    history = run_one(system, prompt_of(40), tenant="a")
+    system.add([*history, 1], 60, request_id="holds", tenant="a", session_id="named")
+    system.plan()
+    system.now = 1.0
+    system.add(prompt_of(8, 9), 1, request_id="other", tenant="c")
+    while ("c", "other") in state.groups:  # its end is when sessions are looked through
+        system.plan()
+        system.complete()
+    system.add(prompt_of(8, 8), 2, request_id="thief", tenant="b")
+    block = state.groups["a", "holds"].sequences[0].block_table[0]
+    shelf = state.epoch.cache.pool.shelf_of(block)
+    assert shelf == state.groups["b", "thief"].session.shelf
+    system.add([*history[:40], 2], 2, request_id="back", tenant="a")
+    assert state.groups["a", "back"].session.tenant == "a"
     system.run()
 
 
