@@ -331,10 +331,20 @@ def check_sampling(setting: Setting) -> dict[str, Any]:
     with setting.running(path, worker=["--dtype", "float32", "--num-device-blocks", 24]) as system:
         (squeezed,), loads = asyncio.run(sample(system.url, sample_together))
     assert loads.num_preemptions > 0
-    assert alone == batch, "samples differ in a batch"
-    assert alone == squeezed, "samples differ under preemption"
+    # A GPU's products choose another algorithm for another number of rows, and their last bits with it: where tokens
+    # score alike within those, the draw may go either way. That is one sequence in some fifty runs; two are a fault.
+    num_allowed = 1 if setting.is_cuda else 0
+    num_differing = {"in a batch": _num_differing(alone, batch), "under preemption": _num_differing(alone, squeezed)}
+    for where, number in num_differing.items():
+        assert number <= num_allowed, f"{number} samples differ {where}"
     assert all(first != second for first, second in alone)
-    return {"sequences": sum(map(len, alone))}
+    return {"sequences": sum(map(len, alone)), "differing": num_differing}
+
+
+def _num_differing(requests: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> int:
+    """Count the samples of requests that are not what they are elsewhere."""
+    pairs = zip(requests, others, strict=True)
+    return sum(one != other for request, same in pairs for one, other in zip(request, same, strict=True))
 
 
 def kills(setting: Setting) -> Iterator[Case]:

@@ -66,7 +66,13 @@ def main() -> None:
         answer(lambda prompts, output_lens: generate(model, prompts, output_lens))
         return
     config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with model.continuous_batching_context_manager(generation_config=config, timeout=5) as manager:
+    try:
+        batching = model.continuous_batching_context_manager(generation_config=config, timeout=5)
+    except (AttributeError, TypeError) as error:
+        sys.exit(
+            f"the continuous batching of transformers 5.23 is called, and {transformers.__version__} differs: {error}"
+        )
+    with batching as manager:
         answer(lambda prompts, output_lens: generate_batch(manager, prompts, output_lens))
 
 
