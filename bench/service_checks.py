@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from tokenizers import Tokenizer
 
@@ -97,13 +98,14 @@ class Setting:
         return self.device == "cuda"
 
     def running(
-        self, model: Path, *, worker: Sequence[object] = (), scheduler: Sequence[object] = ()
+        self, model: Path, *, worker: Sequence[object] = (), scheduler: Sequence[object] = (), num_ranks: int = 1
     ) -> AbstractContextManager[System]:
         """Later flags win. The pool is given, so that others can run beside it on the device, and so is the backend,
         so that none takes its place."""
         attention = ["--attention-backend", "triton"] if self.is_cuda else []
         worker = ["--device", self.device, "--num-device-blocks", 4096, *attention, *worker]
-        return services.running(model, worker=worker, scheduler=["--worker-timeout", 120, *scheduler])
+        scheduler = ["--worker-timeout", 120, *scheduler]
+        return services.running(model, worker=worker, scheduler=scheduler, num_ranks=num_ranks)
 
     def checkpoint(self, name: str, family: str, *, seed: int, **options: Any) -> Path:
         """Returns a random checkpoint that every backend can compute."""
@@ -234,6 +236,7 @@ class Way:
     worker: Sequence[object] = ()
     scheduler: Sequence[object] = ()
     check: Callable[[Loads], None] = lambda loads: None
+    num_ranks: int = 1
 
 
 def check_ways(setting: Setting, name: str, family: str, one: Way, other: Way, **overrides: Any) -> dict[str, Any]:
@@ -245,7 +248,8 @@ def check_ways(setting: Setting, name: str, family: str, one: Way, other: Way, *
 
 
 async def serve(setting: Setting, model: Path, way: Way, requests: Sequence[Request]) -> list[list[int]]:
-    with setting.running(model, worker=["--dtype", "float32", *way.worker], scheduler=way.scheduler) as system:
+    worker = ["--dtype", "float32", *way.worker]
+    with setting.running(model, worker=worker, scheduler=way.scheduler, num_ranks=way.num_ranks) as system:
         async with Client(system.url) as client:
             streams = await run_streams(client, requests)
             way.check(await client.loads())
@@ -287,6 +291,19 @@ def swap(setting: Setting) -> Iterator[Case]:
             f"swapped = undisturbed, depth {pipeline_depth}",
             partial(check_ways, setting, name, "qwen3", Way(), squeezed),
         )
+
+
+def ranks(setting: Setting) -> Iterator[Case]:
+    """Compares two tensor parallel ranks, each on a GPU of its own, with one."""
+
+    def check(family: str) -> dict[str, Any]:
+        num_gpus = torch.cuda.device_count()
+        if setting.is_cuda and num_gpus < 2:
+            raise UnavailableError(f"needs two GPUs, and there is {num_gpus}")
+        return check_ways(setting, f"ranks-{family}", family, Way(), Way(num_ranks=2))
+
+    for family in ("qwen3", "mistral"):
+        yield Case(f"two ranks = one: {family}", partial(check, family))
 
 
 def backends(setting: Setting) -> Iterator[Case]:
@@ -378,5 +395,8 @@ def device_tests(setting: Setting) -> Iterator[Case]:
 
 PARTS: dict[str, Callable[[Setting], Iterator[Case]]] = {
     part.__name__: part
-    for part in (parity, small_parity, bfloat16, graphs, depth, swap, backends, fp8, sampling, kills, device_tests)
+    for part in (
+        *(parity, small_parity, bfloat16, graphs, depth, swap, ranks, backends, fp8, sampling, kills),
+        device_tests,
+    )
 }
