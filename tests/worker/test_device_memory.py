@@ -8,6 +8,7 @@ import torch
 from worker_service.cache.cache_engine import CacheShape
 from worker_service.cache.stream_moves import num_staging_blocks
 from worker_service.startup.device_memory import (
+    EXCHANGE_BYTES,
     DeviceMemory,
     StepSize,
     check_cpu_pool,
@@ -58,6 +59,14 @@ def test_shapes_are_those_of_the_models() -> None:
     assert SMALL.cache.block_bytes == 2 * 28 * 16 * 8 * 128 * 2 == 1_835_008
     assert LARGE.cache.block_bytes == 2 * 36 * 16 * 8 * 128 * 2 == 2_359_296
     assert replace(LARGE.cache, dtype=torch.float8_e4m3fn).block_bytes == 1_179_648
+
+
+def test_ranks_leave_room_for_what_they_exchange_by() -> None:
+    alone = memory_of(80, LARGE)
+    among = replace(alone, exchange=EXCHANGE_BYTES)
+    assert alone.left(0.9) - among.left(0.9) == 512 << 20
+    assert "what ranks exchange by 0.50" in among.describe()
+    assert "exchange" not in alone.describe()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,21 @@
 """The division of a GPU's memory. It is pure arithmetic: `loader.py` measures, and allocates what comes out here.
 
-    total * utilization = others + weights + largest step + graphs + staging + KV cache
+    total * utilization = others + weights + largest step + graphs + staging + exchange + KV cache
 
 The largest step is run before the pool exists, with every buffer that the runner keeps, and its peak is measured. CUDA
 graphs cannot be: they hold the pool's addresses, so the pool comes first. They keep memory of their own, which steps
 cannot use meanwhile, about that of the largest one since all share it; so what that will hold is run too, uncaptured,
-and its peak reserved, with an allowance for what the driver keeps of each graph.
+and its peak reserved, with an allowance for what the driver keeps of each graph. Nor can what ranks exchange by: they
+meet when an epoch begins, and each may be started again alone.
 """
 
 from dataclasses import dataclass
 
 GIB = 1 << 30
 _DRIVER_BYTES_PER_GRAPH = 4 << 20  # an allowance
+# An allowance for the buffers of NCCL, which it allocates by itself when ranks meet: some 10 MiB for each channel and
+# protocol, of which there are up to 32 and 3 between GPUs of a machine.
+EXCHANGE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,11 @@ class DeviceMemory:
     step: int  # the largest step at its peak, and what the runner keeps from step to step
     graphs: int
     staging: int  # where blocks are gathered that move to the host
+    exchange: int = 0  # what ranks exchange by
 
     def left(self, utilization: float) -> int:
         """Bytes for the pool, block 0 included, if so much of the memory may be used; may be below 0."""
-        used = self.others + self.weights + self.step + self.graphs + self.staging
+        used = self.others + self.weights + self.step + self.graphs + self.staging + self.exchange
         return int(self.total * utilization) - used
 
     def describe(self) -> str:
@@ -45,6 +50,7 @@ class DeviceMemory:
             "the largest step": self.step,
             "CUDA graphs": self.graphs,
             "staging": self.staging,
+            "what ranks exchange by": self.exchange,
             "CUDA itself and other processes": self.others,
         }
         taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)

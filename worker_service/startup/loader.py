@@ -31,6 +31,7 @@ from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels, quantized_folder
 from worker_service.startup.device_memory import (
+    EXCHANGE_BYTES,
     GIB,
     DeviceMemory,
     StepSize,
@@ -310,6 +311,8 @@ class _Assembly:
             block_bytes=block_bytes,
             staging_bytes=num_staging_blocks(num_host_blocks, block_bytes) * block_bytes,
         )
+        if self.communicator.size > 1:
+            memory = replace(memory, exchange=EXCHANGE_BYTES)
         logger.info("%s", memory.describe())
         return memory
 
