@@ -1,4 +1,5 @@
-"""Every kernel compiles for an H200, down to machine code; the compiler that Triton brings needs no GPU."""
+"""Every kernel compiles for an H200, down to machine code, and takes no more than its case allows: registers, shared
+memory, spills, and waits for loads. The compiler that Triton brings needs no GPU."""
 
 import os
 import subprocess
@@ -46,3 +47,30 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
         "_multiply_kernel",
         "_reduction_kernel output output_stride",
     ], result.stderr
+
+
+def test_a_variant_that_takes_too_much_is_refused():
+    """The bounds are read from what the compiler made: each of these breaks one."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _BROKEN]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    lines = [line.split(":")[0] for line in result.stdout.splitlines()]
+    assert lines == [
+        "loads nothing while it computes",
+        "loads nothing while it computes",
+        "17 programs are to fit a processor",
+    ], result.stdout + result.stderr
+
+
+_BROKEN = """
+from dataclasses import replace
+from tests.kernels.triton.checks import blocks, prefill_attention
+from tests.kernels.triton.compilation import compile_case
+
+prefill, copy = next(prefill_attention.compile_cases()), next(blocks.compile_cases())
+for case in (replace(prefill, num_stages=2), replace(copy, overlaps=True), replace(copy, min_programs=17)):
+    try:
+        print(compile_case(case))
+    except ValueError as error:
+        print(error)
+"""
