@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-grammars bench-structured-output bench-traces bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-grammars bench-structured-output bench-traces bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -151,6 +151,9 @@ gpu-bench-kernels:  ## on a GPU: how fast they are, beside the card's copy and t
 gpu-tune-kernels:  ## on a GPU: measure tiles for the shapes of common models, and write them to the static table
 	@$(PYTHON) -m pagewire.installation gpu
 	$(PYTHON) -m bench.tune_kernels
+
+gpu-kernel-resources: $(READY)  ## without a GPU: registers, shared memory and spills of every Triton kernel, compiled for an H200
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.compilation
 
 clean:  ## remove what setup made
 	rm -rf $(VENV) .venv-protos

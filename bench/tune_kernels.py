@@ -64,7 +64,7 @@ def candidates(kernel: str, current: Tile) -> Iterator[Tile]:
     """Yields the tiles to try, the current one first, so that one that is no faster does not take its place."""
     yield current
     rows = (64, 128) if kernel == "paged_prefill" else (16,)
-    for block_m, block_n, num_warps, num_stages in itertools.product(rows, (32, 64, 128), (4, 8), (2, 3, 4)):
+    for block_m, block_n, num_warps, num_stages in itertools.product(rows, (32, 64, 128), (4, 8), (2, 3, 4, 5)):
         tile = Tile(block_n, num_warps, num_stages, block_m)
         if tile != current:
             yield tile

@@ -183,22 +183,17 @@ def _attend(
     IS_BENT: tl.constexpr = (weighing.cap is not None) or (weighing.slopes is not None)
     sums, totals, highest = state
     queries, factors, slopes, positions = of_tile
-    begin, end, first, last = span
+    begin, end, _, _ = span
     columns, dims = tl.arange(0, SHAPE.block_n), tl.arange(0, SHAPE.padded_dim)
     keys, values = caches
     key_cache, value_cache = keys.data + head * keys.strides[2], values.data + head * values.strides[2]
+    reads = _locate(begin + columns, span, block_table, blocks, BLOCK_SIZE, IS_MASKED)
     for start in tl.range(begin, end, SHAPE.block_n):
-        index = start + columns
-        logical = index // BLOCK_SIZE
-        if blocks is not None:
-            logical = tl.load(blocks + logical, mask=index < end, other=0)
-        offset = index % BLOCK_SIZE
-        position = logical * BLOCK_SIZE + offset
-        is_read = tl.full([SHAPE.block_n], True, tl.int1)
+        position, block, is_read = reads
+        offset = (start + columns) % BLOCK_SIZE
+        mask = (dims < SHAPE.head_dim)[None, :]
         if IS_MASKED:
-            is_read = (index < end) & (position >= first) & (position <= last)
-        block = tl.load(block_table + logical, mask=is_read, other=0).to(tl.int64)
-        mask = is_read[:, None] & (dims < SHAPE.head_dim)[None, :]
+            mask = is_read[:, None] & mask
         key_at = key_cache + (block * keys.strides[0] + offset * keys.strides[1])[:, None] + dims[None, :]
         key_tile = tl.load(key_at, mask=mask, other=0.0).to(SHAPE.operand)
         scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee")
@@ -223,4 +218,22 @@ def _attend(
         value_at = value_cache + (block * values.strides[0] + offset * values.strides[1])[:, None] + dims[None, :]
         value_tile = tl.load(value_at, mask=mask, other=0.0).to(SHAPE.operand)
         sums = tl.dot(weights.to(SHAPE.operand), value_tile, sums * decay[:, None], input_precision="ieee")
+        # Block ids of the next tile: were they loaded where they are used, its keys and values could not be on their
+        # way while this tile is computed.
+        reads = _locate(start + SHAPE.block_n + columns, span, block_table, blocks, BLOCK_SIZE, IS_MASKED)
     return sums, totals, highest
+
+
+@triton.jit
+def _locate(index, span, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Positions and block ids at indexes of a span, and whether to read them: without a mask, wherever it has them."""
+    _, end, first, last = span
+    is_read = index < end
+    logical = index // BLOCK_SIZE
+    if selected_blocks is not None:
+        logical = tl.load(selected_blocks + logical, mask=is_read, other=0)
+    position = logical * BLOCK_SIZE + index % BLOCK_SIZE
+    if IS_MASKED:
+        is_read = is_read & (position >= first) & (position <= last)
+    block = tl.load(block_table + logical, mask=is_read, other=0)
+    return position, block.to(tl.int64), is_read

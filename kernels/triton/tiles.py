@@ -45,19 +45,20 @@ class Shape:
     itemsize: int
 
 
-# What fits 227 KB of shared memory, K and V of each stage together, leaves room for a second program beside it where it
-# can, and spills no register when compiled for an H200 (8 bytes at most). [head_dim][itemsize]
+# What fits 227 KB of shared memory, leaves room for a second program beside it where it can, keeps a tile of keys and
+# one of values on their way while another is computed (which takes three stages), and spills no register when compiled
+# for an H200, but for what `CompileCase.max_stack` allows where it says why. [head_dim][itemsize]
 _DECODE = {
     32: {1: Tile(128, 4, 3), 2: Tile(128, 4, 3), 4: Tile(64, 4, 3)},
-    64: {1: Tile(128, 4, 3), 2: Tile(64, 4, 3), 4: Tile(64, 4, 2)},
-    128: {1: Tile(64, 4, 3), 2: Tile(64, 4, 3), 4: Tile(32, 8, 2)},
-    256: {1: Tile(64, 4, 3), 2: Tile(32, 4, 3), 4: Tile(16, 4, 2)},
+    64: {1: Tile(128, 4, 3), 2: Tile(64, 4, 3), 4: Tile(64, 4, 3)},
+    128: {1: Tile(64, 4, 3), 2: Tile(64, 4, 3), 4: Tile(32, 8, 3)},
+    256: {1: Tile(64, 4, 3), 2: Tile(32, 4, 3), 4: Tile(16, 4, 3)},
 }
 _PREFILL = {
-    32: {1: Tile(64, 4, 3, 128), 2: Tile(64, 4, 3, 128), 4: Tile(32, 4, 2, 64)},
-    64: {1: Tile(64, 4, 3, 128), 2: Tile(64, 4, 3, 128), 4: Tile(32, 8, 2, 64)},
-    128: {1: Tile(64, 8, 3, 128), 2: Tile(64, 8, 3, 128), 4: Tile(16, 8, 2, 32)},
-    256: {1: Tile(32, 8, 2, 128), 2: Tile(32, 8, 2, 128), 4: Tile(16, 8, 2, 32)},
+    32: {1: Tile(64, 4, 3, 128), 2: Tile(64, 4, 3, 128), 4: Tile(32, 8, 3, 64)},
+    64: {1: Tile(64, 4, 3, 128), 2: Tile(64, 4, 3, 128), 4: Tile(32, 8, 3, 64)},
+    128: {1: Tile(64, 8, 3, 128), 2: Tile(64, 8, 3, 128), 4: Tile(16, 8, 3, 32)},
+    256: {1: Tile(32, 8, 3, 128), 2: Tile(32, 8, 3, 128), 4: Tile(16, 8, 3, 32)},
 }
 ESTIMATES = {"paged_attention_v1": _DECODE, "paged_attention_v2": _DECODE, "paged_prefill": _PREFILL}
 

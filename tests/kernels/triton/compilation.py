@@ -1,7 +1,8 @@
-"""Compiles the kernels of the modules of checks that are named for an H200, without one.
+"""Compiles the kernels of the modules of checks that are named for an H200, without one; of all where none is named.
 
-Run as a process of its own, `python -m tests.kernels.triton.compilation MODULE...`: in that of the tests Triton
-interprets. Prints a line per variant, and ends with status 1 if one does not compile.
+Run as a process of its own, `python -m tests.kernels.triton.compilation [MODULE...]`: in that of the tests Triton
+interprets. Prints what each variant takes, a line each, and ends with status 1 if one does not compile or takes more
+than its case allows.
 """
 
 import importlib
@@ -11,6 +12,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -19,11 +22,62 @@ from triton.compiler import ASTSource
 from tests.kernels.triton.checks.case import CompileCase
 
 H200 = GPUTarget("cuda", 90, 32)
-MAX_SHARED_MEMORY = 227 * 1024
+CHECKS = Path(__file__).parent / "checks"
+MODULES = sorted(path.stem for path in CHECKS.glob("*.py") if path.stem not in {"__init__", "case"})
+MAX_SHARED_MEMORY = 227 * 1024  # of a program
+# Of a processor; each program takes 1 KB of its shared memory besides its own.
+SHARED_MEMORY = 228 * 1024
+NUM_REGISTERS = 64 * 1024
+NUM_THREADS = 2048
+MAX_PROGRAMS = 32
 
 
-def compile_case(case: CompileCase) -> str:
-    """What the compiled variant needs. Raises what Triton raises, or ValueError where it could not be launched."""
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled variant takes.
+
+    Attributes:
+        shared: bytes of a program.
+        registers, stack: of a thread; what it spills lies on its stack, in bytes.
+        num_threads: of a program.
+        waits: of each loop with asynchronous loads, how many groups of them may still be on their way where the loop
+            waits the most strictly: 0 means that nothing is loaded while it computes.
+    """
+
+    shared: int
+    registers: int
+    stack: int
+    num_threads: int
+    waits: tuple[int, ...]
+
+    @property
+    def num_programs(self) -> int:
+        """That fit a processor side by side."""
+        of_thread = -(-self.registers // 8) * 8  # registers are given out by eights
+        by_registers, by_threads = NUM_REGISTERS // (of_thread * self.num_threads), NUM_THREADS // self.num_threads
+        return min(by_registers, by_threads, SHARED_MEMORY // (self.shared + 1024), MAX_PROGRAMS)
+
+    def __str__(self) -> str:
+        waits = f", waits for all but {', '.join(map(str, self.waits))}" if self.waits else ""
+        return (
+            f"{self.shared} bytes of shared memory, {self.registers} registers, {self.stack} bytes of stack, "
+            f"{self.num_programs} programs a processor{waits}"
+        )
+
+    def check(self, case: CompileCase) -> None:
+        """Raises ValueError where this is more than the case allows."""
+        if self.shared > MAX_SHARED_MEMORY:
+            raise ValueError(f"needs {self.shared} bytes of shared memory; a program has at most {MAX_SHARED_MEMORY}")
+        if self.stack > case.max_stack:
+            raise ValueError(f"spills {self.stack} bytes; it may spill {case.max_stack}: {self}")
+        if self.num_programs < case.min_programs:
+            raise ValueError(f"{case.min_programs} programs are to fit a processor: {self}")
+        if case.overlaps and (not self.waits or 0 in self.waits):
+            raise ValueError(f"loads nothing while it computes: {self}")
+
+
+def compile_case(case: CompileCase) -> Resources:
+    """What the compiled variant takes. Raises what Triton raises, or ValueError where the case does not allow it."""
     names = case.kernel.arg_names
     differing = {*case.signature, *case.constexprs} ^ set(names)
     if differing:
@@ -40,10 +94,30 @@ def compile_case(case: CompileCase) -> str:
     source = ASTSource(case.kernel, signature, constants, attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=H200, options=options)
-    shared = compiled.metadata.shared
-    if shared > MAX_SHARED_MEMORY:
-        raise ValueError(f"needs {shared} bytes of shared memory; a program has at most {MAX_SHARED_MEMORY}")
-    return f"{shared} bytes of shared memory, {registers(compiled.asm['cubin'])}"
+    used = registers(compiled.asm["cubin"])
+    resources = Resources(compiled.metadata.shared, *used, 32 * case.num_warps, loop_waits(compiled.asm["ttgir"]))
+    resources.check(case)
+    return resources
+
+
+def loop_waits(text: str) -> tuple[int, ...]:
+    """The lowest number of each loop's asynchronous waits in Triton's intermediate form; one without waits has none.
+
+    A wait belongs to the innermost loop around it. MLIR's printer indents what is within a loop by more than the loop.
+    """
+    found: list[list[int]] = []
+    open_loops: list[tuple[int, list[int]]] = []  # indentation of the loop, and its waits
+    for line in text.splitlines():
+        indentation = len(line) - len(line.lstrip())
+        while open_loops and line.strip() and indentation <= open_loops[-1][0]:
+            open_loops.pop()
+        if "scf.for" in line:
+            open_loops.append((indentation, []))
+            found.append(open_loops[-1][1])
+        wait = re.search(r"ttg\.async_wait.*\bnum = (\d+)", line)
+        if wait and open_loops:
+            open_loops[-1][1].append(int(wait[1]))
+    return tuple(min(waits) for waits in found if waits)
 
 
 def types_of(kind: object) -> object:
@@ -69,8 +143,8 @@ def leaves(signature: dict[str, object]) -> Iterator[tuple[tuple, str, str | Non
         yield from within((name,), name, kind)
 
 
-def registers(cubin: bytes) -> str:
-    """What a thread has, and what it spills to its stack."""
+def registers(cubin: bytes) -> tuple[int, int]:
+    """How many a thread has, and the bytes that it spills to its stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -79,12 +153,12 @@ def registers(cubin: bytes) -> str:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise ValueError(f"cuobjdump tells no use of resources: {usage}")
-    return f"{found[1]} registers, {found[2]} bytes of stack"
+    return int(found[1]), int(found[2])
 
 
 def main(modules: list[str]) -> int:
     status = 0
-    for name in modules:
+    for name in modules or MODULES:
         module = importlib.import_module(f"tests.kernels.triton.checks.{name}")
         for case in module.compile_cases():
             try:

@@ -77,6 +77,9 @@ class CompileCase:
             `divisible_by_16` names.
         constexprs: values of the constexpr arguments.
         num_warps, num_stages: launch options.
+        overlaps: whether it has loops over tiles in memory, all of which must load the next while one is computed.
+        min_programs: that fit a processor side by side.
+        max_stack: bytes to which a thread may spill; where this is not 0, what yields the case says why.
     """
 
     name: str
@@ -86,3 +89,6 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     divisible_by_16: tuple[str, ...] = field(default=())
+    overlaps: bool = False
+    min_programs: int = 1
+    max_stack: int = 0

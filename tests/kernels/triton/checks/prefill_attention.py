@@ -356,12 +356,21 @@ def compile_cases() -> Iterator[CompileCase]:
         {"head_dim": 256, "num_groups": 2, "block_size": 256},
         {"softcap": True, "window": True, "alibi": True},
         {"sinks": True, "window": True, "head_dim": 64, "num_groups": 8},
+        *({"head_dim": head_dim} for head_dim in (32, 64, 256)),
+        *({"stored": "fp8e4nv", "head_dim": head_dim} for head_dim in (32, 64, 256)),
+        *({"element": "fp32", "stored": "fp32", "head_dim": head_dim} for head_dim in (32, 128, 256)),
         {"selected": True, "window": True, "stored": "fp8e4nv"},
     ):
         name = ", ".join(f"{option} {value}" for option, value in changes.items()) or "plain"
         yield _compile_case(f"paged_prefill {name}", **(plain | changes))
 
 
+# Bytes that a thread of these spills: a tile of 128 queries takes all 255 registers, and one of 64 would read the keys
+# twice as often.
+_SPILLS = {
+    "paged_prefill sinks True, window True, head_dim 64, num_groups 8": 24,
+    "paged_prefill stored fp8e4nv, head_dim 256": 24,
+}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": E4M3}
 
 
@@ -392,4 +401,7 @@ def _compile_case(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         divisible_by_16=("strides",),
+        overlaps=True,
+        min_programs=2 if padded_dim <= 64 or element == "fp32" else 1,
+        max_stack=_SPILLS.get(name, 0),
     )
