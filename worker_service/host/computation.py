@@ -35,7 +35,7 @@ from worker_service.step import FinishedStep, PromptLogprobs, RowStatus
 class HostComputation:
     """See `Computation`. There are no graphs."""
 
-    graph_sizes: tuple[int, ...] = ()
+    num_graphs = 0
 
     def __init__(
         self,

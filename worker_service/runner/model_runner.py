@@ -37,7 +37,7 @@ class Computation(Protocol):
     """
 
     table: SequenceTable
-    graph_sizes: tuple[int, ...]  # batches that are captured, each as two graphs
+    num_graphs: int  # that `capture_graphs` captures
 
     def capture_graphs(self) -> None:
         """To be called once, before the first plan."""

@@ -240,11 +240,10 @@ class _Assembly:
             model = host_model(self.model, self.backend)
             return HostComputation(model, cache.layers, self.backend, table, self.kernels)
         # A graph would hold what ranks exchange by the connections of one epoch.
-        max_graph_batch_size = self.config.max_graph_batch_size if self.communicator.size == 1 else 0
+        graphs = (self.config.max_graph_batch_size, self.config.max_graph_tokens)
+        graphs = graphs if self.communicator.size == 1 else (0, 0)
         sampler = create_sampler(limits.vocab_size)
-        return DeviceComputation(
-            self.model, cache.layers, self.backend, sampler, table, self.streams, max_graph_batch_size
-        )
+        return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, *graphs)
 
     def _limits(self, num_device_blocks: int) -> TableLimits:
         return TableLimits(
@@ -402,7 +401,8 @@ def _capture_graphs(computation: Computation, config: WorkerConfig) -> None:
             raise
         raise ValueError(
             f"CUDA graphs do not fit beside the KV cache: lower --max-graph-batch-size, which is "
-            f"{config.max_graph_batch_size}, or --gpu-memory-utilization, which is {config.gpu_memory_utilization}"
+            f"{config.max_graph_batch_size}, --max-graph-tokens, which is {config.max_graph_tokens}, or "
+            f"--gpu-memory-utilization, which is {config.gpu_memory_utilization}"
         ) from error
 
 
