@@ -43,6 +43,7 @@ from worker_service.device.mixed_graphs import token_counts
 from worker_service.device.sampler import REFERENCE, Sampler
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.grammars import CompileThread, EpochGrammars
+from worker_service.models.communicator import SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.models.operations import ExpertProduct, TorchOperations, multiply_all
@@ -673,6 +674,45 @@ def test_steps_with_prompts_replay_the_graph_of_the_next_larger_number_of_tokens
     print("steps by size of their graph:", expected)
     assert [graph.num_replays for graph in pair.device.graphs[:2]] == [expected[32], expected[16]]
     assert expected[16] > 0
+
+
+class TwoRanks(SingleRank):
+    """A rank whose part is the whole, and whose epochs are told."""
+
+    size = 2
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.num_graphs: list[int] = []  # that there were when an epoch began
+
+    def begin(self, epoch: int) -> None:
+        self.num_graphs.append(len(self._device.graphs))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_capture_at_the_first_plan_of_each_epoch_and_replay_no_graph_of_another(
+    checkpoints: dict[str, Path], seed: int
+) -> None:
+    pair = Pair(checkpoints["qwen3"], seed, max_graph_batch_size=4, max_graph_tokens=16)
+    computation, device = pair.runner.computation, pair.device
+    ranks = TwoRanks(device)
+    pair.runner = ModelRunner(computation, pair.cache, ranks, splits_steps=False)
+    num_graphs, past = computation.num_graphs, []
+    assert num_graphs == 2 * len((1, 2, 4)) + 1
+    for epoch in (1, 2, 3):
+        pair.reset(epoch)
+        with pytest.raises(KeyError):  # nothing is left of the epoch before
+            computation._graphs.forward(4)
+        past = [(graph, graph.num_replays) for graph in device.graphs]
+        rows = [Row(random_tokens(10 * seed + epoch + i, 5 + 3 * i), 6) for i in range(3)]
+        steps = plan_steps(rows, block_size=4, max_num_batched_tokens=12, epoch=epoch)
+        assert_all_equal(pair, [step.plan for step in steps])
+        assert all(graph.num_replays == count for graph, count in past)
+        own = device.graphs[len(past) :]
+        assert len(own) == num_graphs
+        assert own[0].num_replays > 0
+        assert sum(graph.num_replays for graph in own[1:]) > 0
+    assert ranks.num_graphs == [num_graphs, 2 * num_graphs, 3 * num_graphs]
 
 
 def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:

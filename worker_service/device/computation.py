@@ -91,6 +91,11 @@ class DeviceComputation:
         self._mixed_graphs.capture(self._mix)
         self._graphs.capture(self._decode, self._sample_decoded)
 
+    def drop_graphs(self) -> None:
+        """See `Computation.drop_graphs`."""
+        self._mixed_graphs.drop()
+        self._graphs.drop()
+
     def rehearse_graphs(self) -> None:
         """See `Computation.rehearse_graphs`."""
         self._mixed_graphs.rehearse(self._mix)

@@ -145,6 +145,10 @@ class MixedGraphs:
         if self.sizes:
             self._device.compute.run(self._padding(self.sizes[-1], forward))
 
+    def drop(self) -> None:
+        """Forget what was captured. It is not replayed again: until the next `capture` there are none."""
+        self._graphs.clear()
+
     def size_for(self, num_tokens: int) -> int | None:
         """The smallest size that holds so many tokens; None: there is no graph for them."""
         place = bisect_left(self.sizes, num_tokens)

@@ -62,6 +62,9 @@ class HostComputation:
     def capture_graphs(self) -> None:
         """See `Computation.capture_graphs`."""
 
+    def drop_graphs(self) -> None:
+        """See `Computation.drop_graphs`."""
+
     def rehearse_graphs(self) -> None:
         """See `Computation.rehearse_graphs`."""
 

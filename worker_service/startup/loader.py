@@ -119,7 +119,8 @@ def _load_worker(
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         log_host_size(shape, num_host_blocks, swap_bandwidth)
-    _capture_graphs(runner.computation, config)
+    if config.tensor_parallel_size == 1:  # graphs of ranks hold the connections of one epoch: see `ModelRunner`
+        _capture_graphs(runner.computation, config)
     ready = replace(assembly.ready(worker_id, cache, swap_bandwidth), grammar_version=grammar_version)
     return LoadedWorker(runner, ready, grammars.close)
 
@@ -239,9 +240,7 @@ class _Assembly:
         if self.streams is None:
             model = host_model(self.model, self.backend)
             return HostComputation(model, cache.layers, self.backend, table, self.kernels)
-        # A graph would hold what ranks exchange by the connections of one epoch.
         graphs = (self.config.max_graph_batch_size, self.config.max_graph_tokens)
-        graphs = graphs if self.communicator.size == 1 else (0, 0)
         sampler = create_sampler(limits.vocab_size)
         return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, *graphs)
 
