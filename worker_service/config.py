@@ -91,6 +91,12 @@ class WorkerConfig:
         "largest decoding batch that a GPU replays as a CUDA graph; larger ones launch each kernel; 0 turns graphs off",
         between(0, 1 << 16),
     )
+    max_graph_tokens: int = option(
+        512,
+        "most tokens of a step with prompts that a GPU replays as a CUDA graph; larger ones launch each kernel; 0: "
+        "such steps have no graphs",
+        between(0, 1 << 16),
+    )
     attention_backend: str = option(
         "auto",
         "implementation of attention: C kernels (cpu), Triton kernels (triton), the flash-attn package (flash_attn, "

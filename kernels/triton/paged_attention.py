@@ -62,5 +62,47 @@ def paged_attention(
     return output
 
 
+def mixed_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    decode_lens: Tensor,
+    prefill_lens: Tensor,
+    query_start_loc: Tensor,
+    plan: SplitPlan | None,
+    scoring: Scoring,
+) -> Tensor:
+    """`paged_attention` where the device alone knows how many rows decode, so that a graph serves any mix of them.
+
+    Both kernels are launched over all rows. Programs of rows that are not theirs end at once; the first zeroes one
+    query for each of these, and the second writes those of all rows that do not decode.
+
+    Args:
+        query, key_cache, value_cache, block_tables, query_start_loc, scoring: of `paged_attention`. There are at least
+            as many queries as rows, and every one belongs to a row.
+        decode_lens: [S] int32, seq_lens of the rows that decode, 0 for the others.
+        prefill_lens: [S] int32, -1 for the rows that decode, seq_lens of the others.
+        plan: decided for `decode_lens`, or None.
+
+    Returns:
+        [T, num_heads, head_dim], of the query's dtype.
+
+    Raises:
+        ValueError: a shape, dtype, stride or number is not one of these.
+    """
+    num_rows = decode_lens.numel()
+    if num_rows > query.shape[0]:
+        raise ValueError(f"there are {num_rows} rows with {query.shape[0]} queries; pass at least as many queries")
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    caches = (key_cache, value_cache, block_tables)
+    others = (scoring, None, output[:num_rows])
+    if plan is None:
+        paged_attention_v1(query[:num_rows], *caches, decode_lens, *others)
+    else:
+        paged_attention_v2(query[:num_rows], *caches, decode_lens, plan, *others)
+    return paged_prefill(query, *caches, prefill_lens, query_start_loc, scoring, None, output)
+
+
 def _of_rows(selection: Selection | None, rows: slice) -> Selection | None:
     return None if selection is None else Selection(selection.blocks[rows], selection.num_blocks[rows])

@@ -48,7 +48,7 @@ def paged_prefill(
             float8_e4m3fn; the last dimension dense, any other strides. Block sizes are multiples of 16 up to 256, head
             dimensions multiples of 8 from 32 to 256.
         block_tables: [S, max_blocks] int32, the last dimension dense.
-        seq_lens: [S] int32, on the device.
+        seq_lens: [S] int32, on the device. Of a row of length -1 nothing is read or written.
         query_start_loc: [S + 1] int32, on the device: where each row's queries begin, counted from its first entry. So
             the last rows of a mixed batch can be passed as slices of everything.
         scoring, selection: as specified.
@@ -93,9 +93,9 @@ def _paged_prefill_kernel(
     row, first_query = _find_tile(query_start_loc, num_rows, tl.num_programs(0) - 1 - tl.program_id(0), TILE_QUERIES)
     start = tl.load(query_start_loc + row) - tl.load(query_start_loc)
     num_queries = tl.load(query_start_loc + row + 1) - tl.load(query_start_loc) - start
-    if first_query >= num_queries:
-        return
     seq_len = tl.load(seq_lens + row)
+    if (first_query >= num_queries) | (seq_len < 0):
+        return
     first_position = seq_len - num_queries + first_query
     last_position = tl.minimum(first_position + TILE_QUERIES, seq_len) - 1
 

@@ -46,6 +46,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "cpu_products",
         "attention_backend",
         "max_graph_batch_size",
+        "max_graph_tokens",
         "tensor_parallel_size",
         "tensor_parallel_rank",
         "tensor_parallel_address",

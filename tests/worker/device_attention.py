@@ -33,7 +33,7 @@ class DeviceAttention:
         @as_kernel
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
             query_start_loc, seq_lens = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
-            _check(batch, rows.num_decodes, query_start_loc, seq_lens, kv_cache[layer][0].shape[1])
+            _check(batch, rows.num_decodes, query_start_loc, seq_lens, len(query), kv_cache[layer][0].shape[1])
             reshape_and_cache(key, value, *kv_cache[layer], batch.slot_mapping)
             scoring = replace(shared, window=windows[layer], sinks=sinks)
             return paged_attention(query, *kv_cache[layer], batch.block_tables, seq_lens, query_start_loc, scoring)
@@ -42,11 +42,20 @@ class DeviceAttention:
 
 
 def _check(
-    batch: AttentionBatch, num_decodes: int, query_start_loc: list[int], seq_lens: list[int], block_size: int
+    batch: AttentionBatch,
+    num_decodes: int | None,
+    query_start_loc: list[int],
+    seq_lens: list[int],
+    num_tokens: int,
+    block_size: int,
 ) -> None:
     lengths = [end - start for start, end in pairwise(query_start_loc)]
-    assert query_start_loc == batch.query_start_loc
-    assert num_decodes == lengths.count(1)
+    if num_decodes is None:
+        num_decodes = sum(length == 1 and seq_len > 0 for length, seq_len in zip(lengths, seq_lens, strict=True))
+        assert (query_start_loc[0], query_start_loc[-1], batch.query_start_loc) == (0, num_tokens, [])
+    else:
+        assert query_start_loc == batch.query_start_loc
+        assert num_decodes == lengths.count(1)
     assert lengths[:num_decodes] == [1] * num_decodes, "rows that decode come first"
     for seq_len, bound in zip(seq_lens, batch.seq_lens, strict=True):
         assert seq_len <= bound

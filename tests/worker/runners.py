@@ -39,9 +39,11 @@ def device_runner(
     device: Device,
     *,
     max_graph_batch_size: int = 0,
+    max_graph_tokens: int = 0,
     splits_steps: bool = True,
     grammars: EpochGrammars | None = None,
 ) -> ModelRunner:
     table = SequenceTable(limits, gates_grammars=True)
-    computation = DeviceComputation(model, cache.layers, backend, sampler, table, device, max_graph_batch_size)
+    graphs = (max_graph_batch_size, max_graph_tokens)
+    computation = DeviceComputation(model, cache.layers, backend, sampler, table, device, *graphs)
     return ModelRunner(computation, cache, SingleRank(), splits_steps, grammars)

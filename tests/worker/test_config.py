@@ -44,6 +44,7 @@ from worker_service.config import WorkerConfig, parse_memory
         ({"socket": "/tmp/s", "tensor_parallel_size": 2}, "--socket is for one rank"),
         ({"kv_cache_memory": "much"}, "--kv-cache-memory"),
         ({"max_graph_batch_size": -1}, "--max-graph-batch-size"),
+        ({"max_graph_tokens": -1}, "--max-graph-tokens"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization"),
         ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization"),
         ({"tls_cert": "cert.pem"}, "--tls-key"),

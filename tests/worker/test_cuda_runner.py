@@ -39,13 +39,15 @@ from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.config import WorkerConfig
 from worker_service.device.computation import StepTimer
 from worker_service.device.graphs import graph_sizes
+from worker_service.device.mixed_graphs import token_counts
 from worker_service.device.sampler import REFERENCE
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.grammars import CompileThread, EpochGrammars
+from worker_service.models.communicator import SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.models.operations import ExpertProduct, TorchOperations, multiply_all
-from worker_service.rows.table import TableLimits
+from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.rpc.wire import decode_request
 from worker_service.runner import ModelRunner
 from worker_service.startup import loader
@@ -116,6 +118,7 @@ class Pair:
         max_num_seqs: int = 6,
         max_num_batched_tokens: int = 48,
         max_graph_batch_size: int = 0,
+        max_graph_tokens: int = 0,
         device: FakeDevice | None = None,
         grammars: tuple[EpochGrammars, EpochGrammars] | None = None,
     ) -> None:
@@ -142,7 +145,7 @@ class Pair:
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # what nobody has written
         backend = DeviceAttention(config.windows, scoring)
-        graphs = {"max_graph_batch_size": max_graph_batch_size}
+        graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
         own = grammars and grammars[1]
         self.runner = device_runner(
             model, self.cache, backend, SAMPLER, self.limits, self.device, grammars=own, **graphs
@@ -365,14 +368,19 @@ def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode
     return pair
 
 
-@pytest.mark.parametrize(("depth", "max_graph_batch_size"), [(1, 5), (2, 0), (2, 5)])
+@pytest.mark.parametrize(
+    ("depth", "max_graph_batch_size", "max_graph_tokens"), [(1, 5, 0), (2, 0, 0), (2, 5, 0), (2, 3, 32)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_are_those_of_the_plain_runner(
-    checkpoints: dict[str, Path], family: str, depth: int, max_graph_batch_size: int
+    checkpoints: dict[str, Path], family: str, depth: int, max_graph_batch_size: int, max_graph_tokens: int
 ) -> None:
     options = {"num_host_blocks": 20, "max_graph_batch_size": max_graph_batch_size}
+    options["max_graph_tokens"] = max_graph_tokens
     pair = run_history(checkpoints[family], 10 * depth + max_graph_batch_size, depth=depth, **options)
-    assert sum(graph.num_replays for graph in pair.device.graphs) > 5 or not max_graph_batch_size
+    num_mixed = len(token_counts(max_graph_tokens, 48))
+    assert sum(graph.num_replays for graph in pair.device.graphs[num_mixed:]) > 5 or not max_graph_batch_size
+    assert sum(graph.num_replays for graph in pair.device.graphs[:num_mixed]) > 5 or not num_mixed
 
 
 def test_histories_hold_all_that_a_plan_may(checkpoints: dict[str, Path]) -> None:
@@ -612,6 +620,89 @@ def test_graphs_are_captured_largest_first_and_the_next_larger_is_replayed(check
     for plan, expected in zip(plans, replays, strict=True):
         assert_all_equal(pair, [plan])
         assert [graph.num_replays for graph in graphs] == expected
+
+
+@pytest.mark.parametrize(
+    ("max_graph_tokens", "max_num_batched_tokens", "counts"),
+    [
+        (0, 48, ()),
+        (5, 48, (5,)),
+        (512, 48, (16, 32, 48)),
+        (250, 4096, (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 250)),
+        (512, 4096, (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)),
+    ],
+)
+def test_numbers_of_tokens_of_graphs(
+    max_graph_tokens: int, max_num_batched_tokens: int, counts: tuple[int, ...]
+) -> None:
+    assert token_counts(max_graph_tokens, max_num_batched_tokens) == counts
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_with_prompts_replay_the_graph_of_the_next_larger_number_of_tokens(
+    checkpoints: dict[str, Path], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks beside rows that decode, in steps of exactly what a graph holds, of less and of more."""
+    rng = random.Random(seed)
+    options = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 7, "max_graph_batch_size": 2}
+    pair = Pair(checkpoints["qwen3"], seed, **options, max_graph_tokens=32)
+    told = SamplingParams(temperature=0.8, num_logprobs=2, num_prompt_logprobs=1)
+    rows = [Row(random_tokens(seed + i, rng.randint(1, 40)), 8, rng.choice([GREEDY, told]), seed=i) for i in range(7)]
+    budget = rng.choice([16, 19, 32, 37])
+    expected: Counter[int] = Counter()
+    apply = pair.plain.table.apply
+
+    def count(plan: StepPlan) -> WorkingRows:
+        worked = apply(plan)
+        num_tokens = int(worked.num_new_tokens.sum())
+        if len(worked.slots) > 2 or not worked.samples.all() or num_tokens > len(worked.slots):
+            expected[next((size for size in (16, 32) if num_tokens <= size), 0)] += 1
+        return worked
+
+    monkeypatch.setattr(pair.plain.table, "apply", count)
+    assert_all_equal(pair, [step.plan for step in plan_steps(rows, block_size=4, max_num_batched_tokens=budget)])
+    print("steps by size of their graph:", expected)
+    assert [graph.num_replays for graph in pair.device.graphs[:2]] == [expected[32], expected[16]]
+    assert expected[16] > 0
+
+
+class TwoRanks(SingleRank):
+    """A rank whose part is the whole, and whose epochs are told."""
+
+    size = 2
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.num_graphs: list[int] = []  # that there were when an epoch began
+
+    def begin(self, epoch: int) -> None:
+        self.num_graphs.append(len(self._device.graphs))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_capture_at_the_first_plan_of_each_epoch_and_replay_no_graph_of_another(
+    checkpoints: dict[str, Path], seed: int
+) -> None:
+    pair = Pair(checkpoints["qwen3"], seed, max_graph_batch_size=4, max_graph_tokens=16)
+    computation, device = pair.runner.computation, pair.device
+    ranks = TwoRanks(device)
+    pair.runner = ModelRunner(computation, pair.cache, ranks, splits_steps=False)
+    num_graphs, past = computation.num_graphs, []
+    assert num_graphs == 2 * len((1, 2, 4)) + 1
+    for epoch in (1, 2, 3):
+        pair.reset(epoch)
+        with pytest.raises(KeyError):  # nothing is left of the epoch before
+            computation._graphs.forward(4)
+        past = [(graph, graph.num_replays) for graph in device.graphs]
+        rows = [Row(random_tokens(10 * seed + epoch + i, 5 + 3 * i), 6) for i in range(3)]
+        steps = plan_steps(rows, block_size=4, max_num_batched_tokens=12, epoch=epoch)
+        assert_all_equal(pair, [step.plan for step in steps])
+        assert all(graph.num_replays == count for graph, count in past)
+        own = device.graphs[len(past) :]
+        assert len(own) == num_graphs
+        assert own[0].num_replays > 0
+        assert sum(graph.num_replays for graph in own[1:]) > 0
+    assert ranks.num_graphs == [num_graphs, 2 * num_graphs, 3 * num_graphs]
 
 
 def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:

@@ -119,6 +119,34 @@ def test_lengths_that_the_host_knows_are_bounds(bound, windows):
     check(rows, windows, batch=with_device_rows(rows.batch, 5, bound))
 
 
+@pytest.mark.parametrize("bound", [0, 100_000])
+@pytest.mark.parametrize("windows", [(0, 0), (10, 600)])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(40, 1), (599, 1), (33, 20), (0, 9)],
+        [(40, 1), (3, 1), (0, 1)],
+        [(33, 20), (0, 9)],
+        [(599, 1), (15, 2), PADDING],
+    ],
+)
+def test_the_device_alone_may_know_which_rows_decode(lengths, windows, bound):
+    rows = make_rows(14, lengths)
+    check(rows, windows, batch=with_device_rows(rows.batch, None, bound))
+
+
+def test_tokens_of_padding_are_one_row_and_rows_of_padding_have_none():
+    """As behind a graph of any mix of rows: of 20 tokens one row decodes, one has 4 and the rest belong to nobody."""
+    rows = make_rows(15, [(40, 1), (33, 4), (0, 15)])
+    rows.batch.seq_lens[2] = 0
+    rows.batch.slot_mapping[5:] = -1
+    starts, lengths = [0, 1, 5, 20, 20, 20], [41, 37, 0, 0, 0]
+    tables = torch.cat([rows.batch.block_tables, rows.batch.block_tables[:2]]).to(torch.int32)
+    device_rows = replace(DeviceRows.of(starts, lengths, DEVICE), num_decodes=None)
+    batch = replace(rows.batch, query_start_loc=[], seq_lens=[900] * 5, block_tables=tables, device_rows=device_rows)
+    check(rows, (0, 30), batch=batch)
+
+
 def test_rows_of_padding_get_zeros_and_write_nothing():
     check(make_rows(3, [(20, 1), PADDING, (3, 1), PADDING]))
     check(make_rows(4, [PADDING]))

@@ -47,7 +47,8 @@ SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
 
 
 def make_runner(path, backend="triton", device=None):
-    """That of the host; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows."""
+    """That of the host; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows that
+    decode, and for 16 and 32 tokens of any."""
     config = ModelConfig.load(path)
     assert TritonOperations.refusal(config) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
@@ -70,7 +71,9 @@ def make_runner(path, backend="triton", device=None):
     cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE, streams=device)
     cache.storage[1:] = float("nan")
     sampler = create_sampler(config.vocab_size)
-    runner = device_runner(model, cache, attention, sampler, limits, device, max_graph_batch_size=2)
+    runner = device_runner(
+        model, cache, attention, sampler, limits, device, max_graph_batch_size=2, max_graph_tokens=32
+    )
     runner.computation.capture_graphs()
     return runner
 

@@ -50,7 +50,9 @@ class DeviceRows:
 
     query_start_loc: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S] int32; 0: a row of padding, which attends to nothing
-    num_decodes: int  # rows that have one token each and come first
+    # Rows that have one token each and come first; None, behind a graph of any mix of rows: the device alone knows.
+    # Then query_start_loc of the batch is empty, and a row without tokens is padding too.
+    num_decodes: int | None
 
     @staticmethod
     def of(query_start_loc: Sequence[int], seq_lens: Sequence[int], device: torch.device) -> "DeviceRows":

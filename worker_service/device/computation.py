@@ -5,10 +5,11 @@ the tokens that it sampled among it. A step is a few operations on the compute s
 
     copies -> upload -> changed rows -> inputs gathered -> model -> logits -> sampler -> tokens to their rows
 
-Steps in which every row decodes replay graphs (`graphs.py`), others are launched kernel by kernel. What a step
-sampled is copied to pinned memory: on the results stream, behind the step and beside the next one, or on the compute
-stream where the next step writes the same memory. Moves have a stream
-of their own, which begins after the compute of the plan before. Nothing that the device computes waits for the host.
+Steps in which every row decodes replay graphs (`graphs.py`); so do others, unless they are large, up to their hidden
+states (`mixed_graphs.py`), and the rest of them is launched kernel by kernel. What a step sampled is copied to pinned
+memory: on the results stream, behind the step and beside the next one, or on the compute stream where the next step
+writes the same memory. Moves have a stream of their own, which begins after the compute of the plan before. Nothing
+that the device computes waits for the host.
 """
 
 import time
@@ -24,6 +25,7 @@ from torch import Tensor
 from worker_service.attention import AttentionBackend, LayerCache
 from worker_service.device.graphs import DecodeBuffers, DecodeGraphs, graph_sizes
 from worker_service.device.inputs import DeviceBatch, StepInputs
+from worker_service.device.mixed_graphs import MixedGraphs, MixedInputs
 from worker_service.device.sampler import Sampler
 from worker_service.device.sampling import PackedSampling
 from worker_service.device.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing
@@ -62,8 +64,10 @@ class DeviceComputation:
         table: SequenceTable,
         device: Device,
         max_graph_batch_size: int = 0,
+        max_graph_tokens: int = 0,
     ) -> None:
-        """`layers`: of the KV cache. Graphs are for batches of up to `max_graph_batch_size` rows."""
+        """`layers`: of the KV cache. Graphs are for batches of up to `max_graph_batch_size` rows that decode, and for
+        any other steps of up to `max_graph_tokens` tokens; where the former is 0 there are none."""
         limits = table.limits
         self.table = table
         self._model = model
@@ -75,18 +79,27 @@ class DeviceComputation:
         self._uploads = UploadRing(device)
         self._result_buffers = ResultBuffers(device)
         is_capturable = backend.is_capturable and sampler.is_capturable
-        self.graph_sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
-        self._graphs = DecodeGraphs(self.graph_sizes, limits, device)
+        sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
+        self._graphs = DecodeGraphs(sizes, limits, device)
+        self._mixed_graphs = MixedGraphs(max_graph_tokens if sizes else 0, limits, device)
+        self.num_graphs = 2 * len(sizes) + len(self._mixed_graphs.sizes)
         self._pooler = Pooler()
         self._clock = StepTimer()
         device.synchronize()  # what was made on another stream is there for all
 
     def capture_graphs(self) -> None:
         """See `Computation.capture_graphs`."""
+        self._mixed_graphs.capture(self._mix)
         self._graphs.capture(self._decode, self._sample_decoded)
+
+    def drop_graphs(self) -> None:
+        """See `Computation.drop_graphs`."""
+        self._mixed_graphs.drop()
+        self._graphs.drop()
 
     def rehearse_graphs(self) -> None:
         """See `Computation.rehearse_graphs`."""
+        self._mixed_graphs.rehearse(self._mix)
         self._graphs.rehearse(self._decode, self._sample_decoded)
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], LaunchedStep]:
@@ -136,11 +149,32 @@ class DeviceComputation:
         size = self._graphs.size_for(len(rows.slots)) if is_decode else None
         if size is not None:
             return self._plan_decode(work, size)
+        size = self._mixed_graphs.size_for(int(rows.num_new_tokens.sum()))
+        if size is not None:
+            return self._plan_mixed(work, size)
         inputs = StepInputs.of(rows, self.table.limits.block_size, work.upload)
-        work.chunks = prompt_chunks(self.table, rows, inputs.token_starts)
-        work.pooled = pooled_chunks(self.table, rows, inputs.token_starts)
-        packing = PackedSampling.pack(work.sampling, work.upload, self._device_table.scratch_slot)
+        packing = self._pack_readers(work, inputs.token_starts)
         return partial(self._device.compute.run, partial(self._compute, work, inputs, packing))
+
+    def _pack_readers(self, work: "_Work", token_starts: NDArray[np.int64]) -> PackedSampling:
+        """Tells what reads the hidden states of the work, and packs how its rows sample."""
+        work.chunks = prompt_chunks(self.table, work.rows, token_starts)
+        work.pooled = pooled_chunks(self.table, work.rows, token_starts)
+        return PackedSampling.pack(work.sampling, work.upload, self._device_table.scratch_slot)
+
+    def _plan_mixed(self, work: "_Work", size: int) -> Callable[[], None]:
+        """Return a function that launches any mix of rows, by the CUDA graph of `size` tokens."""
+        graphs, compute, num_tokens = self._mixed_graphs, self._device.compute, int(work.rows.num_new_tokens.sum())
+        padded = graphs.padded(work.rows, size)
+        packed, indices = work.upload.add(padded.packed), work.upload.add(padded.sampling_indices)
+        packing = self._pack_readers(work, padded.token_starts)
+
+        def put() -> None:
+            compute.run(lambda: graphs.set_rows(work.packed.tensor[packed]))
+            graphs.forward(size)
+            compute.run(lambda: self._read_hidden(work, graphs.hidden(num_tokens), indices, packing))
+
+        return put
 
     def _plan_decode(self, work: "_Work", size: int) -> Callable[[], None]:
         """Return a function that launches rows that decode one token each, by the CUDA graphs of batch size `size`."""
@@ -184,6 +218,12 @@ class DeviceComputation:
         """Any mix of rows."""
         packed = work.packed.tensor
         hidden = self._forward(inputs.gather(packed, self._device_table))
+        self._read_hidden(work, hidden, inputs.sampling_indices, packing)
+
+    @torch.inference_mode()
+    def _read_hidden(self, work: "_Work", hidden: Tensor, sampling_indices: slice, packing: PackedSampling) -> None:
+        """Sample, tell of prompts and pool. `hidden`: [T, hidden_size], final hidden states of all tokens."""
+        packed = work.packed.tensor
         others: list[Tensor] = []
         for chunk in work.chunks:
             tokens = self._device_table.token_ids[chunk.tokens]
@@ -191,7 +231,7 @@ class DeviceComputation:
         embeddings, sums = self._pooler.pool(hidden, work.pooled)
         others += embeddings
         if work.sampling.num_rows:
-            logits = self._model.compute_logits(hidden.index_select(0, packed[inputs.sampling_indices]))
+            logits = self._model.compute_logits(hidden.index_select(0, packed[sampling_indices]))
             self._sample(work, logits, packing, others)
         elif others:
             work.results.put(flatten_to_int32(others))
@@ -220,6 +260,10 @@ class DeviceComputation:
         inputs, table = buffers.inputs, self._device_table
         columns = table.sampling_columns(inputs.slots, inputs.seq_lens)
         self._sampler.sample(buffers.logits, columns, None, None, table.target(inputs.slots, buffers.sampled))
+
+    def _mix(self, inputs: MixedInputs) -> Tensor:
+        """Compute the hidden states of any mix of rows. The CUDA graph of each number of tokens holds this."""
+        return self._forward(inputs.gather(self._device_table))
 
     def _forward(self, batch: DeviceBatch) -> Tensor:
         attend = self._backend.prepare(batch.attention, self._layers)

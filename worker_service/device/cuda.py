@@ -69,7 +69,9 @@ class CudaDevice:
         self.compute.run(operation)
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._compute.stream):
+        # What other threads ask of the device meanwhile, as NCCL's watchdog and the resolver do, is no part of it.
+        options = {"pool": self._graph_pool, "stream": self._compute.stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, **options):
             operation()
         return CudaGraph(graph, self.compute)
 

@@ -98,6 +98,10 @@ class DecodeGraphs:
         self._device.compute.run(partial(self.set_rows, padding))
         return self.buffers[size]
 
+    def drop(self) -> None:
+        """Forget what was captured. It is not replayed again: until the next `capture` there are none."""
+        self._graphs.clear()
+
     def size_for(self, num_rows: int) -> int | None:
         """The smallest size that holds so many rows; None: there is no graph for them."""
         place = bisect_left(self._sizes, num_rows)

@@ -35,7 +35,7 @@ from worker_service.step import FinishedStep, PromptLogprobs, RowStatus
 class HostComputation:
     """See `Computation`. There are no graphs."""
 
-    graph_sizes: tuple[int, ...] = ()
+    num_graphs = 0
 
     def __init__(
         self,
@@ -61,6 +61,9 @@ class HostComputation:
 
     def capture_graphs(self) -> None:
         """See `Computation.capture_graphs`."""
+
+    def drop_graphs(self) -> None:
+        """See `Computation.drop_graphs`."""
 
     def rehearse_graphs(self) -> None:
         """See `Computation.rehearse_graphs`."""

@@ -37,10 +37,14 @@ class Computation(Protocol):
     """
 
     table: SequenceTable
-    graph_sizes: tuple[int, ...]  # batches that are captured, each as two graphs
+    num_graphs: int  # that `capture_graphs` captures
 
     def capture_graphs(self) -> None:
-        """To be called once, before the first plan."""
+        """To be called before the first plan, or where the connections of ranks are captured too, before the first plan
+        of each epoch: of all ranks alike, since it has them exchange what a step would."""
+
+    def drop_graphs(self) -> None:
+        """No graph is replayed any more until the next `capture_graphs`."""
 
     def rehearse_graphs(self) -> None:
         """Do what the largest graphs would do; there must be some. To be called in place of `capture_graphs`."""
@@ -73,11 +77,15 @@ class ModelRunner:
         self._cache = cache
         self._communicator = communicator
         self._grammars = grammars or EpochGrammars(None, self.table.limits.vocab_size)
+        self._must_capture = False
         self.table.masks.matcher_of = self._grammars.matcher
         self._is_out_of_memory = is_out_of_memory if splits_steps else lambda error: False
 
     def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None] = lambda report: None) -> None:
         """See `Runner.reset`."""
+        if self._communicator.size > 1:  # graphs hold the connections of the epoch before, which end now
+            self.computation.drop_graphs()
+            self._must_capture = True
         self._communicator.begin(epoch)  # what waits on the device for a rank that is lost ends too
         self.computation.synchronize()
         self.table.clear()
@@ -86,6 +94,9 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See `Runner.launch`. Raises ProtocolError before any block is touched if the plan breaks a rule."""
+        if self._must_capture:  # the ranks have all answered to the epoch by its first plan, and meet now
+            self.computation.capture_graphs()
+            self._must_capture = False
         watch = StepWatch()
         self._cache.check(plan)
         self._grammars.apply(plan)

@@ -124,7 +124,8 @@ def _load_worker(
         log_host_size(shape, num_host_blocks, swap_bandwidth)
     if streams is not None:
         warm_up(runner, grammars)
-    _capture_graphs(runner.computation, config)
+    if config.tensor_parallel_size == 1:  # graphs of ranks hold the connections of one epoch: see `ModelRunner`
+        _capture_graphs(runner.computation, config)
     ready = replace(assembly.ready(worker_id, cache, swap_bandwidth), grammar_version=grammar_version)
     return LoadedWorker(runner, ready, grammars.close)
 
@@ -244,12 +245,9 @@ class _Assembly:
         if self.streams is None:
             model = host_model(self.model, self.backend)
             return HostComputation(model, cache.layers, self.backend, table, self.kernels)
-        # A graph would hold what ranks exchange by the connections of one epoch.
-        max_graph_batch_size = self.config.max_graph_batch_size if self.communicator.size == 1 else 0
+        graphs = (self.config.max_graph_batch_size, self.config.max_graph_tokens)
         sampler = create_sampler(limits.vocab_size)
-        return DeviceComputation(
-            self.model, cache.layers, self.backend, sampler, table, self.streams, max_graph_batch_size
-        )
+        return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, *graphs)
 
     def _limits(self, num_device_blocks: int) -> TableLimits:
         return TableLimits(
@@ -409,7 +407,8 @@ def _capture_graphs(computation: Computation, config: WorkerConfig) -> None:
             raise
         raise ValueError(
             f"CUDA graphs do not fit beside the KV cache: lower --max-graph-batch-size, which is "
-            f"{config.max_graph_batch_size}, or --gpu-memory-utilization, which is {config.gpu_memory_utilization}"
+            f"{config.max_graph_batch_size}, --max-graph-tokens, which is {config.max_graph_tokens}, or "
+            f"--gpu-memory-utilization, which is {config.gpu_memory_utilization}"
         ) from error
 
 

@@ -77,9 +77,9 @@ def measure_memory(
     try:
         made.append(make_runner(num_blocks))
         peak = meter.peak_of(lambda: made[0].execute(plan))
-        sizes = made[0].computation.graph_sizes
+        num_graphs = made[0].computation.num_graphs
         largest = 0
-        if sizes:
+        if num_graphs:
             kept = meter.allocated()
             largest = meter.peak_of(lambda: made[0].computation.rehearse_graphs()) - kept
     except Exception as error:
@@ -95,7 +95,7 @@ def measure_memory(
         others=total - free - meter.allocated(),
         weights=weights,
         step=peak - weights - (num_blocks + 1) * block_bytes,
-        graphs=graph_bytes(largest_bytes=largest, num_graphs=2 * len(sizes)),
+        graphs=graph_bytes(largest_bytes=largest, num_graphs=num_graphs),
         staging=staging_bytes,
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
-from pagewire.kernels.triton.paged_attention import paged_attention
+from pagewire.kernels.triton.paged_attention import mixed_paged_attention, paged_attention
 from pagewire.kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from pagewire.kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows, LayerCache
@@ -59,37 +59,37 @@ class TritonAttention:
         block_tables = batch.block_tables.to(torch.int32)
         windows, scorings = self._shape.windows, self._scorings
         num_blocks = kv_cache[0][0].shape[0]
-        plans = {window: self._plan(batch, rows, window, num_blocks, device) for window in scorings}
+        # Where the device alone knows which rows decode, any may, and the others have length 0 for that kernel.
+        decode_lens, prefill_lens = rows.seq_lens[: rows.num_decodes], None
+        if rows.num_decodes is None:
+            decode_lens, prefill_lens = _split_lengths(rows)
+        plans = {window: self._plan(batch, decode_lens, window, num_blocks, device) for window in scorings}
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
             window = windows[layer]
             scoring = scorings[window] if sinks is None else replace(scorings[window], sinks=sinks)
-            return paged_attention(
-                query,
-                *kv_cache[layer],
-                block_tables,
-                rows.seq_lens,
-                rows.query_start_loc,
-                rows.num_decodes,
-                plans[window],
-                scoring,
-            )
+            tensors = (query, *kv_cache[layer], block_tables)
+            if prefill_lens is not None:
+                lengths = (decode_lens, prefill_lens, rows.query_start_loc)
+                return mixed_paged_attention(*tensors, *lengths, plans[window], scoring)
+            lengths = (rows.seq_lens, rows.query_start_loc)
+            return paged_attention(*tensors, *lengths, len(decode_lens), plans[window], scoring)
 
         return CachedAttend(kv_cache, batch.slot_mapping, attend)
 
     def _plan(
-        self, batch: AttentionBatch, rows: DeviceRows, window: int, num_blocks: int, device: torch.device
+        self, batch: AttentionBatch, decode_lens: Tensor, window: int, num_blocks: int, device: torch.device
     ) -> SplitPlan | None:
         """Return where the decoding rows are cut into splits for layers of this window, or None if they are not cut."""
         max_positions = window or ANY_LEN
-        lengths = [min(length, max_positions) for length in batch.seq_lens[: rows.num_decodes]]
+        lengths = [min(length, max_positions) for length in batch.seq_lens[: len(decode_lens)]]
         # Bounds of a graph's rows may add up to more than the cache holds.
         num_positions = min(sum(lengths), num_blocks * self._shape.block_size)
         longest = max(lengths, default=0)
         if not prefers_splits(len(lengths), self._shape.num_kv_heads, num_positions, longest, self._num_processors):
             return None
-        plan = self._allocate(rows.num_decodes, window, device)
-        plan.decide(rows.seq_lens[: rows.num_decodes], max_positions)
+        plan = self._allocate(len(decode_lens), window, device)
+        plan.decide(decode_lens, max_positions)
         return plan
 
     def _allocate(self, num_rows: int, window: int, device: torch.device) -> SplitPlan:
@@ -105,3 +105,12 @@ class TritonAttention:
         shape = self._shape
         num_programs = PROGRAMS_PER_PROCESSOR * self._num_processors
         return SplitPlan.allocate(num_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device, num_programs)
+
+
+def _split_lengths(rows: DeviceRows) -> tuple[Tensor, Tensor]:
+    """What `mixed_paged_attention` takes as lengths, [S] int32 each, of rows of which the device alone knows how many
+    decode: those that begin as many tokens from the first as rows, and have one token."""
+    starts, ends = rows.query_start_loc[:-1], rows.query_start_loc[1:]
+    places = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
+    is_decoding = (starts == places) & (ends == places + 1)
+    return rows.seq_lens.masked_fill(~is_decoding, 0), rows.seq_lens.masked_fill(is_decoding, -1)

@@ -1,0 +1,197 @@
+"""CUDA graphs of the forward pass of steps with prompts: by number of tokens, for any mix of rows.
+
+A step takes the next larger number of tokens. Its tokens of padding are in the scratch slot, keep no keys, and belong
+to one row that attends to nothing; further rows of padding have no tokens. What is done with hidden states, logits and
+samples among it, differs from step to step and is launched behind the graph.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagewire.kernels.gathering import ALIGNMENT
+from worker_service.attention import AttentionBatch, DeviceRows
+from worker_service.device.inputs import DeviceBatch
+from worker_service.device.staging import Upload
+from worker_service.device.table import DeviceTable
+from worker_service.rows import TableLimits, WorkingRows
+from worker_service.streams import Device, Graph
+
+logger = logging.getLogger(__name__)
+
+_FINEST_STEP = 16
+_STEPS_PER_DOUBLING = 4
+
+
+def token_counts(max_graph_tokens: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """16, 32, 48, 64, 80, ..., 128, 160, ..., 256, 320, ...: up to the largest, each at most a quarter above the one
+    before from 64 on."""
+    largest = min(max_graph_tokens, max_num_batched_tokens)
+    counts, count = [], _FINEST_STEP
+    while count < largest:
+        counts.append(count)
+        count += max(_FINEST_STEP, (1 << (count.bit_length() - 1)) // _STEPS_PER_DOUBLING)
+    return (*counts, largest) if largest else ()
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """A step's rows on the host, those with one token each first.
+
+    Attributes:
+        packed: int32, the columns of `MixedInputs` one behind the other, each aligned.
+        token_starts: [S] where each row's tokens lie in the flat batch, in slot order.
+        sampling_indices: [R], of the last tokens of the rows that sample, in slot order.
+    """
+
+    packed: NDArray[np.int32]
+    token_starts: NDArray[np.int64]
+    sampling_indices: NDArray[np.int64]
+
+    @staticmethod
+    def of(rows: WorkingRows, num_tokens: int, num_rows: int, scratch_slot: int) -> "PaddedRows":
+        """Return them padded to `num_tokens` and `num_rows`."""
+        order = np.argsort(rows.num_new_tokens != 1, kind="stable")
+        ordered = rows.take(order)
+        token_slots, positions, query_start_loc = ordered.flatten()
+        token_starts = np.empty_like(rows.slots)
+        token_starts[order] = query_start_loc[:-1]
+        upload = Upload()
+        upload.add(_padded(token_slots, num_tokens, scratch_slot))
+        upload.add(_padded(positions + 1, num_tokens, 0))
+        upload.add(_padded(ordered.slots, num_rows, scratch_slot))
+        upload.add(_padded(ordered.ends, num_rows, 0))
+        upload.add(_padded(query_start_loc, num_rows + 1, num_tokens))
+        packed = np.empty(upload.size, np.int32)
+        upload.write(packed)
+        return PaddedRows(packed, token_starts, (token_starts + rows.num_new_tokens - 1)[rows.samples])
+
+
+@dataclass(frozen=True, slots=True)
+class MixedInputs:
+    """T tokens of any mix of S rows, as a graph reads them.
+
+    Attributes:
+        token_slots, token_lengths: [T] int32, the tokens of a token's row up to it and with it; tokens of padding are in
+            the scratch slot, with length 0.
+        row_slots, seq_lens: [S] int32; rows of padding are in the scratch slot, with length 0.
+        query_start_loc: [S + 1] int32; rows that decode come first, and the last token of all is T.
+        max_seq_len: the most that any step's rows have.
+    """
+
+    token_slots: Tensor
+    token_lengths: Tensor
+    row_slots: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_seq_len: int
+
+    @staticmethod
+    def lie_in(packed: Tensor, num_tokens: int, num_rows: int, limits: TableLimits) -> "MixedInputs":
+        """Views of `packed`, laid out as `PaddedRows` packs them."""
+        columns, start = [], 0
+        for size in (num_tokens, num_tokens, num_rows, num_rows, num_rows + 1):
+            columns.append(packed[start : start + size])
+            start += size + -size % ALIGNMENT
+        return MixedInputs(*columns, max_seq_len=limits.max_model_len)
+
+    def gather(self, table: DeviceTable) -> DeviceBatch:
+        tokens = table.tokens(self.token_slots, self.token_lengths, self.row_slots)
+        attention = AttentionBatch(
+            query_start_loc=[],
+            seq_lens=[self.max_seq_len] * len(self.row_slots),
+            block_tables=tokens.block_tables,
+            slot_mapping=tokens.slot_mapping,
+            device_rows=DeviceRows(self.query_start_loc, self.seq_lens, None),
+        )
+        return DeviceBatch(tokens.token_ids, tokens.positions, attention)
+
+
+class MixedGraphs:
+    """Graphs by number of tokens. Until `capture` there are none."""
+
+    def __init__(self, max_graph_tokens: int, limits: TableLimits, device: Device) -> None:
+        """`max_graph_tokens`: 0: no graphs at all."""
+        self.sizes = token_counts(max_graph_tokens, limits.max_num_batched_tokens)
+        self._limits = limits
+        self._device = device
+        largest = max(self.sizes, default=0)
+        num_packed = 2 * (largest + self._num_rows(largest)) + self._num_rows(largest) + 1 + 5 * ALIGNMENT
+        self._packed = torch.zeros(num_packed, dtype=torch.int32, device=device.torch_device)
+        self._graphs: dict[int, Graph] = {}
+        self._hidden: Tensor | None = None  # [largest, hidden_size], once the largest was carried out
+
+    def capture(self, forward: Callable[[MixedInputs], Tensor]) -> None:
+        """Capture the forward pass, which returns hidden states, for every size over rows of padding."""
+        if not self.sizes:
+            return
+        started = time.perf_counter()
+        logger.info("capturing graphs for %d numbers of tokens up to %d", len(self.sizes), self.sizes[-1])
+        for size in reversed(self.sizes):
+            self._graphs[size] = self._device.capture(self._padding(size, forward))
+        logger.info("captured %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    def rehearse(self, forward: Callable[[MixedInputs], Tensor]) -> None:
+        """Carry the forward pass out for the largest size, if there is one, and capture nothing."""
+        if self.sizes:
+            self._device.compute.run(self._padding(self.sizes[-1], forward))
+
+    def drop(self) -> None:
+        """Forget what was captured. It is not replayed again: until the next `capture` there are none."""
+        self._graphs.clear()
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """The smallest size that holds so many tokens; None: there is no graph for them."""
+        place = bisect_left(self.sizes, num_tokens)
+        return self.sizes[place] if place < len(self.sizes) and self._graphs else None
+
+    def padded(self, rows: WorkingRows, size: int) -> PaddedRows:
+        """The rows as the graph of that size reads them."""
+        return PaddedRows.of(rows, size, self._num_rows(size), self._limits.max_num_seqs)
+
+    def set_rows(self, packed: Tensor) -> None:
+        """Put a step's `PaddedRows.packed` where graphs read it. To be carried out on the compute stream."""
+        self._packed[: len(packed)].copy_(packed)
+
+    def forward(self, size: int) -> None:
+        """Put the forward pass on the compute stream: from the rows to `hidden`."""
+        self._graphs[size].replay()
+
+    def hidden(self, num_tokens: int) -> Tensor:
+        """[num_tokens, hidden_size], of the step whose graph was replayed last. For operations of the compute stream
+        behind it."""
+        assert self._hidden is not None
+        return self._hidden[:num_tokens]
+
+    def _num_rows(self, num_tokens: int) -> int:
+        """All rows that a step may have, and one for the tokens of padding, where there may be any."""
+        return min(self._limits.max_num_seqs + 1, num_tokens)
+
+    def _padding(self, size: int, forward: Callable[[MixedInputs], Tensor]) -> Callable[[], None]:
+        """Put rows of padding where the graph reads them. Returns what is to be captured."""
+        nobody = np.empty(0, np.int64)
+        padded = self.padded(WorkingRows(nobody, nobody, nobody, nobody.astype(np.bool_)), size)
+        self._device.compute.run(partial(self.set_rows, torch.from_numpy(padded.packed)))
+        inputs = MixedInputs.lie_in(self._packed, size, self._num_rows(size), self._limits)
+        return partial(self._keep_hidden, forward, inputs)
+
+    @torch.inference_mode()
+    def _keep_hidden(self, forward: Callable[[MixedInputs], Tensor], inputs: MixedInputs) -> None:
+        hidden = forward(inputs)
+        if self._hidden is None:  # the largest comes first, and is carried out before it is captured
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[: len(hidden)].copy_(hidden)
+
+
+def _padded(values: NDArray[np.int64], size: int, padding: int) -> NDArray[np.int32]:
+    column = np.full(size, padding, np.int32)
+    column[: len(values)] = values
+    return column
