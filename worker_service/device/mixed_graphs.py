@@ -96,11 +96,14 @@ class MixedInputs:
     @staticmethod
     def lie_in(packed: Tensor, num_tokens: int, num_rows: int, limits: TableLimits) -> "MixedInputs":
         """Views of `packed`, laid out as `PaddedRows` packs them."""
-        columns, start = [], 0
-        for size in (num_tokens, num_tokens, num_rows, num_rows, num_rows + 1):
-            columns.append(packed[start : start + size])
-            start += size + -size % ALIGNMENT
-        return MixedInputs(*columns, max_seq_len=limits.max_model_len, block_size=limits.block_size)
+        starts = [0]
+        sizes = (num_tokens, num_tokens, num_rows, num_rows, num_rows + 1)
+        for size in sizes:
+            starts.append(starts[-1] + size + -size % ALIGNMENT)
+        columns = [packed[start : start + size] for start, size in zip(starts[:-1], sizes, strict=True)]
+        token_slots, positions, row_slots, seq_lens, query_start_loc = columns
+        lengths = (limits.max_model_len, limits.block_size)
+        return MixedInputs(token_slots, positions, row_slots, seq_lens, query_start_loc, *lengths)
 
     def gather(self, table: DeviceTable) -> DeviceBatch:
         slots, positions = self.token_slots.long(), self.positions.long()

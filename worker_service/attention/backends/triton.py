@@ -72,8 +72,8 @@ class TritonAttention:
             if prefill_lens is not None:
                 lengths = (decode_lens, prefill_lens, rows.query_start_loc)
                 return mixed_paged_attention(*tensors, *lengths, plans[window], scoring)
-            lengths = (rows.seq_lens, rows.query_start_loc)
-            return paged_attention(*tensors, *lengths, len(decode_lens), plans[window], scoring)
+            split = (len(decode_lens), plans[window])
+            return paged_attention(*tensors, rows.seq_lens, rows.query_start_loc, *split, scoring)
 
         return CachedAttend(kv_cache, batch.slot_mapping, attend)
 
