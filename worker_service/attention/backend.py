@@ -87,6 +87,7 @@ class AttentionBackend(Protocol):
     name: str
     is_head_major: bool  # how it wants a block to lie: each KV head's positions together, or each position's heads
     is_capturable: bool  # whether a graph can hold `prepare` and what it returns; batches then have `device_rows`
+    is_mixed_capturable: bool  # also where the device alone knows which rows decode
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Prepares a step over `kv_cache`, one entry per layer.

@@ -81,7 +81,8 @@ class DeviceComputation:
         is_capturable = backend.is_capturable and sampler.is_capturable
         sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
         self._graphs = DecodeGraphs(sizes, limits, device)
-        self._mixed_graphs = MixedGraphs(max_graph_tokens if sizes else 0, limits, device)
+        has_mixed_graphs = bool(sizes) and backend.is_mixed_capturable
+        self._mixed_graphs = MixedGraphs(max_graph_tokens if has_mixed_graphs else 0, limits, device)
         self.num_graphs = 2 * len(sizes) + len(self._mixed_graphs.sizes)
         self._pooler = Pooler()
         self._clock = StepTimer()

@@ -70,8 +70,8 @@ class CudaDevice:
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
         # What other threads ask of the device meanwhile, as NCCL's watchdog and the resolver do, is no part of it.
-        options = {"pool": self._graph_pool, "stream": self._compute.stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, **options):
+        stream = self._compute.stream
+        with torch.cuda.graph(graph, self._graph_pool, stream, capture_error_mode="thread_local"):
             operation()
         return CudaGraph(graph, self.compute)
 

@@ -80,7 +80,7 @@ class MixedInputs:
     """T tokens of any mix of S rows, as a graph reads them.
 
     Attributes:
-        token_slots, token_lengths: [T] int32, the tokens of a token's row up to it and with it; tokens of padding are in
+        token_slots, token_lengths: [T] int32, the tokens of a token's row up to it and with it; those of padding are in
             the scratch slot, with length 0.
         row_slots, seq_lens: [S] int32; rows of padding are in the scratch slot, with length 0.
         query_start_loc: [S + 1] int32; rows that decode come first, and the last token of all is T.
@@ -97,11 +97,13 @@ class MixedInputs:
     @staticmethod
     def lie_in(packed: Tensor, num_tokens: int, num_rows: int, limits: TableLimits) -> "MixedInputs":
         """Views of `packed`, laid out as `PaddedRows` packs them."""
-        columns, start = [], 0
-        for size in (num_tokens, num_tokens, num_rows, num_rows, num_rows + 1):
-            columns.append(packed[start : start + size])
-            start += size + -size % ALIGNMENT
-        return MixedInputs(*columns, max_seq_len=limits.max_model_len)
+        starts = [0]
+        sizes = (num_tokens, num_tokens, num_rows, num_rows, num_rows + 1)
+        for size in sizes:
+            starts.append(starts[-1] + size + -size % ALIGNMENT)
+        columns = [packed[start : start + size] for start, size in zip(starts[:-1], sizes, strict=True)]
+        token_slots, token_lengths, row_slots, seq_lens, query_start_loc = columns
+        return MixedInputs(token_slots, token_lengths, row_slots, seq_lens, query_start_loc, limits.max_model_len)
 
     def gather(self, table: DeviceTable) -> DeviceBatch:
         tokens = table.tokens(self.token_slots, self.token_lengths, self.row_slots)

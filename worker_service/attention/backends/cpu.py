@@ -48,6 +48,7 @@ class CpuAttention:
     name = "cpu"
     is_head_major = True  # a head's keys are read in runs as long as a block
     is_capturable = False
+    is_mixed_capturable = False
 
     def __init__(self, kernels: CpuKernels, shape: AttentionShape) -> None:
         self._kernels = kernels

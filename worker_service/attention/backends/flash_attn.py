@@ -45,6 +45,7 @@ class FlashAttention:
     name = "flash_attn"
     is_head_major = False
     is_capturable = True
+    is_mixed_capturable = False
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._scoring = shape.scoring(0, device)
@@ -54,6 +55,7 @@ class FlashAttention:
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Tells rows that decode from the others. See `AttentionBackend.prepare`."""
         rows = batch.rows_on(kv_cache[0][0].device)
+        assert rows.num_decodes is not None, "only behind a graph, which cannot hold this backend"
         block_tables = batch.block_tables.to(torch.int32)
         parts: list[_Decodes | _Chunks] = []
         if rows.num_decodes:

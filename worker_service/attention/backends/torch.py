@@ -52,6 +52,7 @@ class TorchAttention:
     name = "torch"
     is_head_major = False
     is_capturable = False  # rows are sorted on the host
+    is_mixed_capturable = False
 
     def __init__(
         self,

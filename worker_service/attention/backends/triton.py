@@ -44,6 +44,7 @@ class TritonAttention:
     name = "triton"
     is_head_major = False
     is_capturable = True
+    is_mixed_capturable = True
 
     def __init__(self, shape: AttentionShape, num_processors: int, device: torch.device) -> None:
         """`num_processors`: of the device (`multi_processor_count`)."""
@@ -72,8 +73,8 @@ class TritonAttention:
             if prefill_lens is not None:
                 lengths = (decode_lens, prefill_lens, rows.query_start_loc)
                 return mixed_paged_attention(*tensors, *lengths, plans[window], scoring)
-            lengths = (rows.seq_lens, rows.query_start_loc)
-            return paged_attention(*tensors, *lengths, len(decode_lens), plans[window], scoring)
+            split = (len(decode_lens), plans[window])
+            return paged_attention(*tensors, rows.seq_lens, rows.query_start_loc, *split, scoring)
 
         return CachedAttend(kv_cache, batch.slot_mapping, attend)
 
