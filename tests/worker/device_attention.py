@@ -19,6 +19,7 @@ class DeviceAttention:
     name = "reference"
     is_head_major = False
     is_capturable = True
+    is_mixed_capturable = True
 
     def __init__(self, windows: Sequence[int] = (), scoring: Scoring | None = None) -> None:
         self._windows = windows
