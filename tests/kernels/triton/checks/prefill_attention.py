@@ -211,7 +211,7 @@ def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *,
     plan = None
     if splits:
         heads = (batch.query.shape[1], case.num_kv_heads, case.head_dim)
-        plan = SplitPlan.allocate(num_decodes, *heads, device, num_programs=8 * case.num_kv_heads, min_chunk=16)
+        plan = SplitPlan.allocate(num_decodes, *heads, device, num_programs=32 * case.num_kv_heads, min_chunk=16)
         plan.decide(seq_lens[:num_decodes], case.window or ANY_LEN)
     starts = torch.tensor(batch.query_start_loc, **integers)
     output = paged_attention(*tensors, seq_lens, starts, num_decodes, plan, *options)
