@@ -184,6 +184,22 @@ def test_a_block_beyond_32_bits_of_elements_is_found(device, tmp_path, version):
     compare(run_version(version, step, inputs), expected, limit, version)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"num_groups": num_groups, "num_kv_heads": 1} for num_groups in (20, 24, 32, 64, 71, 128)),
+        {"block_size": 8},
+        {"block_size": 24, "window": 30},
+        {"head_dim": 16},
+        {"head_dim": 16, "dtype": torch.bfloat16, "cache_dtype": E4M3, "block_size": 8, "num_groups": 20},
+    ],
+    ids=str,
+)
+def test_many_heads_small_blocks_and_small_heads(device, version, sizes):
+    check_decode(device, Step((70, 1, 0, 133), **sizes), [version])
+
+
 # Split plans
 
 
@@ -262,7 +278,7 @@ def refusals():
     integers = {"dtype": torch.int32}
     yield "queries are \\[3, 4, 16\\]", {"query": torch.zeros(3, 4, 16)}
     yield "queries are \\[3, 3, 32\\]", {"query": torch.zeros(3, 3, 32)}
-    yield "34 query heads share a KV head", {"query": torch.zeros(3, 68, 32)}
+    yield "130 query heads share a KV head", {"query": torch.zeros(3, 260, 32)}
     yield "queries hold torch.float16 and the caches torch.float32", {"query": torch.zeros(3, 4, 32).half()}
     yield "of queries and output has strides 3 and 1", {"query": torch.zeros(3, 4, 32, 3)[..., 0]}
     yield "the output is \\[3, 4, 32\\] torch.float16", {"output": torch.zeros(3, 4, 32).half()}

@@ -357,6 +357,8 @@ def compile_cases() -> Iterator[CompileCase]:
         {"softcap": True, "window": True, "alibi": True},
         {"sinks": True, "window": True, "head_dim": 64, "num_groups": 8},
         *({"head_dim": head_dim} for head_dim in (32, 64, 256)),
+        {"head_dim": 16, "block_size": 8},
+        {"head_dim": 64, "num_groups": 71},
         *({"stored": "fp8e4nv", "head_dim": head_dim} for head_dim in (32, 64, 256)),
         *({"element": "fp32", "stored": "fp32", "head_dim": head_dim} for head_dim in (32, 128, 256)),
         {"selected": True, "window": True, "stored": "fp8e4nv"},
@@ -369,6 +371,7 @@ def compile_cases() -> Iterator[CompileCase]:
 # twice as often.
 _SPILLS = {
     "paged_prefill sinks True, window True, head_dim 64, num_groups 8": 24,
+    "paged_prefill head_dim 64, num_groups 71": 8,
     "paged_prefill stored fp8e4nv, head_dim 256": 24,
 }
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": E4M3}
