@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from pagewire.kernels.triton.strided import Strided
 
-BLOCK_SIZES = range(16, 256 + 1, 16)
-HEAD_DIMS = range(32, 256 + 1, 8)
+BLOCK_SIZES = range(8, 256 + 1, 8)
+HEAD_DIMS = range(16, 256 + 1, 8)
 MAX_E4M3 = 448.0
 
 _MAX_E4M3 = tl.constexpr(MAX_E4M3)
@@ -60,9 +60,9 @@ def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
         raise ValueError(f"the caches hold {key_cache.dtype} and {value_cache.dtype}; make both hold the same")
     _, block_size, _, head_dim = key_cache.shape
     if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size is {block_size}; choose a multiple of 16 from 16 to 256")
+        raise ValueError(f"block_size is {block_size}; choose a multiple of 8 from 8 to 256")
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim is {head_dim}; the kernels take multiples of 8 from 32 to 256")
+        raise ValueError(f"head_dim is {head_dim}; the kernels take multiples of 8 from 16 to 256")
     if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
         raise ValueError(
             f"the last dimension of the caches has strides {key_cache.stride(3)} and {value_cache.stride(3)}; "

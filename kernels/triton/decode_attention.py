@@ -45,11 +45,11 @@ def paged_attention_v1(
     specification never reads may hold anything, NaN included; a row of seq_len 0 gives zeros.
 
     Args:
-        query: [S, num_heads, head_dim], float16, bfloat16 or float32; the last dimension dense. At most 16 heads share
+        query: [S, num_heads, head_dim], float16, bfloat16 or float32; the last dimension dense. At most 128 heads share
             a KV head.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the query's dtype or of
-            float8_e4m3fn; the last dimension dense, any other strides. Block sizes are multiples of 16 up to 256, head
-            dimensions multiples of 8 from 32 to 256.
+            float8_e4m3fn; the last dimension dense, any other strides. Block sizes are multiples of 8 up to 256, head
+            dimensions multiples of 8 from 16 to 256.
         block_tables: [S, max_blocks] int32, the last dimension dense.
         seq_lens: [S] int32, on the device.
         scoring, selection: as specified.

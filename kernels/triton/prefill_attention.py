@@ -42,11 +42,11 @@ def paged_prefill(
     never reads may hold anything, NaN included; a query that attends to nothing gives zeros.
 
     Args:
-        query: [T, num_heads, head_dim], float16, bfloat16 or float32; the last dimension dense. At most 16 heads share
+        query: [T, num_heads, head_dim], float16, bfloat16 or float32; the last dimension dense. At most 128 heads share
             a KV head.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the query's dtype or of
-            float8_e4m3fn; the last dimension dense, any other strides. Block sizes are multiples of 16 up to 256, head
-            dimensions multiples of 8 from 32 to 256.
+            float8_e4m3fn; the last dimension dense, any other strides. Block sizes are multiples of 8 up to 256, head
+            dimensions multiples of 8 from 16 to 256.
         block_tables: [S, max_blocks] int32, the last dimension dense.
         seq_lens: [S] int32, on the device. Of a row of length -1 nothing is read or written.
         query_start_loc: [S + 1] int32, on the device: where each row's queries begin, counted from its first entry. So

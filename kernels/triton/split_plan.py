@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 from pagewire.kernels.triton.attention_arguments import check_integers
 
-MIN_CHUNK = 256  # positions; a shorter split costs more than it saves
-MAX_UNSPLIT_LEN = 512  # positions; one program reads them in less time than a second launch takes
+MIN_CHUNK = 64  # positions, which are one tile of most shapes: there is nothing to share in less
+# Splits are shorter than so many times the shortest only where processors would have nothing to do: each costs memory
+# traffic for what it adds up to.
+CHUNKS_OF_FULL = 4
+MAX_UNSPLIT_LEN = 256  # positions; about what one program reads in the time of a second launch, by estimate
 PROGRAMS_PER_PROCESSOR = 4
 ANY_LEN = 2**31 - 1
 _ALIGNMENT = 64  # positions
@@ -38,8 +41,9 @@ class SplitPlan:
     """The splits of a step's rows, the same in all layers, and scratch memory for what they add up to.
 
     All splits are about as long as all rows together divided by the number of programs wanted, whatever the mixture of
-    lengths. So a fixed number of programs is enough for every step, and few of them have nothing to do. A row in one
-    piece needs neither scratch memory nor the second launch.
+    lengths; where that is little, divided by the number of processors. So a fixed number of programs is enough for
+    every step, and few of them have nothing to do. A row in one piece needs neither scratch memory nor the second
+    launch.
 
     Attributes:
         split_starts: [S + 1] int32; row i has splits split_starts[i] to split_starts[i + 1], and a row of seq_len 0
@@ -49,7 +53,8 @@ class SplitPlan:
         highest: [max_splits, num_heads] float32, the highest score, in units of log 2.
         totals: [max_splits, num_heads] float32, the sum of the weights, relative to the highest score.
         num_shares: how many splits all rows together would make, if none ended early.
-        min_chunk: positions of the shortest split that does not end its row.
+        min_chunk: positions of the shortest split that does not end its row. Below four times that, there are about as
+            many programs as processors.
     """
 
     split_starts: Tensor
@@ -73,7 +78,7 @@ class SplitPlan:
         """Memory for steps of `num_rows` rows.
 
         Args:
-            num_programs: that share the work; 0: four for each of the device's processors.
+            num_programs: that share the work, four for each processor; 0: of the device's.
             min_chunk: in positions, a multiple of 16.
 
         Raises:
@@ -134,6 +139,8 @@ class SplitPlan:
             *(seq_lens, self.split_starts, self.split_rows),
             *(self.num_rows, max_splits, self.num_shares, max_positions),
             MIN_CHUNK=self.min_chunk,
+            FULL_CHUNK=CHUNKS_OF_FULL * self.min_chunk,
+            SHARES_PER_PROCESSOR=PROGRAMS_PER_PROCESSOR,
             ALIGNMENT=min(_ALIGNMENT, self.min_chunk),
             TILE=_TILE,
             num_warps=4,
@@ -152,7 +159,8 @@ class SplitPlan:
 )
 def _plan_kernel(
     seq_lens, split_starts, split_rows, num_rows, max_splits, num_shares, max_positions,
-    MIN_CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr, TILE: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, FULL_CHUNK: tl.constexpr, SHARES_PER_PROCESSOR: tl.constexpr, ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """A program fills TILE entries of split_rows; the first one also writes split_starts, but for the 0 in front."""
     columns = tl.arange(0, TILE)
@@ -161,7 +169,10 @@ def _plan_kernel(
         lens = tl.load(seq_lens + start + columns, mask=start + columns < num_rows, other=0)
         num_positions += tl.sum(tl.minimum(lens, max_positions).to(tl.int64), axis=0)
     chunk = tl.maximum(tl.cdiv(num_positions, num_shares), MIN_CHUNK)
-    chunk = (tl.cdiv(chunk, ALIGNMENT) * ALIGNMENT).to(tl.int32)
+    chunk = tl.cdiv(chunk, ALIGNMENT) * ALIGNMENT
+    # Rounded down: rather a few programs more than processors than half as many.
+    of_processor = tl.cdiv(num_positions, tl.maximum(num_shares // SHARES_PER_PROCESSOR, 1)) // ALIGNMENT * ALIGNMENT
+    chunk = tl.maximum(chunk, tl.minimum(of_processor, FULL_CHUNK)).to(tl.int32)
 
     splits = tl.program_id(0) * TILE + columns
     num_before = tl.zeros([TILE], tl.int32)  # rows that end before a split

@@ -8,14 +8,14 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 MEASURED_TILES = Path(__file__).with_name("measured_tiles.json")
 MAX_HEAD_DIM = 256
-MAX_GROUPS = 16
+MAX_GROUPS = 128
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -
     Args:
         kernel: a key of `ESTIMATES`; the phase is part of the name.
         head_dim: 1 to 256.
-        num_groups: query heads that share a KV head, 1 to 16.
+        num_groups: query heads that share a KV head, 1 to 128. A tile has a row for each at least.
         dtype: of the cache.
 
     Raises:
@@ -79,11 +79,13 @@ def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -
     """
     if kernel not in ESTIMATES:
         raise ValueError(f"there are no tiles for the kernel {kernel!r}; those with tiles are {', '.join(ESTIMATES)}")
-    if kernel in _forced:
-        return _forced[kernel]
     shape = key(kernel, head_dim=head_dim, num_groups=num_groups, dtype=dtype)
-    measured = _measured().get(shape)
-    return measured or ESTIMATES[kernel][shape.head_dim][shape.itemsize]
+    tile = _forced.get(kernel) or _measured().get(shape) or ESTIMATES[kernel][shape.head_dim][shape.itemsize]
+    if tile.block_m >= shape.num_groups:
+        return tile
+    # Sums stay in registers: so many rows of them take more threads.
+    num_warps = max(tile.num_warps, 8 if shape.num_groups * shape.head_dim > 64 * 64 else 4)
+    return replace(tile, block_m=shape.num_groups, num_warps=num_warps)
 
 
 def key(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> Shape:

@@ -246,9 +246,9 @@ def test_kernels_that_are_asked_for_and_not_there_are_told(monkeypatch):
         ("triton", CUDA, {"cache_dtype": torch.int8}, "cache of bfloat16 or float8_e4m3fn, and --kv-cache-dtype asks"),
         ("torch", CUDA, {"cache_dtype": E4M3}, "cache of bfloat16, and --kv-cache-dtype asks for float8_e4m3fn"),
         ("triton", CPU, {}, "computes on cuda, and --device is cpu: use --device cuda"),
-        ("triton", CUDA, {"head_dim": 16}, "computes heads of 32 to 256 in steps of 8, and the model's are 16: choose"),
-        ("triton", CUDA, {"num_heads": 34}, "lets at most 16 query heads share a KV head, and in the model 17 do"),
-        ("triton", CUDA, {"block_size": 8}, "blocks of 16 to 256 in steps of 16 positions, and --block-size is 8: use"),
+        ("triton", CUDA, {"head_dim": 8}, "computes heads of 16 to 256 in steps of 8, and the model's are 8: choose"),
+        ("triton", CUDA, {"num_heads": 258}, "lets at most 128 query heads share a KV head, and in the model 129 do"),
+        ("triton", CUDA, {"block_size": 4}, "blocks of 8 to 256 in steps of 8 positions, and --block-size is 4: use"),
         ("triton", CUDA, {"cache_dtype": torch.float16}, "cache of bfloat16 or float8_e4m3fn, and --kv-cache-dtype"),
     ],
 )  # fmt: skip
@@ -258,7 +258,7 @@ def test_what_a_backend_cannot_do_is_refused_with_the_reason(backend, device, ch
 
 
 def test_auto_on_a_gpu_says_why_it_is_torch(caplog):
-    assert create_backend("auto", CUDA, replace(SHAPE, block_size=8)).name == "torch"
+    assert create_backend("auto", CUDA, replace(SHAPE, block_size=4)).name == "torch"
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "plain torch, which is slower: attention backend 'triton' reads blocks of 16 to 256" in record.getMessage()
+    assert "plain torch, which is slower: attention backend 'triton' reads blocks of 8 to 256" in record.getMessage()

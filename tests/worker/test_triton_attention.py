@@ -169,10 +169,10 @@ def launched(monkeypatch):
 
 def test_few_long_rows_are_cut_into_splits(launched):
     rows = make_rows(5, [(700, 1), (5, 1)])
-    check(rows, windows=(0, 512))
+    check(rows, windows=(0, 256))
     assert launched == ["paged_attention_v2", "paged_attention_v1"]
     launched.clear()
-    check(make_rows(6, [(512, 1), (40, 3)]), windows=(0, 512))
+    check(make_rows(6, [(512, 1), (40, 3)]), windows=(0, 256))
     assert launched == ["paged_attention_v2", "paged_prefill", "paged_attention_v1", "paged_prefill"]
 
 

@@ -95,7 +95,7 @@ def test_tiles_beside_blocks(device, block_n, block_size):
 @pytest.mark.parametrize("selected_share", [0.0, 0.2])
 def test_splits_without_a_position(device, selected_share):
     """Rows are cut by their lengths; of the few blocks that are selected, some have nothing to read."""
-    step = Step((70, 80), num_kv_heads=2, num_groups=1, selected_share=selected_share, num_programs=16)
+    step = Step((70, 80), num_kv_heads=2, num_groups=1, selected_share=selected_share, num_programs=64)
     inputs, plan = make_inputs(step, device, seed=3), make_plan(step, device)
     plan.decide(inputs.seq_lens)
     assert (plan.split_starts.diff()[:, None] > inputs.selection.num_blocks).any(dim=1).all()
@@ -104,7 +104,7 @@ def test_splits_without_a_position(device, selected_share):
 
 def test_more_splits_than_the_reduction_adds_up_at_once(device):
     """Scores rise with the position, so that the highest one is found late."""
-    step = Step((330,), num_kv_heads=1, num_groups=2, num_programs=32, has_alibi=True)
+    step = Step((330,), num_kv_heads=1, num_groups=2, num_programs=128, has_alibi=True)
     inputs, plan = make_inputs(step, device, seed=0), make_plan(step, device)
     plan.decide(inputs.seq_lens)
     assert plan.split_starts[1] > decode_attention.REDUCTION_TILE
@@ -184,6 +184,22 @@ def test_a_block_beyond_32_bits_of_elements_is_found(device, tmp_path, version):
     compare(run_version(version, step, inputs), expected, limit, version)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"num_groups": num_groups, "num_kv_heads": 1} for num_groups in (20, 24, 32, 64, 71, 128)),
+        {"block_size": 8},
+        {"block_size": 24, "window": 30},
+        {"head_dim": 16},
+        {"head_dim": 16, "dtype": torch.bfloat16, "cache_dtype": E4M3, "block_size": 8, "num_groups": 20},
+    ],
+    ids=str,
+)
+def test_many_heads_small_blocks_and_small_heads(device, version, sizes):
+    check_decode(device, Step((70, 1, 0, 133), **sizes), [version])
+
+
 # Split plans
 
 
@@ -192,6 +208,8 @@ def spelled_out(seq_lens, max_positions, num_shares, min_chunk):
     chunk = max(-(-sum(lens) // num_shares), min_chunk)
     alignment = min(64, min_chunk)
     chunk = -(-chunk // alignment) * alignment
+    of_processor = -(-sum(lens) // max(num_shares // 4, 1)) // alignment * alignment
+    chunk = max(chunk, min(of_processor, 4 * min_chunk))
     counts = [-(-seq_len // chunk) for seq_len in lens]
     rows = [row for row, count in enumerate(counts) for _ in range(count)]
     return [0, *itertools.accumulate(counts)], rows
@@ -202,7 +220,7 @@ def test_plans_are_as_spelled_out(device, seed):
     draw = random.Random(seed)
     num_rows = draw.choice([1, 2, 7, 127, 128, 129, 300])
     seq_lens = [draw.choice([0, 1, draw.randrange(100), draw.randrange(40_000)]) for _ in range(num_rows)]
-    min_chunk, num_programs = draw.choice([16, 256]), draw.choice([8, 64, 528])
+    min_chunk, num_programs = draw.choice([16, 64, 256]), draw.choice([8, 64, 528])
     max_positions = draw.choice([split_plan.ANY_LEN, 1000])
     plan = split_plan.SplitPlan.allocate(num_rows, 16, 8, 32, device, num_programs, min_chunk)
     plan.decide(torch.tensor(seq_lens, dtype=torch.int32, device=device), max_positions)
@@ -222,13 +240,34 @@ def test_splits_are_even_whatever_the_mixture(device):
     assert starts[-1] - 256 + 1 == starts[78] - starts[77]
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "num_rows", "num_programs"),
+    [(257, 1, 40), (512, 1, 64), (1024, 1, 128), (1100, 1, 144), (4096, 1, 128), (1024, 4, 128), (32_768, 1, 512)],
+)
+def test_short_rows_fill_the_processors(device, seq_len, num_rows, num_programs):
+    """Of 132 processors with 8 KV heads: one program each, until splits have 256 positions, and up to four then."""
+    plan = split_plan.SplitPlan.allocate(num_rows, 32, 8, 128, device, num_programs=4 * 132)
+    plan.decide(torch.full((num_rows,), seq_len, dtype=torch.int32, device=device))
+    assert plan.split_starts[-1].item() * 8 == num_programs
+
+
+@pytest.mark.parametrize("seq_len", [257, 1024, 1100])
+def test_splits_of_one_tile_add_up(device, seq_len):
+    step = Step((seq_len,), num_kv_heads=2, num_programs=2 * 66, min_chunk=split_plan.MIN_CHUNK)
+    plan = make_plan(step, device)
+    plan.decide(torch.tensor(step.seq_lens, dtype=torch.int32, device=device))
+    assert plan.split_starts[-1] == -(-seq_len // 64)
+    check_decode(device, step, ["v2"])
+
+
 def test_when_splits_are_preferred():
     prefers = split_plan.prefers_splits
+    assert prefers(1, 8, 257, 257, 132)
     assert prefers(1, 8, 32_768, 32_768, 132)
     assert prefers(32, 8, 32 * 2048, 2048, 132)
     assert not prefers(64, 8, 64 * 2048, 2048, 132)
     assert prefers(64, 8, 63 * 600 + 32_768, 32_768, 132)
-    assert not prefers(1, 8, 512, 512, 132)
+    assert not prefers(1, 8, 256, 256, 132)
     assert not prefers(0, 8, 0, 0, 132)
 
 
@@ -239,7 +278,7 @@ def refusals():
     integers = {"dtype": torch.int32}
     yield "queries are \\[3, 4, 16\\]", {"query": torch.zeros(3, 4, 16)}
     yield "queries are \\[3, 3, 32\\]", {"query": torch.zeros(3, 3, 32)}
-    yield "34 query heads share a KV head", {"query": torch.zeros(3, 68, 32)}
+    yield "130 query heads share a KV head", {"query": torch.zeros(3, 260, 32)}
     yield "queries hold torch.float16 and the caches torch.float32", {"query": torch.zeros(3, 4, 32).half()}
     yield "of queries and output has strides 3 and 1", {"query": torch.zeros(3, 4, 32, 3)[..., 0]}
     yield "the output is \\[3, 4, 32\\] torch.float16", {"output": torch.zeros(3, 4, 32).half()}

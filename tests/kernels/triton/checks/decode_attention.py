@@ -44,7 +44,7 @@ class Step:
     has_sinks: bool = False
     softcap: float = 0.0
     selected_share: float | None = None
-    num_programs: int = 8
+    num_programs: int = 32
     min_chunk: int = 16
     shares_prefix: bool = True
 
@@ -204,7 +204,13 @@ FEATURES: dict[str, dict[str, object]] = {
 def device_cases() -> Iterator[DeviceCase]:
     lens = (0, 1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 4095, 4096, 4097, 6000, 700, 0, 300, 1024, 64)
     plain = Step(
-        lens, num_kv_heads=8, num_groups=4, head_dim=128, dtype=torch.bfloat16, num_programs=528, min_chunk=256
+        lens,
+        num_kv_heads=8,
+        num_groups=4,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        num_programs=528,
+        min_chunk=split_plan.MIN_CHUNK,
     )
     cases = {"plain": plain}
     for size in (1, 2, len(FEATURES)):
@@ -242,7 +248,7 @@ def check_large_queries(device: torch.device, step: Step) -> None:
 def check_replay(device: torch.device) -> None:
     """A graph captured while all rows are padding gives the results of whatever lengths it is replayed with."""
     step = Step((5000, 17, 0, 300), num_kv_heads=8, num_groups=4, head_dim=128, dtype=torch.bfloat16)
-    step = dataclasses.replace(step, num_programs=528, min_chunk=256)
+    step = dataclasses.replace(step, num_programs=528, min_chunk=64)
     inputs = make_inputs(step, device, seed=0)
     expected, limit = specify(inputs, step)
     plan, lens = make_plan(step, device), inputs.seq_lens.clone()
@@ -417,6 +423,10 @@ def compile_cases() -> Iterator[CompileCase]:
             ("v2", {"element": "fp16", "stored": "fp8e4nv", "head_dim": 256, "block_size": 256}),
             ("v2", {"softcap": True, "alibi": True, "sinks": True, "sparse": True}),
             ("v1", {"head_dim": 64, "num_groups": 8, "sinks": True}),
+            ("v1", {"head_dim": 16, "block_size": 8}),
+            ("v2", {"head_dim": 16, "stored": "fp8e4nv"}),
+            *(("v2", {"num_groups": num_groups}) for num_groups in (20, 64, 71)),
+            ("v2", {"num_groups": 71, "head_dim": 64}),
             *(
                 (version, {"stored": stored, "element": "fp32" if stored == "fp32" else "bf16", "head_dim": head_dim})
                 for version in VERSIONS
@@ -428,7 +438,7 @@ def compile_cases() -> Iterator[CompileCase]:
         yield _compile_case(version, **changes)
     pointers = dict.fromkeys(("split_starts", "seq_lens", "split_rows"), "*i32")
     numbers = dict.fromkeys(("num_rows", "max_splits", "num_shares", "max_positions"), "i32")
-    constants = {"MIN_CHUNK": 256, "ALIGNMENT": 64, "TILE": 128}
+    constants = {"MIN_CHUNK": 64, "FULL_CHUNK": 256, "SHARES_PER_PROCESSOR": 4, "ALIGNMENT": 64, "TILE": 128}
     yield CompileCase("split plan", split_plan._plan_kernel, pointers | numbers, constants)
     arguments = {"splits": _SPLITS, "output": strided("bf16", 3)}
     constants = {"NUM_HEADS": 32, "HEAD_DIM": 80, "PADDED_DIM": 128, "TILE": 16}
@@ -483,6 +493,6 @@ def _compile_case(
         num_stages=tile.num_stages,
         divisible_by_16=("strides",),
         overlaps=True,
-        min_programs=2,
+        min_programs=2 if tile.block_m * padded_dim < 128 * 128 else 1,
         max_stack=_SPILLS.get((version, stored, head_dim), 0),
     )

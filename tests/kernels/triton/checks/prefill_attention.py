@@ -211,7 +211,7 @@ def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *,
     plan = None
     if splits:
         heads = (batch.query.shape[1], case.num_kv_heads, case.head_dim)
-        plan = SplitPlan.allocate(num_decodes, *heads, device, num_programs=8 * case.num_kv_heads, min_chunk=16)
+        plan = SplitPlan.allocate(num_decodes, *heads, device, num_programs=32 * case.num_kv_heads, min_chunk=16)
         plan.decide(seq_lens[:num_decodes], case.window or ANY_LEN)
     starts = torch.tensor(batch.query_start_loc, **integers)
     output = paged_attention(*tensors, seq_lens, starts, num_decodes, plan, *options)
@@ -357,6 +357,8 @@ def compile_cases() -> Iterator[CompileCase]:
         {"softcap": True, "window": True, "alibi": True},
         {"sinks": True, "window": True, "head_dim": 64, "num_groups": 8},
         *({"head_dim": head_dim} for head_dim in (32, 64, 256)),
+        {"head_dim": 16, "block_size": 8},
+        {"head_dim": 64, "num_groups": 71},
         *({"stored": "fp8e4nv", "head_dim": head_dim} for head_dim in (32, 64, 256)),
         *({"element": "fp32", "stored": "fp32", "head_dim": head_dim} for head_dim in (32, 128, 256)),
         {"selected": True, "window": True, "stored": "fp8e4nv"},
@@ -369,6 +371,7 @@ def compile_cases() -> Iterator[CompileCase]:
 # twice as often.
 _SPILLS = {
     "paged_prefill sinks True, window True, head_dim 64, num_groups 8": 24,
+    "paged_prefill head_dim 64, num_groups 71": 8,
     "paged_prefill stored fp8e4nv, head_dim 256": 24,
 }
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": E4M3}
