@@ -70,7 +70,7 @@ def refusals():
     yield "block_size is 4; choose a multiple of 8", good | {"key_cache": small, "value_cache": small}
     odd = torch.zeros(3, 16, 3, 20)
     yield "head_dim is 20; the kernels take", good | {"key_cache": odd, "value_cache": odd}
-    yield r"the caches are \[3, 16, 3, 32\] and \[3, 8, 3, 32\]", good | {"value_cache": small}
+    yield r"the caches are \[3, 16, 3, 32\] and \[3, 4, 3, 32\]", good | {"value_cache": small}
     yield "make both hold the same", good | {"value_cache": value_cache.half()}
     yield "of the caches has strides 3 and 1", good | {"key_cache": torch.zeros(3, 16, 32, 3).mT}
     yield r"the caches take keys and values of \[7, 3, 32\]", good | {"key": key[:, :2]}

@@ -370,8 +370,6 @@ def compile_cases() -> Iterator[CompileCase]:
 # Bytes that a thread of these spills: a tile of 128 queries takes all 255 registers, and one of 64 would read the keys
 # twice as often.
 _SPILLS = {
-    "paged_prefill sinks True, window True, head_dim 64, num_groups 8": 24,
-    "paged_prefill head_dim 64, num_groups 71": 8,
     "paged_prefill stored fp8e4nv, head_dim 256": 24,
 }
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": E4M3}
