@@ -22,6 +22,36 @@ class DeviceBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderedRows:
+    """A step's rows on the host, those with one token each first, and their tokens in that order.
+
+    Attributes:
+        query_start_loc: [S + 1], where each row's tokens begin.
+        token_slots, token_lengths: [T], of each token its row, and the tokens of that up to it and with it.
+        token_starts: [S] where each row's tokens lie in the flat batch, in slot order.
+        sampling_indices: [R], of the last tokens of the rows that sample, in slot order.
+    """
+
+    rows: WorkingRows
+    query_start_loc: NDArray[np.int64]
+    token_slots: NDArray[np.int64]
+    token_lengths: NDArray[np.int64]
+    token_starts: NDArray[np.int64]
+    sampling_indices: NDArray[np.int64]
+
+    @staticmethod
+    def of(rows: WorkingRows) -> "OrderedRows":
+        order = np.argsort(rows.num_new_tokens != 1, kind="stable")
+        ordered = rows.take(order)
+        token_slots, positions, query_start_loc = ordered.flatten()
+        token_starts = np.empty_like(rows.slots)
+        token_starts[order] = query_start_loc[:-1]
+        last_tokens = token_starts + rows.num_new_tokens - 1
+        columns = (query_start_loc, token_slots, positions + 1)
+        return OrderedRows(ordered, *columns, token_starts, last_tokens[rows.samples])
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """Any mix of rows, those with one token each first: where they lie in the step's packed upload."""
 
@@ -40,23 +70,18 @@ class StepInputs:
     @staticmethod
     def of(rows: WorkingRows, block_size: int, upload: Upload) -> "StepInputs":
         """Return the inputs of a step of at least one row, and add to `upload` what the device needs of them."""
-        order = np.argsort(rows.num_new_tokens != 1, kind="stable")
-        ordered = rows.take(order)
-        token_slots, positions, query_start_loc = ordered.flatten()
-        token_starts = np.empty_like(rows.slots)
-        token_starts[order] = query_start_loc[:-1]
-        last_tokens = token_starts + rows.num_new_tokens - 1
+        ordered = OrderedRows.of(rows)
         return StepInputs(
-            row_slots=upload.add(ordered.slots),
-            seq_lens=upload.add(ordered.ends),
-            query_start_loc=upload.add(query_start_loc),
-            token_slots=upload.add(token_slots),
-            token_lengths=upload.add(positions + 1),
-            sampling_indices=upload.add(last_tokens[rows.samples]),
-            num_decodes=int((ordered.num_new_tokens == 1).sum()),
-            host_query_start_loc=query_start_loc.tolist(),
-            host_seq_lens=ordered.ends.tolist(),
-            token_starts=token_starts,
+            row_slots=upload.add(ordered.rows.slots),
+            seq_lens=upload.add(ordered.rows.ends),
+            query_start_loc=upload.add(ordered.query_start_loc),
+            token_slots=upload.add(ordered.token_slots),
+            token_lengths=upload.add(ordered.token_lengths),
+            sampling_indices=upload.add(ordered.sampling_indices),
+            num_decodes=int((ordered.rows.num_new_tokens == 1).sum()),
+            host_query_start_loc=ordered.query_start_loc.tolist(),
+            host_seq_lens=ordered.rows.ends.tolist(),
+            token_starts=ordered.token_starts,
             block_size=block_size,
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pagewire.kernels.gathering import ALIGNMENT
 from worker_service.attention import AttentionBatch, DeviceRows
-from worker_service.device.inputs import DeviceBatch
+from worker_service.device.inputs import DeviceBatch, OrderedRows
 from worker_service.device.staging import Upload
 from worker_service.device.table import DeviceTable
 from worker_service.rows import TableLimits, WorkingRows
@@ -59,20 +59,16 @@ class PaddedRows:
     @staticmethod
     def of(rows: WorkingRows, num_tokens: int, num_rows: int, scratch_slot: int) -> "PaddedRows":
         """Return them padded to `num_tokens` and `num_rows`."""
-        order = np.argsort(rows.num_new_tokens != 1, kind="stable")
-        ordered = rows.take(order)
-        token_slots, positions, query_start_loc = ordered.flatten()
-        token_starts = np.empty_like(rows.slots)
-        token_starts[order] = query_start_loc[:-1]
+        ordered = OrderedRows.of(rows)
         upload = Upload()
-        upload.add(_padded(token_slots, num_tokens, scratch_slot))
-        upload.add(_padded(positions + 1, num_tokens, 0))
-        upload.add(_padded(ordered.slots, num_rows, scratch_slot))
-        upload.add(_padded(ordered.ends, num_rows, 0))
-        upload.add(_padded(query_start_loc, num_rows + 1, num_tokens))
+        upload.add(_padded(ordered.token_slots, num_tokens, scratch_slot))
+        upload.add(_padded(ordered.token_lengths, num_tokens, 0))
+        upload.add(_padded(ordered.rows.slots, num_rows, scratch_slot))
+        upload.add(_padded(ordered.rows.ends, num_rows, 0))
+        upload.add(_padded(ordered.query_start_loc, num_rows + 1, num_tokens))
         packed = np.empty(upload.size, np.int32)
         upload.write(packed)
-        return PaddedRows(packed, token_starts, (token_starts + rows.num_new_tokens - 1)[rows.samples])
+        return PaddedRows(packed, ordered.token_starts, ordered.sampling_indices)
 
 
 @dataclass(frozen=True, slots=True)
