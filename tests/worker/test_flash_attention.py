@@ -113,7 +113,7 @@ def test_rows_of_padding_get_zeros_and_lengths_of_the_host_are_bounds(package):
         ({"block_size": 16}, "reads blocks of 256 positions, and --block-size is 16: use --block-size 256, or choose"),
         ({"dtype": torch.float32}, "computes in bfloat16 or float16, and --dtype is float32: use --dtype bfloat16 or"),
         ({"cache_dtype": torch.float8_e4m3fn}, "reads a KV cache of bfloat16, and --kv-cache-dtype asks for float8"),
-        ({"head_dim": 264}, "computes heads of 32 to 256 in steps of 8, and the model's are 264"),
+        ({"head_dim": 264}, "computes heads of 16 to 256 in steps of 8, and the model's are 264"),
         ({"has_sinks": True}, "knows no sinks, which the model's layers have: choose another --attention-backend"),
     ],
 )

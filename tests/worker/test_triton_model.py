@@ -106,8 +106,8 @@ def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path, monkey
     device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else FakeDevice(seed=13)
     check_tokens(path, make_runner(path, device=device))
     if isinstance(device, FakeDevice):
-        # Of each size the forward pass alone, then with sampling.
-        assert [graph.num_replays > 0 for graph in device.graphs] == [False, True] * 2
+        # Of mixed steps two sizes; of decoding ones, for each size the forward pass alone, then with sampling.
+        assert [graph.num_replays > 0 for graph in device.graphs] == [True, True, *[False, True] * 2]
 
 
 def check_tokens(path, runner):
