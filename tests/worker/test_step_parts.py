@@ -12,7 +12,7 @@ import torch
 
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.device_attention import DeviceAttention
-from tests.worker.fake_device import CPU, FakeDevice
+from tests.worker.fake_device import CPU, FakeDevice, as_kernel
 from tests.worker.runners import device_runner, host_runner
 from tests.worker.test_cuda_runner import SAMPLER
 from worker_service.attention.backends.torch import TorchAttention
@@ -228,8 +228,12 @@ def make_runner(
     shape = CacheShape(config.num_layers, 16, config.num_kv_heads, config.head_dim, torch.float32)
     forward = model.forward
 
+    @as_kernel
+    def is_poisoned(token_ids: torch.Tensor) -> bool:
+        return POISON in token_ids
+
     def scarce_forward(token_ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
-        if len(token_ids) > max_tokens or POISON in token_ids:
+        if len(token_ids) > max_tokens or is_poisoned(token_ids):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return forward(token_ids, positions, attend)
 
