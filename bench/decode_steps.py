@@ -49,10 +49,10 @@ class Worker:
         self._budget = config.max_num_batched_tokens
         vocab_size = 100  # any token will do
         self._rows = {load: load.rows(vocab_size, self._budget) for load in loads}
-        needed = max(num_blocks_needed(rows, config.block_size) for rows in self._rows.values())
+        needed = max(num_blocks_needed(rows, config.choose_block_size()) for rows in self._rows.values())
         self.further_blocks = range(needed + 1, needed + 1 + num_further_blocks)
         self.loaded: LoadedWorker = load_worker(replace(config, num_device_blocks=needed + num_further_blocks), "bench")
-        self._block_size = config.block_size
+        self._block_size = config.choose_block_size()
         self._epoch = 0
 
     def begin(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from scheduler_service.core.cache import IDLE, BlockPool, Move, MoveLedger, Node, PrefixIndex, ShelfOrder
+from scheduler_service.core.cache import BlockPool, Move, MoveLedger, Node, PrefixIndex, ShelfOrder
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
@@ -57,6 +57,7 @@ class CacheManager:
         self.window = capacity.sliding_window
         self._num_step_tokens = num_step_tokens
         self.order, self.host_order = ShelfOrder(), ShelfOrder()
+        self.expected: set[int] = set()  # shelves of who is away, and expected back
         self.pool = BlockPool(capacity.num_device_blocks, self.order)
         self.host_pool = BlockPool(capacity.num_host_blocks, self.host_order)
         self.index = PrefixIndex(capacity.block_size, capacity.num_device_blocks, capacity.num_host_blocks)
@@ -466,14 +467,14 @@ class CacheManager:
         return swaps
 
     def promote(self, step: int) -> list[tuple[int, int]]:
-        """Copy what somebody may come back for from the host while nothing else moves, over device blocks worth
+        """Copy what somebody will come back for from the host while nothing else moves, over device blocks worth
         less with which nothing is lost. Returns the moves that the plan of `step` must order: (host block, device
         block)."""
         swaps: list[tuple[int, int]] = []
         if len(self.moves):
             return swaps
         for worth, shelf in self.host_order.best(_PROMOTION_WINDOW):
-            if worth[0] != IDLE:  # who is there has its own loads ordered, and need not wait for these
+            if shelf not in self.expected:
                 continue
             for node in self._missing_nodes(self.host_pool.next_of(shelf)):
                 target = self.pool.next_without_loss()

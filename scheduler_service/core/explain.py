@@ -16,6 +16,7 @@ def stats(state: Lifecycle) -> SchedulerStats:
     """Read the gauges of now and the counters since start."""
     epoch, waiting, counters = state.epoch, state.waiting, state.counters
     cache = epoch.cache if epoch else None
+    num_copying, num_host_copying = cache.moves.num_copying() if cache else (0, 0)
     return SchedulerStats(
         num_running=epoch.num_rows if epoch else 0,
         # Those that are swapped stand in the queue too.
@@ -24,10 +25,10 @@ def stats(state: Lifecycle) -> SchedulerStats:
         num_waiting_tokens=waiting.num_prompt_tokens
         - sum(len(group.request.prompt_token_ids) for group in state.swapped),
         num_device_blocks=cache.pool.num_blocks if cache else 0,
-        num_held_blocks=cache.pool.num_blocks - cache.pool.num_free if cache else 0,
+        num_held_blocks=cache.pool.num_blocks - cache.pool.num_free - num_copying if cache else 0,
         num_cached_blocks=cache.index.num_cached_blocks if cache else 0,
         num_host_blocks=cache.host_pool.num_blocks if cache else 0,
-        num_held_host_blocks=cache.host_pool.num_blocks - cache.host_pool.num_free if cache else 0,
+        num_held_host_blocks=cache.host_pool.num_blocks - cache.host_pool.num_free - num_host_copying if cache else 0,
         num_cached_host_blocks=cache.index.num_cached_host_blocks if cache else 0,
         num_preemptions=counters.num_preemptions,
         num_swap_preemptions=counters.num_swap_preemptions,

@@ -30,6 +30,7 @@ class Session:
     tenant: str
     name: str  # empty: it was found by its prefix
     last_used_at: float
+    has_returned: bool = False  # it has had more than one request
     num_blocks: int = 0  # that its last request had computed
     num_groups: int = 0  # that wait or run
     waiting: dict[SequenceGroup, None] = field(default_factory=dict)
@@ -106,6 +107,7 @@ class Retention:
         """A group is there that this worker has not seen. Its cursor, if it may have one, has its place."""
         session = self._find(group) or self._begin(group, now)
         if session.num_blocks and not session.num_groups:
+            session.has_returned = True
             self._expectation.returned(session, now - session.last_used_at)
         group.num_session_tokens = session.num_blocks * self._cache.block_size
         group.session_age_s = now - session.last_used_at
@@ -144,6 +146,11 @@ class Retention:
         worth = self._worth(session)
         self._cache.order.value(session.shelf, worth)
         self._cache.host_order.value(session.shelf, worth)
+        hinted = session.will_return or session.retention_s
+        if worth[0] == IDLE and (session.has_returned or hinted):
+            self._cache.expected.add(session.shelf)
+        else:  # who is there has its own loads ordered, and need not wait for others
+            self._cache.expected.discard(session.shelf)
 
     def _worth(self, session: Session) -> Worth:
         """Whatever waits will use its blocks for certain, and sooner if it computes less."""
@@ -187,6 +194,7 @@ class Retention:
         for session in list(self._sessions.values()):
             if not session.num_groups and not any(pool.has_shelf(session.shelf) for pool in pools):
                 del self._sessions[session.shelf]
+                self._cache.expected.discard(session.shelf)
                 self._free_shelves.append(session.shelf)
                 if session.name:
                     del self._named[session.tenant, session.name]

@@ -263,7 +263,7 @@ def test_a_session_that_may_return_is_loaded_where_one_is_that_will_not(fields, 
     """Nobody asks for it: the worker has nothing else to do."""
     system = agent(num_blocks=30, num_host_blocks=60, max_num_seqs=1, watermark=0.0)
     system.join()
-    old = run_one(system, prompt_of(40, 1), session_id="old")
+    old = run_one(system, prompt_of(40, 1), session_id="old", will_return=True)
     system.now = 50.0
     run_one(system, prompt_of(60, 2), session_id="second", **fields)
     run_one(system, prompt_of(60, 3), session_id="third", **fields)

@@ -587,8 +587,10 @@ class Simulation:
         stats, block_map = explain.stats(self.scheduler.state), explain.block_map(self.scheduler.state)
         assert len(block_map.device) == stats.num_device_blocks
         assert len(block_map.host) == stats.num_host_blocks
-        assert sum(use > BlockUse.CACHED for use in block_map.device) == stats.num_held_blocks
-        assert sum(use > BlockUse.CACHED for use in block_map.host) == stats.num_held_host_blocks
+        epoch = self.scheduler.state.epoch
+        num_copying, num_host_copying = epoch.cache.moves.num_copying() if epoch else (0, 0)
+        assert sum(use > BlockUse.CACHED for use in block_map.device) == stats.num_held_blocks + num_copying
+        assert sum(use > BlockUse.CACHED for use in block_map.host) == stats.num_held_host_blocks + num_host_copying
         for client in self.clients.values():
             report = explain.report(self.scheduler.state, *client.key)
             assert report.num_sequences == client.num_live or client.request.beam

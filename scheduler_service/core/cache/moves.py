@@ -45,6 +45,12 @@ class MoveLedger:
         """Count the device blocks that will be free when the moves under way are done."""
         return sum(self._pool.ref_count(move.device_block) == 1 for move in self._pending)
 
+    def num_copying(self) -> tuple[int, int]:
+        """Count the blocks of the device and of the host that nobody holds but the copying of cached content."""
+        copies = [move for move in self._pending if move.node is not None]
+        num_device = sum(self._pool.ref_count(move.device_block) == 1 for move in copies)
+        return num_device, sum(self._host_pool.ref_count(move.host_block) == 1 for move in copies)
+
     def add(self, move: Move) -> None:
         """Hold both ends of a move that a plan orders."""
         self._pool.share(move.device_block)
