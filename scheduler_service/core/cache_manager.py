@@ -1,10 +1,11 @@
 """Block tables: what sequences need of the block pools and the prefix index, for one worker's life."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from scheduler_service.core.cache import BlockPool, Move, MoveLedger, Node, PrefixIndex, ShelfOrder
+from scheduler_service.core.cache import BlockPool, Move, MoveLedger, Node, PrefixIndex, ShelfOrder, Worth, no_worth
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
@@ -57,13 +58,28 @@ class CacheManager:
         self.window = capacity.sliding_window
         self._num_step_tokens = num_step_tokens
         self.order, self.host_order = ShelfOrder(), ShelfOrder()
-        self.expected: set[int] = set()  # shelves of who is away, and expected back
         self.pool = BlockPool(capacity.num_device_blocks, self.order)
         self.host_pool = BlockPool(capacity.num_host_blocks, self.host_order)
         self.index = PrefixIndex(capacity.block_size, capacity.num_device_blocks, capacity.num_host_blocks)
         self.moves = MoveLedger(self.pool, self.host_pool, self.index)
         self.enable_prefix_caching = enable_prefix_caching
+        self.value_shelves_by(no_worth, lambda shelf: False)
         self._num_watermark_blocks = int(watermark * capacity.num_device_blocks)
+
+    def value_shelves_by(self, worth_of: Callable[[int], Worth], is_expected: Callable[[int], bool]) -> None:
+        """Let somebody say what a shelf is worth, and whether its owner is away and expected back."""
+        self.order.worth_of = self.host_order.worth_of = worth_of
+        self._is_expected = is_expected
+
+    def dissolve(self) -> None:
+        """The cache is needed no more: see `PrefixIndex.dissolve`. Nor does it hold whoever valued its shelves."""
+        self.index.dissolve()
+        self.value_shelves_by(no_worth, lambda shelf: False)
+
+    def shelf_changed(self, shelf: int) -> None:
+        """A shelf may be worth something else."""
+        self.order.changed(shelf)
+        self.host_order.changed(shelf)
 
     def num_blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
@@ -474,11 +490,11 @@ class CacheManager:
         if len(self.moves):
             return swaps
         for worth, shelf in self.host_order.best(_PROMOTION_WINDOW):
-            if shelf not in self.expected:
+            if not self._is_expected(shelf):
                 continue
             for node in self._missing_nodes(self.host_pool.next_of(shelf)):
                 target = self.pool.next_without_loss()
-                is_worse = self.index.is_cached(target) and self.order.worth(self.pool.shelf_of(target)) >= worth
+                is_worse = self.index.is_cached(target) and self.order.worth_of(self.pool.shelf_of(target)) >= worth
                 if not target or is_worse or len(swaps) == _MAX_PROMOTIONS:
                     return swaps
                 host_block, block = node.host_block, self._allocate()

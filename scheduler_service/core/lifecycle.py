@@ -13,7 +13,7 @@ are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts tha
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -23,7 +23,7 @@ from scheduler_service.core.cache import RootKey
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.plan import Grammar
 from scheduler_service.core.plans import PlanDraft
-from scheduler_service.core.policy import Policy, Standing
+from scheduler_service.core.policy import Policy
 from scheduler_service.core.quarantine import Quarantine
 from scheduler_service.core.request import (
     NUM_SESSION_AGES,
@@ -123,9 +123,7 @@ class Lifecycle:
         """Queue a request; the ids of its outputs, one per sample or hypothesis."""
         self._num_arrivals += 1
         arrival = self._num_arrivals
-        standing = Standing(now, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
-        key = self._policy.key(request, arrival, standing)
-        group = SequenceGroup(request, arrival, key, self._policy.running_key(request, arrival), now)
+        group = SequenceGroup(request, arrival, self._policy.running_key(request, arrival), now)
         group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
         output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]
         if request.beam is not None:
@@ -161,6 +159,7 @@ class Lifecycle:
             stop_token_ids=self._stop_set(tuple(sorted({*request.sampling.stop_token_ids, *group.end_token_ids}))),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
             is_gated=_is_gated(request, self.epoch),
+            num_charged_tokens=len(request.prompt_token_ids),
         )
         sequence.start_from(0)
         return sequence
@@ -337,7 +336,7 @@ class Lifecycle:
             epoch.cache.release(sequence)
         if num_output_tokens is not None:
             del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
-        self.charge(sequence)
+        self.charge((sequence,))
         sequence.is_finished = True
         del self.samples[sequence.sequence_id]
         end = _sequence_end(sequence, sequence.sequence_id, reason, sequence.num_output_tokens, stop_token_id, message)
@@ -390,14 +389,22 @@ class Lifecycle:
             del self.num_tenant_requests[tenant]
             self._policy.left(tenant)
 
-    def charge(self, sequence: Sequence) -> None:
-        """Tell the policy of a sample's output since the last time."""
+    def charge(self, sequences: Iterable[Sequence]) -> None:
+        """Tell the policy of the output of samples since the last time."""
         if not self._policy.ranks_tenants:
             return
-        num_tokens = sequence.num_output_tokens - sequence.num_charged_tokens
-        if num_tokens > 0:
-            sequence.num_charged_tokens += num_tokens
-            self._policy.charge(sequence.group.request.tenant, 0, num_tokens)
+        key, num_tokens = None, 0  # of those that stand next to each other, and most often of all
+        for sequence in sequences:
+            if sequence.root_key is not key:
+                if key is not None:
+                    self._policy.charge(key.tenant, 0, num_tokens)
+                key, num_tokens = sequence.root_key, 0
+            num_known_tokens = len(sequence.token_ids)
+            if num_known_tokens > sequence.num_charged_tokens:
+                num_tokens += num_known_tokens - sequence.num_charged_tokens
+                sequence.num_charged_tokens = num_known_tokens
+        if key is not None:
+            self._policy.charge(key.tenant, 0, num_tokens)
 
     def charge_search(self, group: SequenceGroup, num_tokens: int) -> None:
         """Count the tokens that the beams of a search go on with, and tell the policy of them."""

@@ -9,10 +9,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scheduler_service.core.cache import AWAITED, GIVEN_UP, IDLE, PRESENT, Worth
+from scheduler_service.core.cache import Worth
 from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.sequence import SequenceGroup
 
+# The worth of a shelf begins with one of these: nobody is expected to come for its blocks, somebody may, somebody is
+# there, somebody waits and will use them.
+GIVEN_UP, IDLE, PRESENT, AWAITED = 0.0, 1.0, 2.0, 3.0
 # A request that names no session goes on with one if it begins with at least this part of what that has computed.
 _CONTINUED_SHARE = 0.5
 _NUM_LOST = 64  # sessions without blocks that are kept before anybody looks which these are
@@ -102,6 +105,7 @@ class Retention:
         self._named: dict[tuple[str, str], Session] = {}  # by tenant and name
         self._free_shelves: list[int] = []
         self._num_kept = 0
+        cache.value_shelves_by(self._worth_of, self._is_expected)
 
     def arrived(self, group: SequenceGroup, now: float) -> None:
         """A group is there that this worker has not seen. Its cursor, if it may have one, has its place."""
@@ -118,13 +122,13 @@ class Retention:
         """A group that has arrived waits, or what is cached of it has changed."""
         if group.session is not None:
             group.session.waiting[group] = None
-            self._value(group.session)
+            self._cache.shelf_changed(group.session.shelf)
 
     def runs(self, group: SequenceGroup) -> None:
         """A group no longer waits."""
         if group.session is not None and group in group.session.waiting:
             del group.session.waiting[group]
-            self._value(group.session)
+            self._cache.shelf_changed(group.session.shelf)
 
     def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
         """A group that has arrived is over. It had computed so many tokens, or none if it never ran."""
@@ -137,20 +141,21 @@ class Retention:
         session.will_return = group.request.will_return
         session.retention_s = float(group.request.retention_seconds or 0)
         group.session = None
-        self._value(session)
+        self._cache.shelf_changed(session.shelf)
         if len(self._sessions) > 2 * self._num_kept + _NUM_LOST:
             self._forget_lost()
 
-    def _value(self, session: Session) -> None:
-        """Put a session's shelves where they belong."""
-        worth = self._worth(session)
-        self._cache.order.value(session.shelf, worth)
-        self._cache.host_order.value(session.shelf, worth)
-        hinted = session.will_return or session.retention_s
-        if worth[0] == IDLE and (session.has_returned or hinted):
-            self._cache.expected.add(session.shelf)
-        else:  # who is there has its own loads ordered, and need not wait for others
-            self._cache.expected.discard(session.shelf)
+    def _worth_of(self, shelf: int) -> Worth:
+        session = self._sessions.get(shelf)
+        return (GIVEN_UP,) if session is None else self._worth(session)
+
+    def _is_expected(self, shelf: int) -> bool:
+        """Whether a session is away that has come back before, or says that it will. Who is there has its own loads
+        ordered, and need not wait for others."""
+        session = self._sessions.get(shelf)
+        if session is None or session.num_groups or session.will_return is False:
+            return False
+        return session.has_returned or bool(session.will_return) or session.retention_s > 0
 
     def _worth(self, session: Session) -> Worth:
         """Whatever waits will use its blocks for certain, and sooner if it computes less."""
@@ -194,7 +199,6 @@ class Retention:
         for session in list(self._sessions.values()):
             if not session.num_groups and not any(pool.has_shelf(session.shelf) for pool in pools):
                 del self._sessions[session.shelf]
-                self._cache.expected.discard(session.shelf)
                 self._free_shelves.append(session.shelf)
                 if session.name:
                     del self._named[session.tenant, session.name]

@@ -178,10 +178,10 @@ class Scheduler:
             if sample.status is RowStatus.OK and sample.sequence not in dispatch.dropped:
                 self._results.take_sample(epoch, sample, outputs, now)
         self._results.take_decoded(dispatch, decoded, outputs)
-        for sequence in dispatch.began_block:
-            if sequence.slot >= 0 and sequence not in dispatch.dropped:
-                epoch.cache.publish(sequence)
-                state.charge(sequence)
+        began_block = [row for row in dispatch.began_block if row.slot >= 0 and row not in dispatch.dropped]
+        for sequence in began_block:
+            epoch.cache.publish(sequence)
+        state.charge(began_block)
         return outputs
 
     def moved(self, step: int, now: float) -> None:
@@ -291,7 +291,7 @@ class Scheduler:
         self._openings = None
         self._events.extend(epoch.cache.index.take_events())
         self._events.append(CacheCleared())
-        epoch.cache.index.dissolve()
+        epoch.cache.dissolve()
         for group in self._state.lose_worker(epoch, now):
             message = "the worker crashed twice while it computed this request alone"
             self._state.end_group(group, EndReason.CRASHES_WORKER, outputs, message=message)

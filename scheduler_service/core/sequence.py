@@ -48,9 +48,9 @@ class SequenceGroup:
 
     request: Request
     arrival: int  # counts the requests
-    waiting_order: tuple[Any, ...]  # by its policy, among those of its tenant that wait: lower is next
     order: tuple[Any, ...]  # by its policy, among those that run: lower is served first, and preempted last
     arrived_at: float
+    waiting_order: tuple[Any, ...] = ()  # by its policy, among those of its tenant that wait: lower is next
     sequences: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0
     state: GroupState = GroupState.WAITING
@@ -189,7 +189,7 @@ class Sequence:
     forkable_from: int = 0  # the first step that may copy its prompt; 0: its prompt is not computed
     cumulative_logprob: float = 0.0  # of a beam
     num_cached_tokens: int = 0
-    num_charged_tokens: int = 0  # output tokens the policy knows of
+    num_charged_tokens: int = 0  # of its tokens, those that the policy need not be told of: its prompt, to begin with
     num_prompt_logprobs_sent: int = 0
     reports_prompt_logprobs: bool = False  # whether its row was opened with them
     first_scheduled_at: float | None = None

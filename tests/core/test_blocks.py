@@ -160,15 +160,15 @@ def test_block_hashes_are_chained_and_fixed():
 
 
 def test_the_shelf_that_is_worth_least_is_emptied_first():
-    order = ShelfOrder()
+    worths = {0: (0.0,), 1: (2.0, 0.0), 2: (1.0, 5.0)}
+    order = ShelfOrder(worths.__getitem__)
     pool = BlockPool(6, order)
     blocks = [pool.allocate() for _ in range(6)]
-    order.value(1, (2.0, 0.0))
-    order.value(2, (1.0, 5.0))
     for block, shelf in zip(blocks, [1, 1, 2, 2, 0, 0], strict=True):
         pool.free(block, cached=True, shelf=shelf)
     assert list(pool.free_blocks()) == [blocks[i] for i in (4, 5, 2, 3, 0, 1)]
-    order.value(2, (3.0, 0.0))
+    worths[2] = (3.0, 0.0)
+    order.changed(2)
     assert list(pool.shelved_blocks()) == [
         (0, blocks[4]),
         (0, blocks[5]),
@@ -188,11 +188,11 @@ def test_shelves_against_lists(seed):
     """Random calls; the model is a plain list for each shelf, and the worths of these."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    order = ShelfOrder()
+    worths: dict[int, tuple[float, ...]] = dict.fromkeys(range(4), (0.0,))
+    order = ShelfOrder(worths.__getitem__)
     pool = BlockPool(30, order)
     empty, held = list(range(1, 31)), []
     shelves: dict[int, list[int]] = {shelf: [] for shelf in range(4)}
-    worths = dict.fromkeys(range(4), (0.0,))
 
     def expected() -> list[int]:
         return empty + [block for shelf in sorted(shelves, key=lambda s: (worths[s], s)) for block in shelves[shelf]]
@@ -202,7 +202,7 @@ def test_shelves_against_lists(seed):
         if draw < 0.2:
             shelf = rng.randrange(4)
             worths[shelf] = (float(rng.randrange(3)), rng.random())
-            order.value(shelf, worths[shelf])
+            order.changed(shelf)
         elif draw < 0.6 and expected():
             block = rng.choice(expected()) if rng.random() < 0.3 else expected()[0]
             if block == expected()[0]:

@@ -16,8 +16,8 @@ def item(
 ) -> SequenceGroup:
     request = Request(str(arrival), tenant, (1, 2, 3), SamplingParams(), 1, priority=priority, deadline=deadline)
     standing = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
-    orders = policy.key(request, arrival, standing), policy.running_key(request, arrival)
-    return SequenceGroup(request, arrival, *orders, arrived_at=0.0, num_unfinished=1)
+    order, waiting_order = policy.running_key(request, arrival), policy.key(request, arrival, standing)
+    return SequenceGroup(request, arrival, order, arrived_at=0.0, waiting_order=waiting_order, num_unfinished=1)
 
 
 def everybody(group: SequenceGroup) -> bool:

@@ -1,15 +1,11 @@
 """Blocks and what they hold: who has which, which content can be found again, what is on its way between the tiers."""
 
 from scheduler_service.core.cache.block_pool import BlockPool
-from scheduler_service.core.cache.eviction import AWAITED, GIVEN_UP, IDLE, PRESENT, ShelfOrder, Worth
+from scheduler_service.core.cache.eviction import ShelfOrder, Worth, no_worth
 from scheduler_service.core.cache.moves import Move, MoveLedger
 from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, RootKey
 
 __all__ = [
-    "AWAITED",
-    "GIVEN_UP",
-    "IDLE",
-    "PRESENT",
     "BlockPool",
     "Cursor",
     "Move",
@@ -19,4 +15,5 @@ __all__ = [
     "RootKey",
     "ShelfOrder",
     "Worth",
+    "no_worth",
 ]

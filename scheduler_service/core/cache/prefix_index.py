@@ -33,11 +33,10 @@ class Cursor:
     It moves with what is published and forgotten, so nobody need match the prompt again to know what is left of it.
     """
 
-    __slots__ = ("_token_bytes", "_width", "block_size", "max_blocks", "node", "num_blocks")
+    __slots__ = ("_token_ids", "block_size", "max_blocks", "node", "num_blocks")
 
     def __init__(self, root: "Node", token_ids: Sequence[int], block_size: int, max_blocks: int) -> None:
-        self._token_bytes = array("I", token_ids[: max_blocks * block_size]).tobytes()
-        self._width = array("I").itemsize * block_size
+        self._token_ids = token_ids
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.node = root  # of the last block that is cached
@@ -51,7 +50,10 @@ class Cursor:
     @property
     def next_bytes(self) -> bytes:
         """The tokens of the first block that is not cached; empty if all of them are."""
-        return self._token_bytes[self.num_blocks * self._width : (self.num_blocks + 1) * self._width]
+        if self.num_blocks == self.max_blocks:
+            return b""
+        start = self.num_blocks * self.block_size
+        return array("I", self._token_ids[start : start + self.block_size]).tobytes()
 
     def chain(self) -> list["Node"]:
         """The nodes of the cached blocks, first ones first."""

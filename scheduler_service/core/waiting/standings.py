@@ -11,6 +11,7 @@ from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting.waiting_queue import WaitingQueue
 
 _BLOCK_SIZE = 16  # until a worker's is known
+_UNKNOWN = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)  # where keys do not move
 
 
 def num_uncached_tokens(group: SequenceGroup) -> int:
@@ -57,7 +58,7 @@ class Standings:
             self._fresh[group] = None
             if self._epoch is not None and self._retention is not None:
                 self._arrive(group, self._epoch, self._retention, now)
-            group.waiting_order = self.order(group)
+        group.waiting_order = self.order(group)
 
     def enter(self, group: SequenceGroup) -> None:
         """A group that ran is about to wait: its order becomes that of its place."""
@@ -99,6 +100,8 @@ class Standings:
 
     def order(self, group: SequenceGroup) -> tuple[object, ...]:
         """Ask the policy for the order of a group as things are now."""
+        if not self._policy.moves_keys:
+            return self._policy.key(group.request, group.arrival, _UNKNOWN)
         block_size = _BLOCK_SIZE if self._epoch is None else self._epoch.cache.block_size
         num_blocks = -(-len(group.request.prompt_token_ids) // block_size)
         num_uncached_blocks = -(-num_uncached_tokens(group) // block_size)
