@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import attention_arguments, prefill_attention, tiles
-from pagewire.kernels.triton.attention_arguments import AttentionShape, Weighing
-from pagewire.kernels.triton.paged_attention import paged_attention
+from pagewire.kernels.triton.attention_arguments import AttentionShape, LayerGroup, Weighing, paged_caches
+from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
@@ -37,7 +37,7 @@ class Case:
     Attributes:
         is_shared: all rows begin with the first row's blocks, as far as they are full.
         is_selected: each row's KV heads read random blocks, some none.
-        num_skipped: of the first rows, as those that decode: the kernel is given the others' slices.
+        num_skipped: of the first rows, as those that decode: the kernel is told of the others only.
         query_factor: makes queries larger, and the scale of scores as much smaller.
     """
 
@@ -177,14 +177,14 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
     output = torch.full_like(expected, 123.0)
     with contextlib.nullcontext() if tile is None else tiles.forced("paged_prefill", tile):
         returned = prefill_attention.paged_prefill(
-            *(batch.query[start:], batch.key_cache, batch.value_cache, batch.block_tables[skipped:]),
+            *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables[skipped:]),
             torch.tensor(batch.seq_lens[skipped:], **integers),
             torch.tensor(batch.query_start_loc, **integers)[skipped:],
             batch.scoring,
             None if selection is None else Selection(selection.blocks[skipped:], selection.num_blocks[skipped:]),
-            output[start:],
+            output,
         )
-    assert returned.data_ptr() == output[start:].data_ptr()
+    assert returned.data_ptr() == output.data_ptr()
     assert (output[:start] == 123.0).all(), f"rows of others were written: {case}"
     compare(output[start:], expected[start:], batch, f"{case}, {tile}")
 
@@ -214,7 +214,10 @@ def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *,
         plan = SplitPlan.allocate(num_decodes, *heads, device, num_programs=32 * case.num_kv_heads, min_chunk=16)
         plan.decide(seq_lens[:num_decodes], case.window or ANY_LEN)
     starts = torch.tensor(batch.query_start_loc, **integers)
-    output = paged_attention(*tensors, seq_lens, starts, num_decodes, plan, *options)
+    caches = paged_caches(batch.key_cache, batch.value_cache)
+    group = LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring)
+    rows = (batch.block_tables, seq_lens, starts, num_decodes, plan, batch.selection)
+    output = PagedAttention.of(group, *rows).attend(batch.query, caches)
     compare(output, expected, batch, f"{case}, {num_decodes} decode, {splits=}")
 
 
