@@ -1,6 +1,8 @@
 """The arguments of the attention kernels, how they follow from what callers pass, and what is refused."""
 
 from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,54 +31,122 @@ Weighing = namedtuple("Weighing", "factor cap slopes sinks")
 AttentionShape = namedtuple("AttentionShape", "num_groups head_dim padded_dim block_size block_m block_n operand")
 
 
-# What an attention kernel is launched with: the output; the arguments that all of them have, in their order, which are
-# output, query, (keys, values), block_tables, the stride of these, seq_lens, window, (selected blocks, how many) and
-# weighing, None where something is not there; the tile of the table; and what is passed by name, SHAPE among it. What
-# lies by row stands alone: of what is in a tuple, Triton compiles a kernel again for other alignments.
-AttentionLaunch = namedtuple("AttentionLaunch", "output arguments tile options")
+# Keys and values of a layer.
+PagedCaches = tuple[Strided, Strided]
 
 
-def prepare_launch(
-    kernel: str,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    scoring: Scoring,
-    selection: Selection | None,
-    output: Tensor | None,
-    window: int | None,
-) -> AttentionLaunch:
-    """Makes memory for the output where there is none. Raises ValueError unless all of it fits together.
+class LayerTensors(NamedTuple):
+    """What differs from layer to layer of a step, as the attention kernels take it."""
 
-    `kernel`: as `tiles.lookup` names it. `window`: as the kernel takes it.
+    output: Strided
+    query: Strided
+    caches: PagedCaches
+    weighing: Weighing
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of a step that score alike, but for their sinks: what they have in common is checked once for them all.
+
+    Attributes:
+        query_shape: [T, num_heads, head_dim].
+        cache_shape: of keys and of values, [num_blocks, block_size, num_kv_heads, head_dim].
+        weighing: with the sinks of `scoring`.
     """
-    if output is None:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    check_tensors(query, key_cache, value_cache, output)
-    (num_heads, head_dim), (block_size, num_kv_heads) = query.shape[1:], key_cache.shape[1:3]
-    num_rows = seq_lens.numel() if kernel == "paged_prefill" else query.shape[0]
-    check_integers("block_tables", block_tables, (num_rows, block_tables.shape[-1]))
-    check_integers("seq_lens", seq_lens, (num_rows,))
-    selected = None
-    if selection is not None:
-        check_integers("selected_blocks", selection.blocks, (num_rows, num_kv_heads, selection.blocks.shape[-1]))
-        check_integers("num_selected", selection.num_blocks, (num_rows, num_kv_heads))
-        selected = (Strided.of(selection.blocks), selection.num_blocks)
-    check_scoring(scoring, num_heads)
-    num_groups, padded_dim = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
-    tile = tiles.lookup(kernel, head_dim=head_dim, num_groups=num_groups, dtype=key_cache.dtype)
-    operands = operand(query.dtype, key_cache.dtype)
-    shape = AttentionShape(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operands)
-    cap = scoring.softcap * LOG2_E if scoring.softcap else None
-    arguments = (
-        *(Strided.of(output), Strided.of(query), (Strided.of(key_cache), Strided.of(value_cache))),
-        *(block_tables, block_tables.stride(0), seq_lens, window),
-        *(selected, Weighing(score_factor(scoring), cap, scoring.alibi_slopes, scoring.sinks)),
-    )
-    options = {"SHAPE": shape, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return AttentionLaunch(output, arguments, tile, options)
+
+    query_shape: tuple[int, ...]
+    query_dtype: torch.dtype
+    cache_shape: tuple[int, ...]
+    cache_dtype: torch.dtype
+    scoring: Scoring
+    weighing: Weighing
+
+    @staticmethod
+    def of(
+        query_shape: tuple[int, ...], query_dtype: torch.dtype, caches: PagedCaches, scoring: Scoring
+    ) -> "LayerGroup":
+        """Layers with queries of that shape and dtype, and caches like these. Raises ValueError unless they fit."""
+        cache = caches[0].data
+        _check_queries(query_shape, query_dtype, cache)
+        check_scoring(scoring, query_shape[1])
+        cap = scoring.softcap * LOG2_E if scoring.softcap else None
+        weighing = Weighing(score_factor(scoring), cap, scoring.alibi_slopes, scoring.sinks)
+        return LayerGroup(tuple(query_shape), query_dtype, tuple(cache.shape), cache.dtype, scoring, weighing)
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share a KV head."""
+        return self.query_shape[1] // self.cache_shape[2]
+
+    def constants(self, kernel: str) -> dict[str, Any]:
+        """What a kernel, as `tiles.lookup` names it, is passed by name: SHAPE and how many warps and stages it has."""
+        head_dim = self.query_shape[2]
+        tile = tiles.lookup(kernel, head_dim=head_dim, num_groups=self.num_groups, dtype=self.cache_dtype)
+        sizes = (self.num_groups, head_dim, triton.next_power_of_2(head_dim), self.cache_shape[1])
+        shape = AttentionShape(*sizes, tile.block_m, tile.block_n, operand(self.query_dtype, self.cache_dtype))
+        return {"SHAPE": shape, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+    def rows(
+        self, block_tables: Tensor, seq_lens: Tensor, num_rows: int, window: int | None, selection: Selection | None
+    ) -> tuple[Any, ...]:
+        """What all attention kernels are told of so many rows, in the order of their arguments: block_tables, the
+        stride of these, seq_lens, `window` as it is, and (selected blocks, how many) or None.
+
+        What lies by row stands alone: of what is in a tuple, Triton compiles a kernel again for other alignments.
+        Raises ValueError unless it is of so many rows.
+        """
+        check_integers("block_tables", block_tables, (num_rows, block_tables.shape[-1]))
+        check_integers("seq_lens", seq_lens, (num_rows,))
+        selected = None
+        if selection is not None:
+            num_kv_heads = self.cache_shape[2]
+            check_integers("selected_blocks", selection.blocks, (num_rows, num_kv_heads, selection.blocks.shape[-1]))
+            check_integers("num_selected", selection.num_blocks, (num_rows, num_kv_heads))
+            selected = (Strided.of(selection.blocks), selection.num_blocks)
+        return block_tables, block_tables.stride(0), seq_lens, window, selected
+
+    def tensors(
+        self, query: Tensor, caches: PagedCaches, sinks: Tensor | None = None, output: Tensor | None = None
+    ) -> LayerTensors:
+        """Those of one layer, with memory for the output where there is none. Raises ValueError unless they fit.
+
+        `sinks`: of this layer, [num_heads] float32; None: those of `scoring`.
+        """
+        cache, others = caches[0].data, caches[1].data
+        if query.shape != self.query_shape or query.dtype != self.query_dtype:
+            raise ValueError(
+                f"queries are {list(query.shape)} {query.dtype}; these layers were prepared for "
+                f"{list(self.query_shape)} {self.query_dtype}"
+            )
+        if cache.shape != self.cache_shape or others.shape != self.cache_shape or cache.dtype != self.cache_dtype:
+            raise ValueError(
+                f"the caches are {list(cache.shape)} {cache.dtype}; these layers were prepared for "
+                f"{list(self.cache_shape)} {self.cache_dtype}"
+            )
+        if output is None:
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        elif output.shape != self.query_shape or output.dtype != self.query_dtype:
+            raise ValueError(
+                f"the output is {list(output.shape)} {output.dtype}; make it {list(query.shape)} {query.dtype}, like "
+                "the queries"
+            )
+        query_strides, output_strides = query.stride(), output.stride()
+        if query_strides[2] != 1 or output_strides[2] != 1:
+            raise ValueError(
+                f"the last dimension of queries and output has strides {query_strides[2]} and {output_strides[2]}; "
+                "make it dense"
+            )
+        weighing = self.weighing
+        if sinks is not None:
+            _check_numbers("sinks", sinks, self.query_shape[1])
+            weighing = weighing._replace(sinks=sinks)
+        return LayerTensors(Strided(output, output_strides[:-1]), Strided(query, query_strides[:-1]), caches, weighing)
+
+
+def paged_caches(key_cache: Tensor, value_cache: Tensor) -> PagedCaches:
+    """Keys and values of a layer as the attention kernels take them. Raises ValueError where `check_caches` does."""
+    check_caches(key_cache, value_cache)
+    return Strided.of(key_cache), Strided.of(value_cache)
 
 
 def score_factor(scoring: Scoring) -> float:
@@ -104,44 +174,33 @@ def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
 def check_scoring(scoring: Scoring, num_heads: int) -> None:
     """Raises ValueError unless it is for so many heads."""
     for name, numbers in (("alibi_slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
-        if numbers is not None and (
-            numbers.shape != (num_heads,) or numbers.dtype != torch.float32 or not numbers.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name} are {list(numbers.shape)} {numbers.dtype}; make them [{num_heads}] float32, dense"
-            )
+        if numbers is not None:
+            _check_numbers(name, numbers, num_heads)
     if not scoring.scale > 0:
         raise ValueError(f"scale is {scoring.scale}; it must be greater than 0")
     if scoring.window < 0 or scoring.softcap < 0:
         raise ValueError(f"window is {scoring.window} and softcap {scoring.softcap}; neither may be negative")
 
 
-def check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor) -> None:
-    """Raises ValueError unless queries fit the caches, and the output the queries."""
-    check_caches(key_cache, value_cache)
-    num_kv_heads, head_dim = key_cache.shape[2:]
-    if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads:
+def _check_numbers(name: str, numbers: Tensor, num_heads: int) -> None:
+    if numbers.shape != (num_heads,) or numbers.dtype != torch.float32 or not numbers.is_contiguous():
+        raise ValueError(f"{name} are {list(numbers.shape)} {numbers.dtype}; make them [{num_heads}] float32, dense")
+
+
+def _check_queries(query_shape: tuple[int, ...], query_dtype: torch.dtype, cache: Tensor) -> None:
+    num_kv_heads, head_dim = cache.shape[2:]
+    if len(query_shape) != 3 or query_shape[2] != head_dim or query_shape[1] % num_kv_heads:
         raise ValueError(
-            f"queries are {list(query.shape)}; these caches take [tokens, a multiple of {num_kv_heads} heads, "
+            f"queries are {list(query_shape)}; these caches take [tokens, a multiple of {num_kv_heads} heads, "
             f"{head_dim}]"
         )
-    num_groups = query.shape[1] // num_kv_heads
+    num_groups = query_shape[1] // num_kv_heads
     if not 1 <= num_groups <= tiles.MAX_GROUPS:
         raise ValueError(f"{num_groups} query heads share a KV head; it must be 1 to {tiles.MAX_GROUPS}")
-    if query.dtype not in FLOATS or key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
+    if query_dtype not in FLOATS or cache.dtype not in (query_dtype, torch.float8_e4m3fn):
         raise ValueError(
-            f"queries hold {query.dtype} and the caches {key_cache.dtype}; make queries float16, bfloat16 or float32, "
+            f"queries hold {query_dtype} and the caches {cache.dtype}; make queries float16, bfloat16 or float32, "
             "and the caches the same or float8_e4m3fn"
-        )
-    if output.shape != query.shape or output.dtype != query.dtype:
-        raise ValueError(
-            f"the output is {list(output.shape)} {output.dtype}; make it {list(query.shape)} {query.dtype}, like the "
-            "queries"
-        )
-    if query.stride(2) != 1 or output.stride(2) != 1:
-        raise ValueError(
-            f"the last dimension of queries and output has strides {query.stride(2)} and {output.stride(2)}; "
-            "make it dense"
         )
 
 

@@ -9,6 +9,8 @@ Specification: `pagewire.kernels.reference.paged_attention`, with one query per 
 """
 
 from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -17,14 +19,15 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
+    LayerGroup,
+    LayerTensors,
     bend,
     count_sinks,
     load_slopes,
-    prepare_launch,
+    paged_caches,
     prepare_queries,
 )
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
-from pagewire.kernels.triton.strided import Strided
 
 REDUCTION_TILE = 16  # splits
 
@@ -61,11 +64,12 @@ def paged_attention_v1(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    tensors = (query, key_cache, value_cache, block_tables, seq_lens)
-    launch = prepare_launch("paged_attention_v1", *tensors, scoring, selection, output, scoring.window or ANY_LEN)
-    if query.shape[0]:
-        _paged_attention_v1_kernel[(key_cache.shape[2], query.shape[0])](*launch.arguments, **launch.options)
-    return launch.output
+    caches = paged_caches(key_cache, value_cache)
+    group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
+    attention = DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], None, selection)
+    tensors = group.tensors(query, caches, None, output)
+    attention.launch(tensors)
+    return tensors.output.data
 
 
 def paged_attention_v2(
@@ -92,30 +96,83 @@ def paged_attention_v2(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    tensors = (query, key_cache, value_cache, block_tables, seq_lens)
-    launch = prepare_launch("paged_attention_v2", *tensors, scoring, selection, output, scoring.window or ANY_LEN)
-    plan.check(query)
-    num_rows, num_heads, head_dim = query.shape
-    if num_rows == 0:
-        return launch.output
-    splits = _Splits(plan.split_rows, plan.split_starts, plan.sums, plan.highest, plan.totals)
-    programs = (key_cache.shape[2], plan.split_rows.shape[0])
-    _paged_attention_v2_kernel[programs](splits, *launch.arguments, **launch.options)
-    _reduction_kernel[(num_heads, num_rows)](
-        *(splits, Strided.of(launch.output)),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
-        TILE=REDUCTION_TILE,
-        num_warps=4,
-    )
-    return launch.output
+    caches = paged_caches(key_cache, value_cache)
+    group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
+    attention = DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], plan, selection)
+    tensors = group.tensors(query, caches, None, output)
+    attention.launch(tensors)
+    return tensors.output.data
 
 
 # The tensors of a `SplitPlan`.
 _Splits = namedtuple("_Splits", "rows starts sums highest totals")
 
-# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `prepare_launch`
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """Attention of a step's rows with one new token each, for a group of layers: they differ in `LayerTensors` alone.
+
+    Attributes:
+        rows: see `LayerGroup.rows`.
+        splits: of the rows; None: they are not cut.
+        num_rows: that come first in the layers' queries.
+        num_programs: of each KV head.
+    """
+
+    rows: tuple[Any, ...]
+    splits: _Splits | None
+    num_rows: int
+    num_heads: int
+    num_kv_heads: int
+    num_programs: int
+    constants: dict[str, Any]
+    reduction: dict[str, Any]
+
+    @staticmethod
+    def of(
+        group: LayerGroup,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        num_rows: int,
+        plan: SplitPlan | None,
+        selection: Selection | None = None,
+    ) -> "DecodeAttention":
+        """What `paged_attention_v1` does, or with a plan `paged_attention_v2`, for the first `num_rows` queries."""
+        num_tokens, num_heads, head_dim = group.query_shape
+        if num_rows > num_tokens:
+            raise ValueError(f"there are {num_rows} rows with {num_tokens} queries; pass at least as many queries")
+        kernel = "paged_attention_v1" if plan is None else "paged_attention_v2"
+        splits, num_programs = None, num_rows
+        if plan is not None:
+            plan.check((num_rows, num_heads, head_dim))
+            splits = _Splits(plan.split_rows, plan.split_starts, plan.sums, plan.highest, plan.totals)
+            num_programs = plan.split_rows.shape[0]
+        padded_dim = triton.next_power_of_2(head_dim)
+        return DecodeAttention(
+            group.rows(block_tables, seq_lens, num_rows, group.scoring.window or ANY_LEN, selection),
+            splits,
+            num_rows,
+            num_heads,
+            group.cache_shape[2],
+            num_programs,
+            group.constants(kernel),
+            {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "TILE": REDUCTION_TILE},
+        )
+
+    def launch(self, layer: LayerTensors) -> None:
+        """Write the rows' results to the layer's output."""
+        if not self.num_rows:
+            return
+        grid = (self.num_kv_heads, self.num_programs)
+        arguments = (layer.output, layer.query, layer.caches, *self.rows, layer.weighing)
+        if self.splits is None:
+            _paged_attention_v1_kernel[grid](*arguments, **self.constants)
+            return
+        _paged_attention_v2_kernel[grid](self.splits, *arguments, **self.constants)
+        _reduction_kernel[(self.num_heads, self.num_rows)](self.splits, layer.output, **self.reduction, num_warps=4)
+
+
+# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `LayerGroup`
 # makes them; SHAPE is an `AttentionShape`.
 
 # How long rows are, and where in a step's tensors they lie, is no reason to compile again.

@@ -7,12 +7,11 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from pagewire.kernels.arguments import HeadPreparation
-from pagewire.kernels.triton.cache import cached, check_caches
+from pagewire.kernels.triton.cache import HEAD_DIMS, cached, check_caches
 from pagewire.kernels.triton.strided import Strided
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_NORM_SIZE = 65536
-HEAD_DIMS = range(32, 256 + 1, 8)
 
 _TILE_ELEMENTS = 1024  # of a program that has several rows or heads, or a piece of a row
 _NUM_WARPS = 4
@@ -71,7 +70,7 @@ def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tens
 
     Args:
         heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values, float16, bfloat16 or float32; values
-            stay. head_dim is a multiple of 8 from 32 to 256, the last dimension dense.
+            stay. head_dim is a multiple of 8 from 16 to 256, the last dimension dense.
         preparation: of the heads' dtype; weights of that or of float32.
 
     Returns:
@@ -191,7 +190,7 @@ def _check_heads(heads: Tensor, preparation: HeadPreparation) -> None:
     if heads.dim() != 3 or heads.dtype not in DTYPES or heads.shape[2] not in HEAD_DIMS or heads.stride(2) != 1:
         raise ValueError(
             f"heads are {heads.dtype} {list(heads.shape)} of strides {list(heads.stride())}; they must be [T, heads, "
-            "head_dim] of torch.float16, bfloat16 or float32, head_dim dense and a multiple of 8 from 32 to 256"
+            "head_dim] of torch.float16, bfloat16 or float32, head_dim dense and a multiple of 8 from 16 to 256"
         )
     num_tokens, total_heads, head_dim = heads.shape
     if num_heads < 1 or total_heads - num_heads < 2 or (total_heads - num_heads) % 2:

@@ -9,6 +9,9 @@ Rows with one new token are better off in `decode_attention`: `paged_attention` 
 Specification: `pagewire.kernels.reference.paged_attention`.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor
 
 import triton
@@ -16,11 +19,13 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
+    LayerGroup,
+    LayerTensors,
     bend,
     check_integers,
     count_sinks,
     load_slopes,
-    prepare_launch,
+    paged_caches,
     prepare_queries,
 )
 
@@ -49,8 +54,8 @@ def paged_prefill(
             dimensions multiples of 8 from 16 to 256.
         block_tables: [S, max_blocks] int32, the last dimension dense.
         seq_lens: [S] int32, on the device. Of a row of length -1 nothing is read or written.
-        query_start_loc: [S + 1] int32, on the device: where each row's queries begin, counted from its first entry. So
-            the last rows of a mixed batch can be passed as slices of everything.
+        query_start_loc: [S + 1] int32, on the device: where each row's queries begin in `query`. Those of no row are
+            neither read nor written: the last rows of a mixed batch come with the queries of all.
         scoring, selection: as specified.
         output: where to write, of the query's shape and dtype, the last dimension dense; None: new memory.
 
@@ -60,18 +65,55 @@ def paged_prefill(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    tensors = (query, key_cache, value_cache, block_tables, seq_lens)
-    launch = prepare_launch("paged_prefill", *tensors, scoring, selection, output, scoring.window or None)
-    num_rows, num_kv_heads = seq_lens.numel(), key_cache.shape[2]
-    check_integers("query_start_loc", query_start_loc, (num_rows + 1,))
-    if num_rows:
-        tile_queries = launch.tile.block_m // (query.shape[1] // num_kv_heads)
-        max_tiles = query.shape[0] // tile_queries + num_rows  # see `_find_tile`
-        _paged_prefill_kernel[(max_tiles, num_kv_heads)](*launch.arguments, query_start_loc, num_rows, **launch.options)
-    return launch.output
+    caches = paged_caches(key_cache, value_cache)
+    group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
+    attention = PrefillAttention.of(group, block_tables, seq_lens, query_start_loc, 0, selection)
+    tensors = group.tensors(query, caches, None, output)
+    attention.launch(tensors)
+    return tensors.output.data
 
 
-# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `prepare_launch`
+@dataclass(frozen=True, slots=True)
+class PrefillAttention:
+    """What `paged_prefill` does for a step's rows in a group of layers: these differ in `LayerTensors` alone.
+
+    Attributes:
+        rows: see `LayerGroup.rows`.
+        grid: (tiles of queries, KV heads).
+    """
+
+    rows: tuple[Any, ...]
+    query_start_loc: Tensor
+    num_rows: int
+    grid: tuple[int, int]
+    constants: dict[str, Any]
+
+    @staticmethod
+    def of(
+        group: LayerGroup,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        num_skipped: int,
+        selection: Selection | None = None,
+    ) -> "PrefillAttention":
+        """`num_skipped`: how many of the layers' queries come before those of the rows, if the host knows, or 0."""
+        num_rows = seq_lens.numel()
+        rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or None, selection)
+        check_integers("query_start_loc", query_start_loc, (num_rows + 1,))
+        constants = group.constants("paged_prefill")
+        tile_queries = constants["SHAPE"].block_m // group.num_groups
+        max_tiles = (group.query_shape[0] - num_skipped) // tile_queries + num_rows  # see `_find_tile`
+        return PrefillAttention(rows, query_start_loc, num_rows, (max_tiles, group.cache_shape[2]), constants)
+
+    def launch(self, layer: LayerTensors) -> None:
+        """Write the rows' results to the layer's output."""
+        if self.num_rows:
+            arguments = (layer.output, layer.query, layer.caches, *self.rows, layer.weighing)
+            _paged_prefill_kernel[self.grid](*arguments, self.query_start_loc, self.num_rows, **self.constants)
+
+
+# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `LayerGroup`
 # makes them; SHAPE is an `AttentionShape`.
 
 # Where the rows that do not decode begin in the step's tensors is no reason to compile again.
@@ -91,8 +133,8 @@ def _paged_prefill_kernel(
     head = tl.program_id(1)
     # The last queries of a row have most to read: they begin first.
     row, first_query = _find_tile(query_start_loc, num_rows, tl.num_programs(0) - 1 - tl.program_id(0), TILE_QUERIES)
-    start = tl.load(query_start_loc + row) - tl.load(query_start_loc)
-    num_queries = tl.load(query_start_loc + row + 1) - tl.load(query_start_loc) - start
+    start = tl.load(query_start_loc + row)
+    num_queries = tl.load(query_start_loc + row + 1) - start
     seq_len = tl.load(seq_lens + row)
     if (first_query >= num_queries) | (seq_len < 0):
         return
@@ -141,7 +183,8 @@ def _paged_prefill_kernel(
 def _find_tile(query_start_loc, num_rows, index, TILE_QUERIES: tl.constexpr):
     """The row of a tile, and the tile's first query in it, which may lie past the row's last.
 
-    Row i's tiles begin at tile query_start_loc[i] // TILE_QUERIES + i: room for one partial tile in each row.
+    Row i's tiles begin at tile start // TILE_QUERIES + i, where start counts queries from those of the first row: room
+    for one partial tile in each row.
     """
     origin = tl.load(query_start_loc)
     row, end = tl.zeros_like(num_rows), num_rows

@@ -146,11 +146,11 @@ class SplitPlan:
             num_warps=4,
         )
 
-    def check(self, query: Tensor) -> None:
-        """Raises ValueError unless the plan is for such queries."""
+    def check(self, query_shape: tuple[int, int, int]) -> None:
+        """Raises ValueError unless the plan is for queries of this shape, [S, num_heads, head_dim]."""
         expected = [self.num_rows, *self.sums.shape[1:]]
-        if list(query.shape) != expected:
-            raise ValueError(f"queries are {list(query.shape)} and the plan is for {expected}; allocate one for them")
+        if list(query_shape) != expected:
+            raise ValueError(f"queries are {list(query_shape)} and the plan is for {expected}; allocate one for them")
 
 
 @triton.jit(

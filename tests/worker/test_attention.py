@@ -240,14 +240,14 @@ def test_kernels_that_are_asked_for_and_not_there_are_told(monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "device", "changes", "message"),
     [
-        ("cpu", CPU, {"head_dim": 257}, "computes heads of 1 to 256, and the model's are 257: choose another --att"),
+        ("cpu", CPU, {"head_dim": 257}, "computes heads of 1 to 256, and the model's are 257: use --attention-b"),
         ("cpu", CUDA, {}, "computes on cpu, and --device is cuda: use --device cpu, or choose another --attention-"),
         ("cpu", CPU, {"cache_dtype": torch.float16}, "cache of bfloat16 or float8_e4m3fn or int8, and --kv-"),
         ("triton", CUDA, {"cache_dtype": torch.int8}, "cache of bfloat16 or float8_e4m3fn, and --kv-cache-dtype asks"),
         ("torch", CUDA, {"cache_dtype": E4M3}, "cache of bfloat16, and --kv-cache-dtype asks for float8_e4m3fn"),
         ("triton", CPU, {}, "computes on cuda, and --device is cpu: use --device cuda"),
-        ("triton", CUDA, {"head_dim": 8}, "computes heads of 16 to 256 in steps of 8, and the model's are 8: choose"),
-        ("triton", CUDA, {"num_heads": 258}, "lets at most 128 query heads share a KV head, and in the model 129 do"),
+        ("triton", CUDA, {"head_dim": 8}, "computes heads of 16 to 256 in steps of 8, and the model's are 8: use --at"),
+        ("triton", CUDA, {"num_heads": 258}, "128 query heads share a KV head, and in the model 129 do: use --attenti"),
         ("triton", CUDA, {"block_size": 4}, "blocks of 8 to 256 in steps of 8 positions, and --block-size is 4: use"),
         ("triton", CUDA, {"cache_dtype": torch.float16}, "cache of bfloat16 or float8_e4m3fn, and --kv-cache-dtype"),
     ],
@@ -255,6 +255,20 @@ def test_kernels_that_are_asked_for_and_not_there_are_told(monkeypatch):
 def test_what_a_backend_cannot_do_is_refused_with_the_reason(backend, device, changes, message):
     with pytest.raises(ValueError, match=f"attention backend '{backend}' .*{message}"):
         create_backend(backend, device, replace(SHAPE, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"num_heads": 258}, {"head_dim": 264}, {"num_heads": 258, "cache_dtype": E4M3}])
+def test_heads_that_triton_refuses_are_served_by_what_it_names(changes):
+    shape = replace(SHAPE, **changes)
+    with pytest.raises(ValueError, match="attention backend 'triton'") as refusal:
+        create_backend("triton", CUDA, shape)
+    remedy = str(refusal.value).split(": use ")[1]
+    name = remedy.removeprefix("--attention-backend ").removesuffix(" with --kv-cache-dtype auto")
+    if remedy.endswith("auto"):
+        with pytest.raises(ValueError, match="and --kv-cache-dtype asks for float8_e4m3fn: use --kv-cache-dtype auto"):
+            create_backend(name, CUDA, shape)
+        shape = replace(shape, cache_dtype=shape.dtype)
+    assert create_backend(name, CUDA, shape).name == name == "torch"
 
 
 def test_auto_on_a_gpu_says_why_it_is_torch(caplog):

@@ -30,7 +30,7 @@ from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from scheduler_service.rpc.worker.wire import encode_plan
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.device_attention import DeviceAttention
-from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
+from tests.worker.fake_device import CPU, FakeDevice, FakeGraph, Guard, as_kernel
 from tests.worker.letters import END_TOKEN_ID, letters_tokenizer
 from tests.worker.plans import GREEDY, Row, plan_steps
 from tests.worker.runners import device_runner, host_runner
@@ -65,6 +65,7 @@ from worker_service.step import (
     StepResult,
     WorkerCapacity,
 )
+from worker_service.streams import Operation
 
 VOCAB_SIZE = 151
 READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
@@ -703,6 +704,118 @@ def test_ranks_capture_at_the_first_plan_of_each_epoch_and_replay_no_graph_of_an
         assert own[0].num_replays > 0
         assert sum(graph.num_replays for graph in own[1:]) > 0
     assert ranks.num_graphs == [num_graphs, 2 * num_graphs, 3 * num_graphs]
+
+
+class ScarceDevice(FakeDevice):
+    """Memory does not suffice for some captures, which are counted from 0 in the order in which they are tried."""
+
+    def __init__(self, seed: int, too_large: set[int], *, is_carried_out: bool) -> None:
+        super().__init__(seed)
+        self._too_large = too_large
+        self._is_carried_out = is_carried_out  # as it is, before it is captured
+        self.num_tried = 0
+
+    def capture(self, operation: Operation) -> FakeGraph:
+        self.num_tried += 1
+        if self.num_tried - 1 not in self._too_large:
+            return super().capture(operation)
+        if self._is_carried_out:
+            self.compute.run(operation)
+            self.synchronize()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+SCARCE = {"max_graph_batch_size": 5, "max_graph_tokens": 32}
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def graphs_for(pair: Pair) -> tuple[list[int | None], list[int | None]]:
+    """The graphs of steps of 1 to 6 decoding rows, and of 16 and 32 tokens of any rows."""
+    computation = pair.runner.computation
+    return [computation._graphs.size_for(size) for size in range(1, 7)], [
+        computation._mixed_graphs.size_for(num_tokens) for num_tokens in (16, 32)
+    ]
+
+
+@pytest.mark.parametrize("is_carried_out", [False, True])
+@pytest.mark.parametrize(
+    ("too_large", "of_rows", "of_tokens", "told"),
+    [  # captures in turn: 32 and 16 tokens; 5, 4, 2 and 1 rows, first without and then with sampling
+        ({0}, [1, 2, 4, 4, 5, None], [16, None], ["1 of 2 numbers of tokens, 32 to 32"]),
+        ({0, 1}, [1, 2, 4, 4, 5, None], [None, None], ["2 of 2 numbers of tokens, 16 to 32"]),
+        ({2}, [1, 2, None, None, None, None], [16, 32], ["2 of 4 batch sizes, 4 to 5"]),
+        ({3}, [1, 2, None, None, None, None], [16, 32], ["2 of 4 batch sizes, 4 to 5"]),
+        ({6}, [1, 4, 4, 4, 5, None], [16, 32], ["1 of 4 batch sizes, 2 to 2"]),
+        ({0, 2, 3, 4}, [None] * 6, [16, None], ["1 of 2 numbers of tokens, 32 to 32", "4 of 4 batch sizes, 1 to 5"]),
+    ],
+)
+def test_graphs_that_do_not_fit_are_done_without(
+    checkpoints: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
+    too_large: set[int],
+    of_rows: list[int | None],
+    of_tokens: list[int | None],
+    told: list[str],
+    is_carried_out: bool,
+) -> None:
+    device = ScarceDevice(21, too_large, is_carried_out=is_carried_out)
+    pair = Pair(checkpoints["qwen3"], 21, **SCARCE, device=device)
+    assert graphs_for(pair) == (of_rows, of_tokens)
+    for text, what in zip(warnings_of(caplog), told, strict=True):
+        assert f"does not hold graphs for {what}: steps of these take the next larger graph or launch" in text
+    rows = [Row(random_tokens(i, 3 + 9 * i), 4 + i) for i in range(6)]
+    for step in plan_steps(rows, block_size=4, max_num_batched_tokens=32):
+        assert_all_equal(pair, [step.plan])
+
+
+def test_graphs_that_do_not_fit_a_rank_end_one_epoch_and_no_other(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others wait in the middle of a capture: only with another epoch can they hear of it."""
+    num_captures = 2 + 2 * 4  # of any epoch; the pair makes the first ones by itself
+    device = ScarceDevice(22, {num_captures}, is_carried_out=False)
+    pair = Pair(checkpoints["qwen3"], 22, **SCARCE, device=device)
+    assert device.num_tried == num_captures
+    pair.runner = ModelRunner(pair.runner.computation, pair.cache, TwoRanks(device), splits_steps=False)
+    for epoch in (1, 2, 3):
+        pair.reset(epoch)
+        rows = [Row(random_tokens(i, 3 + 9 * i), 4 + i) for i in range(6)]
+        steps = plan_steps(rows, block_size=4, max_num_batched_tokens=32, epoch=epoch)
+        if epoch == 1:
+            with pytest.raises(torch.OutOfMemoryError):
+                pair.runner.launch(steps[0].plan)
+            assert not warnings_of(caplog)
+            continue
+        assert_all_equal(pair, [step.plan for step in steps])
+        assert graphs_for(pair) == ([1, 2, 4, 4, 5, None], [16, None])
+        (text,) = warnings_of(caplog)
+        assert "does not hold graphs for 1 of 2 numbers of tokens, 32 to 32" in text
+
+
+def test_a_rank_does_without_the_graphs_that_do_not_fit_another(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    class ScarcePeer(TwoRanks):
+        """The other rank had no memory for the graphs of 4 and 5 rows."""
+
+        flags = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+
+        def all_reduce(self, x: Tensor) -> Tensor:
+            return x + self.flags if x.dtype == torch.int32 and len(x) == len(self.flags) else x
+
+    pair = Pair(checkpoints["qwen3"], 23, **SCARCE)
+    pair.runner = ModelRunner(pair.runner.computation, pair.cache, ScarcePeer(pair.device), splits_steps=False)
+    for epoch in (1, 2):
+        pair.reset(epoch)
+        rows = [Row(random_tokens(i, 3 + 9 * i), 4 + i) for i in range(6)]
+        steps = plan_steps(rows, block_size=4, max_num_batched_tokens=32, epoch=epoch)
+        assert_all_equal(pair, [step.plan for step in steps])
+        assert graphs_for(pair) == ([1, 2, None, None, None, None], [16, 32])
+    (text,) = warnings_of(caplog)
+    assert "does not hold graphs for 2 of 4 batch sizes, 4 to 5" in text
 
 
 def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:

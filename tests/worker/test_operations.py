@@ -29,7 +29,7 @@ def test_triton_kernels_compute_on_a_gpu(config, caplog):
     assert isinstance(create_device_operations(config), TritonOperations)
     # GPT-2 uses the products alone, whatever its heads.
     assert isinstance(
-        create_device_operations(replace(config, ropes=(None, None), qk_norm="none", norm="layer", head_dim=16)),
+        create_device_operations(replace(config, ropes=(None, None), qk_norm="none", norm="layer", head_dim=8)),
         TritonOperations,
     )
     assert not caplog.records
@@ -38,7 +38,7 @@ def test_triton_kernels_compute_on_a_gpu(config, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 16}, "turn heads of 32 to 256 in steps of 8, and the model's are 16"),
+        ({"head_dim": 8}, "turn heads of 16 to 256 in steps of 8, and the model's are 8"),
         ({"hidden_size": 65537}, "normalize rows of at most 65536, and the model's are 65537"),
     ],
 )

@@ -11,7 +11,7 @@ from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
 
-from pagewire.kernels.triton import paged_attention as kernels  # noqa: E402
+from tests.kernels.triton.recorded_launches import record_attention  # noqa: E402
 from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, random_lengths  # noqa: E402
 from worker_service.attention import DeviceRows, create_backend  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
@@ -154,26 +154,26 @@ def test_rows_of_padding_get_zeros_and_write_nothing():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that attended, by name."""
-    names = []
-    for name in ("paged_attention_v1", "paged_attention_v2", "paged_prefill"):
-        kernel = getattr(kernels, name)
+    """The kernels that attended, by name, with their grids."""
+    return record_attention(monkeypatch)
 
-        def launch(*arguments, name=name, kernel=kernel):
-            names.append(name)
-            return kernel(*arguments)
 
-        monkeypatch.setattr(kernels, name, launch)
-    return names
+def names(launched):
+    return [name for name, _ in launched]
 
 
 def test_few_long_rows_are_cut_into_splits(launched):
     rows = make_rows(5, [(700, 1), (5, 1)])
     check(rows, windows=(0, 256))
-    assert launched == ["paged_attention_v2", "paged_attention_v1"]
+    assert names(launched) == ["paged_attention_v2", "paged_attention_v1"]
     launched.clear()
     check(make_rows(6, [(512, 1), (40, 3)]), windows=(0, 256))
-    assert launched == ["paged_attention_v2", "paged_prefill", "paged_attention_v1", "paged_prefill"]
+    assert names(launched) == [
+        "paged_attention_v2",
+        "paged_prefill",
+        "paged_attention_v1",
+        "paged_prefill",
+    ]
 
 
 def test_slopes_and_sinks_of_heads_in_rows_of_every_kind(launched):
@@ -181,14 +181,19 @@ def test_slopes_and_sinks_of_heads_in_rows_of_every_kind(launched):
     sinks = 2 * torch.randn(NUM_LAYERS, 4, generator=torch.Generator().manual_seed(13))
     slopes = (0.5, 0.1, 0.02, 1.0)
     check(rows, (0, 30), 4e-6, sinks=sinks.to(DEVICE), alibi_slopes=slopes, softcap=3.0, has_sinks=True)
-    assert launched == ["paged_attention_v2", "paged_prefill", "paged_attention_v1", "paged_prefill"]
+    assert names(launched) == [
+        "paged_attention_v2",
+        "paged_prefill",
+        "paged_attention_v1",
+        "paged_prefill",
+    ]
 
 
 def test_bounds_of_many_rows_count_as_what_the_cache_holds(launched):
     """A graph's rows are all as long as they may be, which never is so at once: one of them may be long."""
     rows = make_rows(12, [(length, 1) for length in range(1, 11)])
     check(rows, batch=with_device_rows(rows.batch, 10, bound=100_000))
-    assert launched == ["paged_attention_v2"] * NUM_LAYERS
+    assert names(launched) == ["paged_attention_v2"] * NUM_LAYERS
 
 
 def test_memory_of_splits_serves_steps_of_fewer_and_of_more_rows():

@@ -43,11 +43,15 @@ class Capability:
                 "use --kv-cache-dtype auto",
             )
         if shape.head_dim not in self.head_dims:
-            raise self._error(f"computes heads of {_describe(self.head_dims)}, and the model's are {shape.head_dim}")
+            raise self._error(
+                f"computes heads of {_describe(self.head_dims)}, and the model's are {shape.head_dim}",
+                other=_in_torch(shape, device),
+            )
         num_groups = shape.num_heads // shape.num_kv_heads
         if num_groups > self.max_groups:
             raise self._error(
-                f"lets at most {self.max_groups} query heads share a KV head, and in the model {num_groups} do"
+                f"lets at most {self.max_groups} query heads share a KV head, and in the model {num_groups} do",
+                other=_in_torch(shape, device),
             )
         if shape.block_size not in self.block_sizes:
             raise self._error(
@@ -69,11 +73,18 @@ class Capability:
             texts = [".".join(map(str, version)) for version in (needed, actual)]
             raise self._error(f"needs {what} of compute capability {texts[0]}, and this one has {texts[1]}", remedy)
 
-    def _error(self, reason: str, remedy: str = "") -> UnavailableError:
-        other = "choose another --attention-backend"
+    def _error(
+        self, reason: str, remedy: str = "", other: str = "choose another --attention-backend"
+    ) -> UnavailableError:
         return UnavailableError(
             f"attention backend {self.backend!r} {reason}: {remedy + ', or ' + other if remedy else other}"
         )
+
+
+def _in_torch(shape: AttentionShape, device: torch.device) -> str:
+    """What to do about heads that a backend does not take: torch takes all, on a GPU over a cache of its dtype."""
+    is_quantized = device.type == "cuda" and shape.cache_dtype != shape.dtype
+    return "use --attention-backend torch" + (" with --kv-cache-dtype auto" if is_quantized else "")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -88,10 +88,11 @@ class DeviceComputation:
         self._clock = StepTimer()
         device.synchronize()  # what was made on another stream is there for all
 
-    def capture_graphs(self) -> None:
+    def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
         """See `Computation.capture_graphs`."""
-        self._mixed_graphs.capture(self._mix)
-        self._graphs.capture(self._decode, self._sample_decoded)
+        agree = None if sum_of_ranks is None else partial(self._agree, sum_of_ranks)
+        self._mixed_graphs.capture(self._mix, agree)
+        self._graphs.capture(self._decode, self._sample_decoded, agree)
 
     def drop_graphs(self) -> None:
         """See `Computation.drop_graphs`."""
@@ -116,6 +117,15 @@ class DeviceComputation:
     def synchronize(self) -> None:
         """See `Computation.synchronize`."""
         self._device.synchronize()
+
+    def _agree(self, sum_of_ranks: Callable[[Tensor], Tensor], flags: Sequence[bool]) -> list[bool]:
+        """Whether any rank has set each of the flags."""
+        counts = torch.tensor(flags, dtype=torch.int32, device=self._device.torch_device)
+        summed = OnDevice()
+        self._device.synchronize()  # the copy went by another stream
+        self._device.compute.run(lambda: summed.put(sum_of_ranks(counts)))
+        self._device.synchronize()
+        return [count > 0 for count in summed.tensor.tolist()]
 
     def _work(self, rows: WorkingRows) -> "_Work":
         rows = choosing_rows(self.table, rows)

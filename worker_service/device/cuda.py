@@ -1,5 +1,8 @@
 """Streams, events, pinned memory and graphs of a GPU, by torch. `worker_service/streams.py` says what they mean."""
 
+from typing import Any
+from weakref import WeakSet
+
 import torch
 from torch import Tensor
 
@@ -59,7 +62,8 @@ class CudaDevice:
         self.compute: Stream = self._compute
         self.results: Stream = CudaStream(torch_device)
         self.moves: Stream = CudaStream(torch_device)
-        self._graph_pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[CudaGraph] = WeakSet()  # that may be replayed
+        self._graph_pool: Any = None
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -68,12 +72,16 @@ class CudaDevice:
         # Carried out once as it is: kernels are compiled and libraries allocate what a capture may not.
         self.compute.run(operation)
         self.synchronize()
+        if not self._graphs:  # the allocator lets no graph share what the last one has left
+            self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # What other threads ask of the device meanwhile, as NCCL's watchdog and the resolver do, is no part of it.
         stream = self._compute.stream
         with torch.cuda.graph(graph, self._graph_pool, stream, capture_error_mode="thread_local"):
             operation()
-        return CudaGraph(graph, self.compute)
+        captured = CudaGraph(graph, self.compute)
+        self._graphs.add(captured)
+        return captured
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

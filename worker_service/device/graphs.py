@@ -2,12 +2,9 @@
 
 For each batch size there are two graphs, the forward pass alone, for steps that sample in a way of their own, and the
 forward pass with plain sampling behind it. A step takes the next larger size, and its rows of padding do no harm: they
-are in the scratch slot, keep no keys and attend to nothing. Capturing the largest first lets the others use its memory.
+are in the scratch slot, keep no keys and attend to nothing.
 """
 
-import logging
-import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +16,9 @@ from torch import Tensor
 
 from pagewire.kernels.gathering import ALIGNMENT
 from worker_service.device.inputs import DecodeInputs
+from worker_service.device.sized_graphs import Agree, SizedGraphs
 from worker_service.rows import TableLimits
 from worker_service.streams import Device, Graph
-
-logger = logging.getLogger(__name__)
 
 _FINE_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
@@ -55,7 +51,6 @@ class DecodeGraphs:
     def __init__(self, sizes: Sequence[int], limits: TableLimits, device: Device) -> None:
         """`sizes`: rising; empty: no graphs at all."""
         largest = max(sizes, default=0)
-        self._sizes = tuple(sizes)
         self._limits = limits
         self._device = device
         torch_device = device.torch_device
@@ -63,32 +58,31 @@ class DecodeGraphs:
         self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=torch_device)
         self._logits = torch.empty((largest, limits.vocab_size), dtype=torch.float32, device=torch_device)
         self._sampled = torch.zeros(2 * largest, dtype=torch.int32, device=torch_device)
-        self.buffers = {size: self._parts_of(size) for size in self._sizes}
-        self._graphs: dict[int, tuple[Graph, Graph]] = {}
+        self.buffers = {size: self._parts_of(size) for size in sizes}
+        self._graphs = SizedGraphs[tuple[Graph, Graph]](sizes, "batch sizes")
 
-    def capture(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
-        """Capture the first operation, and both together, for every size, over rows of padding."""
-        if not self._sizes:
-            return
+    def capture(
+        self,
+        forward: Callable[[DecodeBuffers], None],
+        sample: Callable[[DecodeBuffers], None],
+        agree: Agree | None,
+    ) -> None:
+        """Capture the first operation, and both together, over rows of padding. See `SizedGraphs.capture`."""
 
         def forward_and_sample(buffers: DecodeBuffers) -> None:
             forward(buffers)
             sample(buffers)
 
-        started = time.perf_counter()
-        logger.info("capturing graphs for %d batch sizes up to %d", len(self._sizes), self._sizes[-1])
-        for size in reversed(self._sizes):
+        def capture_size(size: int) -> tuple[Graph, Graph]:
             buffers = self._padding(size)
-            self._graphs[size] = (
-                self._device.capture(partial(forward, buffers)),
-                self._device.capture(partial(forward_and_sample, buffers)),
-            )
-            logger.info("captured graphs for batches of %d", size)
-        logger.info("captured %d graphs in %.1f s", 2 * len(self._graphs), time.perf_counter() - started)
+            forward_alone = self._device.capture(partial(forward, buffers))
+            return forward_alone, self._device.capture(partial(forward_and_sample, buffers))
+
+        self._graphs.capture(capture_size, agree)
 
     def rehearse(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
         """Carry both operations out for the largest size and capture nothing. There must be one."""
-        buffers = self._padding(self._sizes[-1])
+        buffers = self._padding(self._graphs.sizes[-1])
         self._device.compute.run(partial(forward, buffers))
         self._device.compute.run(partial(sample, buffers))
 
@@ -99,13 +93,12 @@ class DecodeGraphs:
         return self.buffers[size]
 
     def drop(self) -> None:
-        """Forget what was captured. It is not replayed again: until the next `capture` there are none."""
-        self._graphs.clear()
+        """See `SizedGraphs.drop`."""
+        self._graphs.drop()
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest size that holds so many rows; None: there is no graph for them."""
-        place = bisect_left(self._sizes, num_rows)
-        return self._sizes[place] if place < len(self._sizes) and self._graphs else None
+        return self._graphs.size_for(num_rows)
 
     def padded(self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], size: int) -> NDArray[np.int32]:
         """The rows as a graph of that size reads them: slots, then lengths, each aligned."""

@@ -5,9 +5,6 @@ to one row that attends to nothing; further rows of padding have no tokens. What
 samples among it, differs from step to step and is launched behind the graph.
 """
 
-import logging
-import time
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +17,11 @@ from torch import Tensor
 from pagewire.kernels.gathering import ALIGNMENT
 from worker_service.attention import AttentionBatch, DeviceRows
 from worker_service.device.inputs import DeviceBatch, OrderedRows
+from worker_service.device.sized_graphs import Agree, SizedGraphs
 from worker_service.device.staging import Upload
 from worker_service.device.table import DeviceTable
 from worker_service.rows import TableLimits, WorkingRows
 from worker_service.streams import Device, Graph
-
-logger = logging.getLogger(__name__)
 
 _FINEST_STEP = 16
 _STEPS_PER_DOUBLING = 4
@@ -124,18 +120,12 @@ class MixedGraphs:
         largest = max(self.sizes, default=0)
         num_packed = 2 * (largest + self._num_rows(largest)) + self._num_rows(largest) + 1 + 5 * ALIGNMENT
         self._packed = torch.zeros(num_packed, dtype=torch.int32, device=device.torch_device)
-        self._graphs: dict[int, Graph] = {}
-        self._hidden: Tensor | None = None  # [largest, hidden_size], once the largest was carried out
+        self._graphs = SizedGraphs[Graph](self.sizes, "numbers of tokens")
+        self._hidden: Tensor | None = None  # [at least the largest, hidden_size], once that was carried out
 
-    def capture(self, forward: Callable[[MixedInputs], Tensor]) -> None:
-        """Capture the forward pass, which returns hidden states, for every size over rows of padding."""
-        if not self.sizes:
-            return
-        started = time.perf_counter()
-        logger.info("capturing graphs for %d numbers of tokens up to %d", len(self.sizes), self.sizes[-1])
-        for size in reversed(self.sizes):
-            self._graphs[size] = self._device.capture(self._padding(size, forward))
-        logger.info("captured %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
+    def capture(self, forward: Callable[[MixedInputs], Tensor], agree: Agree | None) -> None:
+        """Capture the forward pass, which returns hidden states, over rows of padding. See `SizedGraphs.capture`."""
+        self._graphs.capture(lambda size: self._device.capture(self._padding(size, forward)), agree)
 
     def rehearse(self, forward: Callable[[MixedInputs], Tensor]) -> None:
         """Carry the forward pass out for the largest size, if there is one, and capture nothing."""
@@ -143,13 +133,12 @@ class MixedGraphs:
             self._device.compute.run(self._padding(self.sizes[-1], forward))
 
     def drop(self) -> None:
-        """Forget what was captured. It is not replayed again: until the next `capture` there are none."""
-        self._graphs.clear()
+        """See `SizedGraphs.drop`."""
+        self._graphs.drop()
 
     def size_for(self, num_tokens: int) -> int | None:
         """The smallest size that holds so many tokens; None: there is no graph for them."""
-        place = bisect_left(self.sizes, num_tokens)
-        return self.sizes[place] if place < len(self.sizes) and self._graphs else None
+        return self._graphs.size_for(num_tokens)
 
     def padded(self, rows: WorkingRows, size: int) -> PaddedRows:
         """The rows as the graph of that size reads them."""
@@ -184,7 +173,8 @@ class MixedGraphs:
     @torch.inference_mode()
     def _keep_hidden(self, forward: Callable[[MixedInputs], Tensor], inputs: MixedInputs) -> None:
         hidden = forward(inputs)
-        if self._hidden is None:  # the largest comes first, and is carried out before it is captured
+        # The largest that fits comes first, and is carried out before it is captured.
+        if self._hidden is None or len(self._hidden) < len(hidden):
             self._hidden = torch.empty_like(hidden)
         self._hidden[: len(hidden)].copy_(hidden)
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import experts, fused
+from pagewire.kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.models.config import ModelConfig
 from worker_service.models.model import Attend
@@ -33,9 +34,8 @@ class TritonOperations:
         """Why the kernels cannot compute a model, behind "they"; None: they can, or it uses the products alone."""
         if config.rope is None and config.qk_norm == "none" and config.norm == "layer":
             return None
-        head_dims = fused.HEAD_DIMS
-        if config.head_dim not in head_dims:
-            bounds = f"{head_dims[0]} to {head_dims[-1]} in steps of {head_dims.step}"
+        if config.head_dim not in HEAD_DIMS:
+            bounds = f"{HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}"
             return f"turn heads of {bounds}, and the model's are {config.head_dim}"
         if config.norm == "rms" and config.hidden_size > fused.MAX_NORM_SIZE:
             return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {config.hidden_size}"

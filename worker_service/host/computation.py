@@ -59,7 +59,7 @@ class HostComputation:
             self._sampler = CpuSampler(kernels.library)
             self._table_sampler = self._sampler.of_table(table.sampling.all_columns(), self._history)
 
-    def capture_graphs(self) -> None:
+    def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
         """See `Computation.capture_graphs`."""
 
     def drop_graphs(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from worker_service.cache import CacheEngine
 from worker_service.device import is_fatal, is_out_of_memory
@@ -39,9 +40,13 @@ class Computation(Protocol):
     table: SequenceTable
     num_graphs: int  # that `capture_graphs` captures
 
-    def capture_graphs(self) -> None:
-        """To be called before the first plan, or where the connections of ranks are captured too, before the first plan
-        of each epoch: of all ranks alike, since it has them exchange what a step would."""
+    def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Capture what fits the memory, and warn of what does not. To be called before the first plan.
+
+        Where the connections of ranks are captured too, to be called with `sum_of_ranks`, their `all_reduce`, before
+        the first plan of each epoch: of all ranks alike, since it has them exchange what a step would. Then it raises
+        where memory does not suffice, and from the next epoch on the ranks do without what did not fit one of them.
+        """
 
     def drop_graphs(self) -> None:
         """No graph is replayed any more until the next `capture_graphs`."""
@@ -95,7 +100,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See `Runner.launch`. Raises ProtocolError before any block is touched if the plan breaks a rule."""
         if self._must_capture:  # the ranks have all answered to the epoch by its first plan, and meet now
-            self.computation.capture_graphs()
+            self.computation.capture_graphs(self._communicator.all_reduce)
             self._must_capture = False
         watch = StepWatch()
         self._cache.check(plan)

@@ -125,7 +125,7 @@ def _load_worker(
     if streams is not None:
         warm_up(runner, grammars)
     if config.tensor_parallel_size == 1:  # graphs of ranks hold the connections of one epoch: see `ModelRunner`
-        _capture_graphs(runner.computation, config)
+        runner.computation.capture_graphs()
     ready = replace(assembly.ready(worker_id, cache, swap_bandwidth), grammar_version=grammar_version)
     return LoadedWorker(runner, ready, grammars.close)
 
@@ -395,20 +395,6 @@ def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int)
             f"the KV cache cannot be allocated: {num_device_blocks} device blocks, {num_device_blocks * block_gib:.2f} "
             f"GiB, and {num_host_blocks} host blocks, {num_host_blocks * block_gib:.2f} GiB: lower --num-device-blocks "
             "or --kv-cache-memory, and --swap-space"
-        ) from error
-
-
-def _capture_graphs(computation: Computation, config: WorkerConfig) -> None:
-    """Raises ValueError if they take more memory than was reserved for them, and that is not there."""
-    try:
-        computation.capture_graphs()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f"CUDA graphs do not fit beside the KV cache: lower --max-graph-batch-size, which is "
-            f"{config.max_graph_batch_size}, --max-graph-tokens, which is {config.max_graph_tokens}, or "
-            f"--gpu-memory-utilization, which is {config.gpu_memory_utilization}"
         ) from error
 
 

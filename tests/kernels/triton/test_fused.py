@@ -28,7 +28,7 @@ def test_silu_mul(device, dtype, num_tokens, size):
 @every_dtype
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "normalized"),
-    [(1, 1, 32, ""), (6, 2, 80, "q"), (16, 1, 128, "k"), (3, 3, 256, "qk")],
+    [(1, 1, 32, ""), (5, 2, 16, "qk"), (4, 4, 24, "k"), (6, 2, 80, "q"), (16, 1, 128, "k"), (3, 3, 256, "qk")],
 )
 def test_norm_rope(device, dtype, num_heads, num_kv_heads, head_dim, normalized):
     checks.check_norm_rope(device, dtype, 2, num_heads, num_kv_heads, head_dim, normalized, seed=head_dim)
@@ -38,7 +38,14 @@ def test_norm_rope(device, dtype, num_heads, num_kv_heads, head_dim, normalized)
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size", "normalized"),
-    [(1, 1, 32, 16, "q"), (6, 2, 80, 48, "qk"), (16, 1, 128, 16, ""), (3, 3, 256, 256, "k")],
+    [
+        (1, 1, 32, 16, "q"),
+        (5, 2, 16, 8, "qk"),
+        (4, 4, 24, 8, "k"),
+        (6, 2, 80, 48, "qk"),
+        (16, 1, 128, 16, ""),
+        (3, 3, 256, 256, "k"),
+    ],
 )
 def test_norm_rope_and_cache(device, dtype, is_quantized, num_heads, num_kv_heads, head_dim, block_size, normalized):
     cache_dtype = torch.float8_e4m3fn if is_quantized else dtype
@@ -108,8 +115,9 @@ def test_bad_heads_are_refused(device):
         fused.norm_rope(heads, preparation(3, angles, angles))
     with pytest.raises(ValueError, match="6 heads with 6 queries"):
         fused.norm_rope(heads, preparation(6, angles, angles))
-    with pytest.raises(ValueError, match="multiple of 8 from 32 to 256"):
-        fused.norm_rope(heads[..., :30], preparation(2, angles[:, :30], angles[:, :30]))
+    for head_dim in (30, 8):
+        with pytest.raises(ValueError, match="multiple of 8 from 16 to 256"):
+            fused.norm_rope(heads[..., :head_dim], preparation(2, angles[:, :head_dim], angles[:, :head_dim]))
     with pytest.raises(ValueError, match=r"sin is torch.float32 \[1, 32\]; it must be torch.float32 \[2, 32\]"):
         fused.norm_rope(heads, preparation(2, angles, angles[:1]))
     with pytest.raises(ValueError, match=r"for these heads they must hold torch.float32"):

@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.triton import paged_attention as module
-from pagewire.kernels.triton.paged_attention import paged_attention
-from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_attention, make_batch
+from pagewire.kernels import reference
+from pagewire.kernels.triton import tiles
+from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
+from pagewire.kernels.triton.paged_attention import PagedAttention
+from pagewire.kernels.triton.split_plan import SplitPlan
+from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_attention, compare, make_batch
+from tests.kernels.triton.recorded_launches import record_attention
 
 CASE = Case(((1, 40), (1, 17), (1, 0), (12, 20), (9, 9), (1, 5)), num_kv_heads=2, num_groups=2)
 FEATURES = {
@@ -40,17 +43,58 @@ def test_every_share_of_rows_that_decode(device, num_decodes, splits):
 @pytest.mark.parametrize("splits", [False, True])
 def test_each_part_has_its_own_launch(device, monkeypatch, splits):
     """Any of the three would compute the right result: what counts is which one is asked."""
-    launched = []
-    for name in ("paged_attention_v1", "paged_attention_v2", "paged_prefill"):
-        kernel = getattr(module, name)
-
-        def launch(query, *arguments, name=name, kernel=kernel):
-            launched.append((name, len(query)))
-            return kernel(query, *arguments)
-
-        monkeypatch.setattr(module, name, launch)
+    launched = record_attention(monkeypatch)
     check_paged_attention(device, CASE, 3, splits=splits)
-    assert launched == [("paged_attention_v2" if splits else "paged_attention_v1", 3), ("paged_prefill", 22)]
+    tile = tiles.lookup("paged_prefill", head_dim=CASE.head_dim, num_groups=2, dtype=CASE.dtype)
+    prefill = ("paged_prefill", (22 // (tile.block_m // 2) + 3, 2))
+    # By KV heads: three rows, or 32 splits and as many as there are rows.
+    assert launched == [("paged_attention_v2", (2, 32 + 3)) if splits else ("paged_attention_v1", (2, 3)), prefill]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_layers_are_launched_with_what_is_theirs(device, splits):
+    """Layers of a group differ in queries, caches, sinks and strides, and get what each gets alone."""
+    cases = [replace(CASE, seed=seed, has_sinks=seed == 1, is_head_major=seed == 2) for seed in range(3)]
+    batches = [make_batch(case, device) for case in cases]
+    first, integers = batches[0], {"dtype": torch.int32, "device": device}
+    caches = [paged_caches(batch.key_cache, batch.value_cache) for batch in batches]
+    group = LayerGroup.of(first.query.shape, first.query.dtype, caches[0], first.scoring)
+    seq_lens, starts = torch.tensor(first.seq_lens, **integers), torch.tensor(first.query_start_loc, **integers)
+    plan = None
+    if splits:
+        plan = SplitPlan.allocate(3, 4, 2, 32, device, num_programs=64, min_chunk=16)
+        plan.decide(seq_lens[:3])
+    # All have the rows, and so the blocks, of the first: what the others keep in them is theirs.
+    attention = PagedAttention.of(group, first.block_tables, seq_lens, starts, 3, plan)
+    for batch, cache in zip(batches, caches, strict=True):
+        keys, values = batch.key_cache.nan_to_num(0.5), batch.value_cache.nan_to_num(0.5)
+        batch.key_cache.copy_(keys)
+        batch.value_cache.copy_(values)
+        rows = (first.block_tables, first.seq_lens, first.query_start_loc)
+        expected = reference.paged_attention(batch.query, keys, values, *rows, batch.scoring)
+        output = torch.full_like(batch.query, 7.0)
+        returned = attention.attend(batch.query, cache, batch.scoring.sinks, output)
+        assert returned.data_ptr() == output.data_ptr()
+        compare(output, expected, batch, f"{splits=}")
+
+
+def test_layers_that_differ_from_their_group_are_refused(device):
+    batch = make_batch(CASE, device)
+    caches = paged_caches(batch.key_cache, batch.value_cache)
+    group = LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring)
+    starts = torch.zeros(1, dtype=torch.int32, device=device)
+    attention = PagedAttention.of(group, batch.block_tables[:0], starts[:0], starts, 0, None)
+    with pytest.raises(ValueError, match=r"queries are \[23, 4, 32\] .* prepared for \[25, 4, 32\] torch.float32"):
+        attention.attend(batch.query[2:], caches)
+    with pytest.raises(ValueError, match=r"queries are \[25, 4, 32\] torch.float16; these layers were prepared for"):
+        attention.attend(batch.query.half(), caches)
+    for others in (batch.key_cache[1:], batch.key_cache[:, :8], batch.key_cache.to(E4M3)):
+        with pytest.raises(ValueError, match=r"the caches are .* these layers were prepared for"):
+            attention.attend(batch.query, paged_caches(others, others))
+    with pytest.raises(ValueError, match=r"sinks are \[3\] torch.float32; make them \[4\]"):
+        attention.attend(batch.query, caches, torch.zeros(3, device=device))
+    with pytest.raises(ValueError, match="the output is"):
+        attention.attend(batch.query, caches, output=batch.query[:3])
 
 
 def test_rows_that_all_decode(device):
@@ -61,9 +105,11 @@ def test_rows_that_all_decode(device):
 def test_more_rows_than_there_are_do_not_decode(device, num_decodes):
     batch = make_batch(CASE, device)
     integers = {"dtype": torch.int32, "device": device}
+    caches = paged_caches(batch.key_cache, batch.value_cache)
     with pytest.raises(ValueError, match=f"num_decodes is {num_decodes} of 6 rows"):
-        paged_attention(
-            *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables),
+        PagedAttention.of(
+            LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring),
+            batch.block_tables,
             *(torch.tensor(batch.seq_lens, **integers), torch.tensor(batch.query_start_loc, **integers)),
-            *(num_decodes, None, Scoring(1.0)),
+            *(num_decodes, None),
         )

@@ -5,14 +5,14 @@ really are is read on the device.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu import CpuKernels
+from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches, paged_caches
 from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
-from pagewire.kernels.triton.paged_attention import mixed_paged_attention, paged_attention
+from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from pagewire.kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows, LayerCache
@@ -52,31 +52,44 @@ class TritonAttention:
         self._scorings = {window: shape.scoring(window, device) for window in set(shape.windows)}
         self._num_processors = num_processors
         self._plans: dict[int, SplitPlan] = {}  # by window, for as many rows as any step had
+        self._caches: tuple[Sequence[LayerCache], list[PagedCaches]] | None = None  # of the last step
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Decides for each window whether rows are split, and where. See `AttentionBackend.prepare`."""
+        """Decides for each window whether rows are split, and where, and what its layers launch. See
+        `AttentionBackend.prepare`."""
+        caches = self._paged_caches(kv_cache)
         device = kv_cache[0][0].device
         rows = batch.rows_on(device)
         block_tables = batch.block_tables.to(torch.int32)
-        windows, scorings = self._shape.windows, self._scorings
         num_blocks = kv_cache[0][0].shape[0]
+        query_shape = (batch.slot_mapping.numel(), self._shape.num_heads, self._shape.head_dim)
         # Where the device alone knows which rows decode, any may, and the others have length 0 for that kernel.
         decode_lens, prefill_lens = rows.seq_lens[: rows.num_decodes], None
         if rows.num_decodes is None:
             decode_lens, prefill_lens = _split_lengths(rows)
-        plans = {window: self._plan(batch, decode_lens, window, num_blocks, device) for window in scorings}
+        attentions = {}
+        for window, scoring in self._scorings.items():
+            group = LayerGroup.of(query_shape, self._shape.dtype, caches[0], scoring)
+            plan = self._plan(batch, decode_lens, window, num_blocks, device)
+            if prefill_lens is None:
+                split = (len(decode_lens), plan)
+                attention = PagedAttention.of(group, block_tables, rows.seq_lens, rows.query_start_loc, *split)
+            else:
+                lengths = (decode_lens, prefill_lens, rows.query_start_loc)
+                attention = PagedAttention.of_any_rows(group, block_tables, *lengths, plan)
+            attentions[window] = attention
+        of_layers = [attentions[window] for window in self._shape.windows]
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
-            window = windows[layer]
-            scoring = scorings[window] if sinks is None else replace(scorings[window], sinks=sinks)
-            tensors = (query, *kv_cache[layer], block_tables)
-            if prefill_lens is not None:
-                lengths = (decode_lens, prefill_lens, rows.query_start_loc)
-                return mixed_paged_attention(*tensors, *lengths, plans[window], scoring)
-            split = (len(decode_lens), plans[window])
-            return paged_attention(*tensors, rows.seq_lens, rows.query_start_loc, *split, scoring)
+            return of_layers[layer].attend(query, caches[layer], sinks)
 
         return CachedAttend(kv_cache, batch.slot_mapping, attend)
+
+    def _paged_caches(self, kv_cache: Sequence[LayerCache]) -> list[PagedCaches]:
+        """The layers' caches as kernels take them. A worker has the same ones in all of its steps."""
+        if self._caches is None or self._caches[0] is not kv_cache:
+            self._caches = kv_cache, [paged_caches(*layer) for layer in kv_cache]
+        return self._caches[1]
 
     def _plan(
         self, batch: AttentionBatch, decode_lens: Tensor, window: int, num_blocks: int, device: torch.device
@@ -109,8 +122,9 @@ class TritonAttention:
 
 
 def _split_lengths(rows: DeviceRows) -> tuple[Tensor, Tensor]:
-    """What `mixed_paged_attention` takes as lengths, [S] int32 each, of rows of which the device alone knows how many
-    decode: those that begin as many tokens from the first as rows, and have one token."""
+    """What `PagedAttention.of_any_rows` takes as lengths, [S] int32 each.
+
+    Rows decode that begin as many tokens from the first as rows, and have one token."""
     starts, ends = rows.query_start_loc[:-1], rows.query_start_loc[1:]
     places = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
     is_decoding = (starts == places) & (ends == places + 1)

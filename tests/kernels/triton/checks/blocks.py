@@ -89,7 +89,7 @@ def check_blocks(
 
 
 def device_cases() -> Iterator[DeviceCase]:
-    shapes = [Shape(40, 28, 16, 8, 128), Shape(24, 5, 64, 3, 80), Shape(12, 2, 256, 8, 256)]
+    shapes = [Shape(40, 28, 16, 8, 128), Shape(24, 5, 64, 3, 80), Shape(12, 2, 256, 8, 256), Shape(40, 28, 8, 8, 16)]
     dtypes = [torch.bfloat16, torch.float8_e4m3fn, torch.float32]
     for operation, dtype, shape, layout in itertools.product(OPERATIONS, dtypes, shapes, LAYOUTS):
         yield DeviceCase(

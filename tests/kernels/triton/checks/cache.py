@@ -86,6 +86,7 @@ def device_cases() -> Iterator[DeviceCase]:
     variants = [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float32, torch.float32)]
     variants += [(torch.bfloat16, E4M3), (torch.float16, E4M3), (torch.float32, E4M3)]
     shapes = [Shape(1000, 8, 128, 16, 200), Shape(700, 2, 80, 64, 40), Shape(300, 5, 256, 256, 9)]
+    shapes.append(Shape(900, 4, 16, 8, 230))
     for (dtype, cache_dtype), shape, layout in itertools.product(variants, shapes, LAYOUTS):
         case = Shape(**{**vars(shape), "layout": layout})
         name = f"reshape_and_cache {dtype} to {cache_dtype} {vars(case)}"

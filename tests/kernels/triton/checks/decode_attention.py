@@ -221,11 +221,18 @@ def device_cases() -> Iterator[DeviceCase]:
     cases["float16, quantized"] = dataclasses.replace(plain, dtype=torch.float16, cache_dtype=E4M3)
     cases["float32"] = dataclasses.replace(plain, dtype=torch.float32)
     cases["float32, quantized"] = dataclasses.replace(plain, dtype=torch.float32, cache_dtype=E4M3)
-    for head_dim, num_groups, block_size in ((32, 1, 16), (64, 16, 256), (80, 7, 48), (96, 2, 32), (112, 3, 64)):
+    sizes = ((16, 4, 8), (32, 1, 16), (64, 16, 256), (80, 7, 48), (96, 2, 32), (112, 3, 64))
+    for head_dim, num_groups, block_size in sizes:
         cases[f"head_dim {head_dim}"] = dataclasses.replace(
             plain, head_dim=head_dim, num_groups=num_groups, block_size=block_size, layout="head_major"
         )
     cases["head_dim 256"] = dataclasses.replace(plain, head_dim=256, num_kv_heads=1, num_groups=8)
+    for num_groups, num_kv_heads, head_dim in ((20, 8, 128), (71, 1, 64), (128, 1, 128)):
+        heads = {"num_kv_heads": num_kv_heads, "num_groups": num_groups, "head_dim": head_dim}
+        cases[f"{num_groups} groups"] = dataclasses.replace(plain, **heads)
+        cases[f"{num_groups} groups, quantized"] = dataclasses.replace(plain, **heads, cache_dtype=E4M3)
+    cases["blocks of 8"] = dataclasses.replace(plain, block_size=8)
+    cases["splits of 64 positions"] = dataclasses.replace(plain, seq_lens=(1024, 5))
     cases["one long row"] = dataclasses.replace(plain, seq_lens=(32768 + 5,))
     cases["a long row among short ones"] = dataclasses.replace(plain, seq_lens=(*[100] * 255, 40_000))
     for name, step in cases.items():
@@ -319,6 +326,13 @@ def bench_cases() -> Iterator[BenchCase]:
     yield _bench("decode attention, 64 x 4096, 16 heads", Load((4096,) * 64, num_heads=16), "", BIG)
     yield _bench("decode attention, 1 x 32768 and 63 x 512", Load((32768, *[512] * 63)), "", BIG)
     yield _bench("decode attention, 64 rows of 64 to 8128", Load(tuple(range(64, 8192, 128))), "", BIG)
+    # Nobody has timed these yet, so that nothing is known to aim at.
+    yield _bench("decode attention, 64 x 4096, blocks of 8", Load((4096,) * 64, block_size=8), "")
+    yield _bench("decode attention, 64 x 4096, heads of 16", Load((4096,) * 64, head_dim=16), "")
+    yield _bench("decode attention, 64 x 4096, 20 queries a KV head", Load((4096,) * 64, num_heads=160), "")
+    falcon = Load((4096,) * 64, num_heads=71, num_kv_heads=1, head_dim=64)
+    yield _bench("decode attention, 64 x 4096, 71 queries a KV head", falcon, "")
+    yield _bench("decode attention, 1 x 1024, in splits of 64", Load((1024,)), "")
     v1 = _bench("paged_attention_v1, 1 x 32768", Load((32768,)), "v1")
     yield v1
     yield _bench("paged_attention_v2, 1 x 32768", Load((32768,)), "v2", Goal(0.60), Goal(5.0, v1.name))

@@ -151,7 +151,7 @@ def device_cases() -> Iterator[DeviceCase]:
             yield case(f"norms {num_tokens}x{size} {dtype}", check_norms, dtype, num_tokens, size, 1)
         for num_tokens, size in ((1, 27), (300, 3072), (2048, 12288)):
             yield case(f"silu_mul {num_tokens}x{size} {dtype}", check_silu_mul, dtype, num_tokens, size, 2)
-        for head_dim in (32, 64, 80, 96, 112, 128, 256):
+        for head_dim in (16, 32, 64, 80, 96, 112, 128, 256):
             yield case(f"norm_rope {head_dim} {dtype}", check_norm_rope, dtype, 515, 16, 4, head_dim, "qk", 3)
             arguments = (dtype, dtype, 515, 16, 4, head_dim, 16, 4)
             yield case(f"norm_rope_and_cache {head_dim} {dtype}", check_norm_rope_and_cache, *arguments)
@@ -160,8 +160,8 @@ def device_cases() -> Iterator[DeviceCase]:
         yield case(f"norm_rope normalized={normalized}", check_norm_rope, *arguments)
         arguments = (bfloat16, bfloat16, 100, 32, 8, 128, 16, 5, normalized)
         yield case(f"norm_rope_and_cache normalized={normalized}", check_norm_rope_and_cache, *arguments)
-    for block_size in (16, 48, 256):
-        for head_dim in (80, 128):
+    for block_size in (8, 16, 48, 256):
+        for head_dim in (16, 80, 128):
             arguments = (bfloat16, float8, 1000, 32, 8, head_dim, block_size, 6)
             yield case(f"norm_rope_and_cache fp8 {block_size} {head_dim}", check_norm_rope_and_cache, *arguments)
 
@@ -229,7 +229,7 @@ def compile_cases() -> Iterator[CompileCase]:
             )
         signature = {"gate_up": x, "output": x, "stride": "i32", "size": "i32"}
         yield CompileCase(f"silu_mul {dtype}", kernels[1], signature, {"TILE": 1024}, divisible_by_16=("size",))
-        for cache_dtype, head_dim in ((None, 80), (dtype, 128), (torch.float8_e4m3fn, 80)):
+        for cache_dtype, head_dim in ((None, 80), (None, 16), (dtype, 16), (dtype, 128), (torch.float8_e4m3fn, 80)):
             for weight in weights if head_dim == 128 else (x,):
                 yield _norm_rope_variant(dtype, cache_dtype, head_dim, weight)
 
@@ -243,7 +243,7 @@ def _norm_rope_variant(dtype: torch.dtype, cache_dtype: torch.dtype | None, head
         "angles": (angles, angles),
         "target": (layer, layer, "*i64") if cache_dtype else None,
     }
-    padded_half = 64
+    padded_half = 1 << (head_dim // 2 - 1).bit_length()
     constexprs = {
         "NUM_HEADS": 32,
         "NUM_KV_HEADS": 8,

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import attention_arguments, prefill_attention, tiles
-from pagewire.kernels.triton.attention_arguments import AttentionShape, Weighing
-from pagewire.kernels.triton.paged_attention import paged_attention
+from pagewire.kernels.triton.attention_arguments import AttentionShape, LayerGroup, Weighing, paged_caches
+from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
@@ -37,7 +37,7 @@ class Case:
     Attributes:
         is_shared: all rows begin with the first row's blocks, as far as they are full.
         is_selected: each row's KV heads read random blocks, some none.
-        num_skipped: of the first rows, as those that decode: the kernel is given the others' slices.
+        num_skipped: of the first rows, as those that decode: the kernel is told of the others only.
         query_factor: makes queries larger, and the scale of scores as much smaller.
     """
 
@@ -177,14 +177,14 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
     output = torch.full_like(expected, 123.0)
     with contextlib.nullcontext() if tile is None else tiles.forced("paged_prefill", tile):
         returned = prefill_attention.paged_prefill(
-            *(batch.query[start:], batch.key_cache, batch.value_cache, batch.block_tables[skipped:]),
+            *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables[skipped:]),
             torch.tensor(batch.seq_lens[skipped:], **integers),
             torch.tensor(batch.query_start_loc, **integers)[skipped:],
             batch.scoring,
             None if selection is None else Selection(selection.blocks[skipped:], selection.num_blocks[skipped:]),
-            output[start:],
+            output,
         )
-    assert returned.data_ptr() == output[start:].data_ptr()
+    assert returned.data_ptr() == output.data_ptr()
     assert (output[:start] == 123.0).all(), f"rows of others were written: {case}"
     compare(output[start:], expected[start:], batch, f"{case}, {tile}")
 
@@ -214,7 +214,10 @@ def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *,
         plan = SplitPlan.allocate(num_decodes, *heads, device, num_programs=32 * case.num_kv_heads, min_chunk=16)
         plan.decide(seq_lens[:num_decodes], case.window or ANY_LEN)
     starts = torch.tensor(batch.query_start_loc, **integers)
-    output = paged_attention(*tensors, seq_lens, starts, num_decodes, plan, *options)
+    caches = paged_caches(batch.key_cache, batch.value_cache)
+    group = LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring)
+    rows = (batch.block_tables, seq_lens, starts, num_decodes, plan, batch.selection)
+    output = PagedAttention.of(group, *rows).attend(batch.query, caches)
     compare(output, expected, batch, f"{case}, {num_decodes} decode, {splits=}")
 
 
@@ -252,6 +255,11 @@ def device_cases() -> Iterator[DeviceCase]:
         case = replace(_REAL, num_groups=num_groups, block_size=block_size, num_kv_heads=2)
         yield _device_case(f"{num_groups} groups, blocks of {block_size}", case)
 
+    for num_groups, num_kv_heads, head_dim in ((20, 8, 128), (71, 1, 64), (128, 1, 128)):
+        case = replace(_REAL, num_groups=num_groups, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        yield _device_case(f"{num_groups} groups", case)
+    yield _device_case("heads of 16, blocks of 8", replace(_REAL, head_dim=16, block_size=8))
+
     for name, changes in ((name, features[name]) for name in ("plain", "e4m3", "window", "selected", "sinks")):
         for splits in (False, True):
             case = replace(_REAL, rows=_MIXED, **changes)
@@ -265,18 +273,22 @@ def _device_case(name: str, case: Case) -> DeviceCase:
 
 @dataclass(frozen=True)
 class _Load:
-    """Rows of the same size, with 32 query heads on 8 of 128."""
+    """Rows of the same size. Heads as in Qwen3-8B and Llama-3.1-8B."""
 
     num_rows: int
     num_queries: int
     seq_len: int
     cache_dtype: torch.dtype = torch.bfloat16
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
 
     @property
     def flops(self) -> int:
         """Of two products, for what each query sees."""
         seen = self.num_queries * self.seq_len - self.num_queries * (self.num_queries - 1) // 2
-        return 4 * self.num_rows * seen * 32 * 128
+        return 4 * self.num_rows * seen * self.num_heads * self.head_dim
 
 
 _LOADS = {
@@ -284,6 +296,13 @@ _LOADS = {
     "1 x 16384": _Load(1, 16384, 16384),
     "4 chunks of 2048 at 16384": _Load(4, 2048, 16384),
     "8 x 2048 e4m3": _Load(8, 2048, 2048, E4M3),
+}
+# Timed beside nothing.
+_ALONE = {
+    "8 x 2048, blocks of 8": _Load(8, 2048, 2048, block_size=8),
+    "8 x 2048, heads of 16": _Load(8, 2048, 2048, head_dim=16),
+    "8 x 2048, 20 queries a KV head": _Load(8, 2048, 2048, num_heads=160),
+    "8 x 2048, 71 queries a KV head": _Load(8, 2048, 2048, num_heads=71, num_kv_heads=1, head_dim=64),
 }
 
 
@@ -302,20 +321,24 @@ def bench_cases() -> Iterator[BenchCase]:
             flops=load.flops,
             goals=tuple(Goal(0.8, baseline) for baseline in baselines) if has_goal else (),
         )
+    for name, load in _ALONE.items():
+        yield BenchCase(f"paged_prefill {name}", functools.partial(_make_paged, load), flops=load.flops)
 
 
 def _make_paged(load: _Load, device: torch.device) -> Sequence[Callable[[], object]]:
-    blocks_per_row = load.seq_len // 16
+    blocks_per_row = load.seq_len // load.block_size
     num_blocks = load.num_rows * blocks_per_row
     integers = {"dtype": torch.int32, "device": device}
     runs: list[Callable[[], object]] = []
     for _ in range(2):
-        query = torch.randn((load.num_rows * load.num_queries, 32, 128), device=device).bfloat16()
-        storage = torch.randn((num_blocks, 2, 16, 8, 128), device=device).to(load.cache_dtype)
+        sizes = (load.num_rows * load.num_queries, load.num_heads, load.head_dim)
+        query = torch.randn(sizes, device=device).bfloat16()
+        sizes = (num_blocks, 2, load.block_size, load.num_kv_heads, load.head_dim)
+        storage = torch.randn(sizes, device=device).to(load.cache_dtype)
         tables = torch.randperm(num_blocks, device=device).view(load.num_rows, blocks_per_row).int()
         seq_lens = torch.full((load.num_rows,), load.seq_len, **integers)
         starts = load.num_queries * torch.arange(load.num_rows + 1, **integers)
-        arguments = (query, storage[:, 0], storage[:, 1], tables, seq_lens, starts, Scoring(128**-0.5))
+        arguments = (query, storage[:, 0], storage[:, 1], tables, seq_lens, starts, Scoring(load.head_dim**-0.5))
         runs.append(functools.partial(prefill_attention.paged_prefill, *arguments, output=torch.empty_like(query)))
     return runs
 

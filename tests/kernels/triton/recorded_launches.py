@@ -1,0 +1,33 @@
+"""Tells which attention kernels are launched, on a device as in the interpreter."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pagewire.kernels.triton import decode_attention, prefill_attention
+
+_KERNELS = {
+    "paged_attention_v1": decode_attention,
+    "paged_attention_v2": decode_attention,
+    "paged_prefill": prefill_attention,
+}
+
+
+def record_attention(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """A list that grows by a kernel's name and its grid with every launch."""
+    launched: list[tuple[str, tuple[int, ...]]] = []
+    for name, module in _KERNELS.items():
+        monkeypatch.setattr(module, f"_{name}_kernel", _Recorded(name, module, launched))
+    return launched
+
+
+class _Recorded:
+    def __init__(self, name: str, module: ModuleType, launched: list[tuple[str, tuple[int, ...]]]) -> None:
+        self._name = name
+        self._kernel = getattr(module, f"_{name}_kernel")
+        self._launched = launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._launched.append((self._name, grid))
+        return self._kernel[grid]
