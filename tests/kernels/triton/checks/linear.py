@@ -1,15 +1,17 @@
 """Checks of `kernels/triton/linear.py`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from pagewire.kernels import experts as specification
+from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import BLOCK, QuantizedWeight
-from pagewire.kernels.triton import linear
+from pagewire.kernels.triton import experts, linear
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase
 from tests.kernels.triton.checks.decode_attention import strided
 from tests.kernels.triton.checks.experts import TRITON_TYPES
@@ -58,7 +60,7 @@ def make_weight(layer: Layer, generator: torch.Generator) -> QuantizedWeight | F
     scale = numbers(groups)
     if layer.codes == "fp8":
         values = (
-            integers(-8, 9, shape).float() if layer.is_exact else torch.randn(shape, generator=generator).to(device)
+            integers(-8, 9, shape).float() if layer.is_exact else torch.randn(shape, generator=generator, device=device)
         )
         return Float8Weight(values.to(linear.E4M3), scale, size)
     if layer.codes == "e2m1":
@@ -145,63 +147,89 @@ def check_alone(device: torch.device, layer: Layer, seed: int) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     packed, bias = linear.pack(make_weight(layer, generator), device), make_bias(layer, generator)
     x = make_rows(layer, layer.num_rows, generator)
-    is_few = linear.choose_tile(1, x.dtype) == linear.choose_tile(len(x), x.dtype)
+    is_few = len(x) <= linear.FEW_ROWS
     alone = x[2:3] if is_few else x[2:].clone()  # or the first of others
     expected = linear.multiply(alone, packed, bias)[0]
     x[0], x[1] = float("inf"), 1e4
     assert torch.equal(linear.multiply(x, packed, bias)[2], expected), f"{layer}, seed {seed}: a row depends on others"
 
 
+def check_experts(
+    device: torch.device, layer: Layer, changes: Sequence[Mapping[str, object]], choice: ExpertChoice, seed: int
+) -> None:
+    """Slots of tokens, and of slots. Each expert differs from the layer by `changes`; most tokens choose the last."""
+    case = f"{layer}, {changes=}, {choice}, seed {seed}"
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = [make_weight(replace(layer, **each), generator) for each in changes]
+    packed = linear.join([linear.pack(weight, device) for weight in weights])
+    logits = torch.randn(layer.num_rows, len(weights), generator=generator, device=device)
+    logits[:, -1] += 3
+    ids, _ = specification.choose_experts(logits, choice)
+    bias = torch.randn(len(weights), layer.out_size, generator=generator, device=device).to(layer.dtype)
+    biases = (bias.round() if layer.is_exact else bias) if layer.has_bias else None
+    assignment = experts.assign(ids, len(weights), layer.dtype)
+    for x in (make_rows(layer, layer.num_rows, generator), make_rows(layer, ids.numel(), generator)):
+        slots = linear.multiply_chosen(x, packed, assignment, biases)
+        assert slots.shape == (ids.numel(), layer.out_size), case
+        of_slots = x.repeat_interleave(ids.numel() // len(x), 0)
+        for expert, weight in enumerate(weights):
+            chosen = ids.flatten() == expert
+            bias = None if biases is None else biases[expert]
+            check_product(slots[chosen], of_slots[chosen], weight, bias, layer.is_exact, f"{case}, expert {expert}")
+
+
 def compile_cases() -> Iterator[CompileCase]:
-    for dtype in (torch.bfloat16, torch.float16):
-        for codes in ("int4", "e2m1", "int8", "fp8"):
-            for group_size in (32, 128):
-                for num_rows in (1, 10**6):
-                    yield _variant(Layer(num_rows, 256, 256, codes, group_size, dtype))
-    for num_rows in (1, 10**6):
-        plain = Layer(num_rows, 256, 256)
-        for changes in (
-            {"has_zeros": True, "group_size": 128, "has_bias": True},
-            {"has_minima": True, "has_half_scales": False, "codes": "uint4"},
-            {"has_minima": True, "has_half_scales": False, "codes": "int8", "group_size": 16},
-            {"has_half_scales": False, "codes": "fp8", "group_size": 0},
-            {"dtype": torch.float32},
-            {"dtype": torch.float32, "codes": "fp8", "group_size": 128},
-        ):
-            yield _variant(replace(plain, **changes))
+    plain = Layer(1, 256, 256)
+    for codes in ("int4", "e2m1", "int8", "fp8"):
+        for group_size in (32, 128):
+            layer = replace(plain, codes=codes, group_size=group_size)
+            for tile in (*linear._FEW[2], *linear._MANY[2]):
+                yield _variant(layer, tile)
+            for tile in (linear._FEW[2][-1], linear._MANY[2][0]):
+                yield _variant(replace(layer, dtype=torch.float16), tile)
+                for dtype in (torch.float16, torch.bfloat16):
+                    yield _variant(replace(layer, dtype=dtype), tile, has_experts=True)
+    for changes in (
+        {"has_zeros": True, "group_size": 128, "has_bias": True},
+        {"has_minima": True, "has_half_scales": False, "codes": "uint4"},
+        {"has_minima": True, "has_half_scales": False, "codes": "int8", "group_size": 16},
+        {"has_half_scales": False, "codes": "fp8", "group_size": 0},
+    ):
+        for tile in (*linear._FEW[2], *linear._MANY[2]):
+            yield _variant(replace(plain, **changes), tile)
+    for codes, group_size in (("int4", 32), ("e2m1", 32), ("fp8", 128)):
+        for tile in (*linear._FEW[4], *linear._MANY[4]):
+            yield _variant(replace(plain, dtype=torch.float32, codes=codes, group_size=group_size), tile)
 
 
-def _variant(layer: Layer) -> CompileCase:
+def _variant(layer: Layer, tile: linear.LinearTile, has_experts: bool = False) -> CompileCase:
     device = torch.device("cpu")
     packed = linear.pack(make_weight(layer, torch.Generator().manual_seed(0)), device)
-    tile, element = linear.choose_tile(layer.num_rows, layer.dtype), TRITON_TYPES[layer.dtype]
+    element = TRITON_TYPES[layer.dtype]
     types = {torch.uint8: "*u8", torch.int8: "*i8", linear.E4M3: "*fp8e4nv", torch.float16: "*fp16", None: None}
     types[torch.float32] = "*fp32"
     parts = (packed.codes, packed.scale, packed.zero, packed.minimum)
-    # Where a group is one product deep, which it mostly is, the launch's 1 is a constant.
-    group_depths = linear.launch_sizes(packed)[2]
-    sizes = ["num_slots", "slots_of_row", "in_size", "out_size", "num_units", "num_groups", "offset"]
+    sizes = ["num_slots", "slots_of_row", "in_size", "out_size", "num_units", "num_groups"]
     numbers = [name for name in ("has_half_scales", "has_zeros", "has_minima", "has_bias") if getattr(layer, name)]
     return CompileCase(
-        f"product, {layer.dtype}, {layer.codes} by {layer.group_size}, {tile}, {numbers}",
+        f"product{' of experts' if has_experts else ''}, {layer.dtype}, {layer.codes} by {layer.group_size}, {tile}, {numbers}",
         linear._multiply_kernel,
         {
             "x": strided(element, 2),
             "weight": linear.Pointers(*(types[None if part is None else part.dtype] for part in parts)),
             "biases": f"*{element}" if layer.has_bias else None,
-            **{"output": f"*{element}", "table": None},
-            **dict.fromkeys(sizes if group_depths == 1 else [*sizes, "group_depths"], "i32"),
+            "output": f"*{element}",
+            "table": experts.SlotTable("*i32", "*i32", "*i32", "*i32") if has_experts else None,
+            **dict.fromkeys(sizes, "i32"),
         },
         {
-            **{"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
-            **linear.kernel_options(packed, tile, layer.dtype),
-            **({"group_depths": 1} if group_depths == 1 else {}),
+            "SHAPE": linear.kernel_shape(packed, tile, layer.dtype),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         divisible_by_16=("strides", "in_size", "out_size"),
         overlaps=True,
-        min_programs=2 if tile.block_m == 16 else 1,
+        min_programs=2 if tile.block_m == linear.FEW_ROWS else 1,
     )
 
 
