@@ -235,8 +235,8 @@ def join(packed: Sequence[PackedWeight]) -> PackedWeight:
     kinds = {(each.codes.dim(), each.out_size, each.in_size, each.group_size, each.is_float) for each in packed}
     if len(kinds) != 1 or packed[0].codes.dim() != 2:
         raise ValueError(
-            f"weights have (dimensions, outputs, inputs, size of groups, floats) {sorted(kinds)}; make them one kind of "
-            "2 dimensions"
+            f"weights have (dimensions, outputs, inputs, size of groups, floats) {sorted(kinds)}; make them one kind "
+            "of 2 dimensions"
         )
     first, num_groups = packed[0], packed[0].num_groups
     scale, zero, minimum = (
@@ -433,11 +433,14 @@ def _stack(parts: Sequence[Tensor | None], num_groups: int) -> Tensor | None:
     if not there:
         return None
     dtype = max((part.dtype for part in there), key=lambda each: each.itemsize)
-    alike = [
-        part if part.dtype == dtype else _to_words(_from_words(part)[..., :num_groups].to(dtype)) for part in there
-    ]
-    found = iter(alike)
-    return torch.stack([torch.zeros_like(alike[0]) if part is None else next(found) for part in parts])
+    nothing = _to_words(torch.zeros_like(_from_words(there[0])[..., :num_groups], dtype=dtype))
+
+    def widened(part: Tensor | None) -> Tensor:
+        if part is None or part.dtype == dtype:
+            return nothing if part is None else part
+        return _to_words(_from_words(part)[..., :num_groups].to(dtype))
+
+    return torch.stack([widened(part) for part in parts])
 
 
 def _fold(nibbles: Tensor, depth: int) -> Tensor:

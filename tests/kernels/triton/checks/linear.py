@@ -212,7 +212,7 @@ def _variant(layer: Layer, tile: linear.LinearTile, has_experts: bool = False) -
     sizes = ["num_slots", "slots_of_row", "in_size", "out_size", "num_units", "num_groups"]
     numbers = [name for name in ("has_half_scales", "has_zeros", "has_minima", "has_bias") if getattr(layer, name)]
     return CompileCase(
-        f"product{' of experts' if has_experts else ''}, {layer.dtype}, {layer.codes} by {layer.group_size}, {tile}, {numbers}",
+        f"product{' of experts' * has_experts}, {layer.dtype}, {layer.codes} by {layer.group_size}, {tile}, {numbers}",
         linear._multiply_kernel,
         {
             "x": strided(element, 2),
