@@ -18,7 +18,17 @@ from bench.record import RESULTS
 from tests.kernels.triton.checks.case import COPY, MATMUL
 
 CHECKS = "tests.kernels.triton.checks"
-MODULES = ("decode_attention", "prefill_attention", "cache", "blocks", "gathering", "sampler", "fused", "experts")
+MODULES = (
+    "decode_attention",
+    "prefill_attention",
+    "cache",
+    "blocks",
+    "gathering",
+    "sampler",
+    "fused",
+    "experts",
+    "linear",
+)
 SECONDS = 450.0
 
 

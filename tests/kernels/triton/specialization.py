@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from pagewire.kernels.triton import decode_attention, experts, gathering, prefill_attention, sampler, split_plan
+from pagewire.kernels.triton import decode_attention, experts, gathering, linear, prefill_attention, sampler, split_plan
 from pagewire.kernels.triton.strided import Strided
 
 ALIGNED = torch.zeros(64)
@@ -51,6 +51,7 @@ KERNELS = {
     experts._choose_kernel: {"num_tokens": ("num_tokens", NUMBERS)},
     experts._assign_kernel: {name: (name, NUMBERS) for name in ("num_slots", "max_tiles")},
     experts._multiply_kernel: {"slots_of_row": ("slots_of_row", NUMBERS)},
+    linear._multiply_kernel: {name: (name, NUMBERS) for name in ("num_slots", "slots_of_row")},
     # What is aligned in every step, to see that a difference would be noticed.
     decode_attention._reduction_kernel: OF_OUTPUT,
 }

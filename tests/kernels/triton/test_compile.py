@@ -51,6 +51,7 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
         "_choose_kernel",
         "_assign_kernel",
         "_multiply_kernel",
+        "_multiply_kernel",
         "_reduction_kernel output output_stride",
     ], result.stderr
 

@@ -1,0 +1,592 @@
+"""Products with quantised weights, which stay quantised: codes of 4 or 8 bits, or floats of 8.
+
+Of each group of inputs `dot(x, codes - zero)` is computed with exact operands and accumulated in float32; the group's
+scale multiplies the sum, not the weights. A program holds its product transposed, so that what it decodes are the rows
+of the first operand, which processors take from registers (as Marlin does: Frantar et al., 2024,
+https://arxiv.org/abs/2408.11743).
+
+Specification: `dequantized()` of `pagewire.kernels.quantized.QuantizedWeight` and of
+`pagewire.kernels.float8.Float8Weight`.
+"""
+
+import math
+from collections import namedtuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from pagewire.kernels.float8 import Float8Format, Float8Weight
+from pagewire.kernels.quantized import GROUP, QuantizedFormat, QuantizedWeight
+from pagewire.kernels.triton.attention_arguments import FLOATS, operand
+from pagewire.kernels.triton.experts import Assignment
+from pagewire.kernels.triton.strided import Strided
+
+E4M3 = torch.float8_e4m3fn
+FEW_ROWS = 16
+_MAX_DEPTH = 64  # inputs of a product at most
+_NUM_PROGRAMS = 2 * 132  # that keep the processors of an H200 busy
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+# What the kernel is compiled for: the tile of a program; inputs of a product, products of a step that are computed side
+# by side, and in how many halves codes lie in a byte; how many products deep a group is, 0: all; what codes of 4 bits
+# are, the type of operands, and instructions that make them, if any; and how many steps are loaded ahead.
+KernelShape = namedtuple(
+    "KernelShape", "block_m block_n depth num_lanes num_halves group_depths offset is_e2m1 operand decoders num_stages"
+)
+# A `PackedWeight` as the kernel takes it: pointers, None where something is not there.
+Pointers = namedtuple("Pointers", "codes scale zero minimum")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight [..., out, in] of a layer or of each expert, as the kernel reads it: `scale * (codes - zero) - minimum`.
+
+    Codes of 4 bits lie in units of `2 * depth` inputs, the first half of them in the lower halves of bytes; other codes
+    in units of `depth`. The last unit is filled up. What groups have lies in words of 32 bits, each of consecutive
+    groups of one output, and the words of outputs side by side: no smaller loads run ahead of what is computed.
+
+    Attributes:
+        codes: [..., out, units * depth], dense: uint8, each byte of two codes of 4 bits; int8; or float8_e4m3fn.
+        scale: [..., words, out, groups of a word]: float16 where every scale is such a number, else float32.
+        zero: the same in int8; None: 0.
+        minimum: the same in float16 or float32; None: 0.
+        group_size: inputs that have a scale in common. The last group may be shorter.
+        in_size: inputs, without what fills up the last unit.
+        offset: what is to be added to a code of 4 bits: 0 or -8.
+        is_e2m1: codes of 4 bits are E2M1 numbers instead, and mean twice these.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    minimum: Tensor | None
+    group_size: int
+    in_size: int
+    offset: int = 0
+    is_e2m1: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Inputs of a product: all of one group."""
+        return _depth(self.group_size, self.in_size)
+
+    @property
+    def out_size(self) -> int:
+        return self.codes.shape[-2]
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.in_size // self.group_size)
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.codes.dtype == torch.uint8 else 8
+
+    @property
+    def is_float(self) -> bool:
+        return self.codes.dtype == E4M3
+
+    @property
+    def num_bytes(self) -> int:
+        there = (self.codes, self.scale, self.zero, self.minimum)
+        return sum(tensor.numel() * tensor.itemsize for tensor in there if tensor is not None)
+
+
+class LinearTile(NamedTuple):
+    """Rows and outputs of a program, how many products of a step it computes side by side, and its launch options."""
+
+    block_m: int
+    block_n: int
+    num_lanes: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes of an element of x, from the widest: for few rows, where weights are read at the speed of memory, and many.
+# Few rows are multiplied in lanes, by as many warps: otherwise there are too few warps to hide what a step waits for.
+_FEW = {
+    2: [LinearTile(FEW_ROWS, 64, 4, 8, 4), LinearTile(FEW_ROWS, 32, 4, 4, 4), LinearTile(FEW_ROWS, 16, 4, 4, 4)],
+    4: [LinearTile(FEW_ROWS, 16, 4, 4, 3)],
+}
+_MANY = {
+    2: [LinearTile(64, 128, 1, 8, 4), LinearTile(64, 64, 1, 4, 4)],
+    4: [LinearTile(32, 64, 1, 4, 3)],
+}
+
+
+def can_pack(format: QuantizedFormat | Float8Format, in_size: int) -> bool:
+    """Whether `pack` takes weights of this format: groups are of 16 inputs or multiples of that, or whole rows."""
+    size = format.block_size if isinstance(format, Float8Format) else format.group_size
+    return size >= in_size or not size % GROUP
+
+
+def num_bytes(format: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
+    """What a packed weight of this format takes at most: whether float16 holds its scales, only these tell.
+
+    Codes of 4 bits are taken to be so in all rows alike: with those of other weights below them they may take 8.
+    """
+    is_float = isinstance(format, Float8Format)
+    group_size, bits = (format.block_size, 8) if is_float else (format.group_size, 4 if format.bits <= 4 else 8)
+    num_groups, depth = -(-in_size // group_size), _depth(group_size, in_size)
+    of_codes = -(-in_size // (depth * 8 // bits)) * depth
+    of_scales = 4 * num_groups * (1 if is_float or not format.has_minima else 2)
+    has_zeros = not is_float and (format.has_zeros or bits == 4)  # codes around anything get some
+    return out_size * (of_codes + of_scales + (-(-num_groups // 4) * 4 if has_zeros else 0))
+
+
+def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> PackedWeight:
+    """Lays out a weight for the kernel, on the device.
+
+    Codes take 4 bits where all differ by less than 16, or all are twice E2M1 numbers and nothing stands for 0 but 0.
+
+    Raises:
+        ValueError: groups are neither of multiples of 16 inputs nor of whole rows.
+    """
+    if isinstance(weight, Float8Weight):
+        in_size = weight.values.shape[1]
+        if not can_pack(Float8Format(weight.block_size), in_size):
+            raise ValueError(
+                f"blocks of {weight.block_size} of {in_size} inputs are not served; make them a multiple of {GROUP}, "
+                "or whole rows"
+            )
+        values = _fill_up(weight.values.view(torch.uint8).to(device), _depth(weight.block_size, in_size)).view(E4M3)
+        return PackedWeight(values, _pack_scales(weight.scale, device), None, None, weight.block_size, in_size)
+    weight = weight.without_factors()
+    minimum = None if weight.minimum is None else _pack_scales(weight.minimum, device)
+    zero = None if weight.zero is None else _to_words(weight.zero.to(device))
+    codes, scale = weight.codes.to(device), _pack_scales(weight.scale, device)
+    packed = PackedWeight(codes, scale, zero, minimum, weight.group_size, codes.shape[1])
+    return _encode(packed, codes)
+
+
+def multiply(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x W^T + b; a row's result depends on no other row's numbers.
+
+    Args:
+        x: [T, in_size] float16, bfloat16 or float32; rows at any distance.
+        bias: [out_size], dense, of the dtype of x or float32.
+        output_dtype: that of x, or float32; None: that of x.
+
+    Returns:
+        [T, out_size]; accumulated, and the bias added, in float32.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these.
+    """
+    if packed.codes.dim() != 2:
+        raise ValueError(f"the weight is of {len(packed.codes)} experts; multiply the slots of each, `multiply_chosen`")
+    _check_rows(x, packed)
+    out_size = packed.out_size
+    _check_bias(bias, (out_size,), x.dtype)
+    output_dtype = output_dtype or x.dtype
+    if output_dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"the output is to be {output_dtype}; make it {x.dtype} or torch.float32")
+    output = x.new_empty((len(x), out_size), dtype=output_dtype)
+    if output.numel():
+        block_m = choose_block_m(len(x), x.dtype)
+        _launch(triton.cdiv(len(x), block_m), block_m, x, packed, bias, output, None, 1)
+    return output
+
+
+def multiply_chosen(x: Tensor, packed: PackedWeight, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
+    """x W^T + b of each slot, with the weight and bias of its expert.
+
+    Args:
+        x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots, float16, bfloat16 or float32; rows at any
+            distance.
+        packed: of as many experts.
+        assignment: of these slots, for products of the dtype of x.
+        biases: [num_experts, out_size], dense, of the dtype of x or float32.
+
+    Returns:
+        Slots, [T * num_chosen, out_size], of the dtype of x; accumulated, and the bias added, in float32.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these.
+    """
+    table, num_chosen, tile = assignment
+    num_slots, num_experts = len(table.order), len(table.ends)
+    if packed.codes.dim() != 3 or len(packed.codes) != num_experts:
+        raise ValueError(f"the weight is {list(packed.codes.shape)}; make it one of {num_experts} experts, by `join`")
+    _check_rows(x, packed)
+    num_tokens = num_slots // num_chosen
+    if len(x) not in (num_tokens, num_slots):
+        raise ValueError(f"x has {len(x)} rows; make it one for each of {num_tokens} tokens or {num_slots} slots")
+    _check_bias(biases, (num_experts, packed.out_size), x.dtype)
+    output = x.new_empty(num_slots, packed.out_size)
+    if output.numel():
+        _launch(len(table.tile_experts), tile.block_m, x, packed, biases, output, table, num_slots // len(x))
+    return output
+
+
+def join(packed: Sequence[PackedWeight]) -> PackedWeight:
+    """The weight of experts, of whom each has one of these; codes take as many bits as those of all do.
+
+    Raises:
+        ValueError: sizes differ, some are floats of 8 bits and others are not, or there are none.
+    """
+    kinds = {(each.codes.dim(), each.out_size, each.in_size, each.group_size, each.is_float) for each in packed}
+    if len(kinds) != 1 or packed[0].codes.dim() != 2:
+        raise ValueError(
+            f"weights have (dimensions, outputs, inputs, size of groups, floats) {sorted(kinds)}; make them one kind "
+            "of 2 dimensions"
+        )
+    first, num_groups = packed[0], packed[0].num_groups
+    scale, zero, minimum = (
+        _stack([getattr(each, name) for each in packed], num_groups) for name in ("scale", "zero", "minimum")
+    )
+    joined = replace(first, scale=scale, zero=zero, minimum=minimum)
+    if len({(each.codes.dtype, each.offset, each.is_e2m1) for each in packed}) == 1:
+        codes = torch.stack([each.codes.view(torch.uint8) for each in packed])
+        return replace(joined, codes=codes.view(first.codes.dtype))
+    codes = torch.stack([_unfold(each.codes, each) for each in packed])
+    return _encode(replace(joined, offset=0, is_e2m1=False), codes)
+
+
+def take_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the weight that is meant, computed in float32, rounded once. The host waits for nothing.
+
+    Args:
+        indexes: [T] int64, each from 0 to out_size - 1.
+
+    Returns:
+        [T, in_size].
+
+    Raises:
+        ValueError: the indexes are not of this shape or dtype, or the weight is of experts.
+    """
+    if indexes.dim() != 1 or indexes.dtype != torch.int64 or packed.codes.dim() != 2:
+        raise ValueError(
+            f"indexes are {list(indexes.shape)} {indexes.dtype}, of a weight {list(packed.codes.shape)}; make them [T] "
+            "torch.int64, of a weight of 2 dimensions"
+        )
+    rows = _unfold(packed.codes.view(torch.uint8)[indexes].view(packed.codes.dtype), packed).float()
+
+    def of_inputs(words: Tensor) -> Tensor:
+        found = _from_words(words[:, indexes])[:, : packed.num_groups].float()
+        return found.repeat_interleave(min(packed.group_size, packed.in_size), 1)[:, : packed.in_size]
+
+    if packed.zero is not None:
+        rows = rows - of_inputs(packed.zero)
+    rows = rows * of_inputs(packed.scale)
+    if packed.minimum is not None:
+        rows = rows - of_inputs(packed.minimum)
+    return rows.to(dtype)
+
+
+def choose_block_m(num_rows: int, dtype: torch.dtype) -> int:
+    """Rows of a tile where they are not assigned to experts."""
+    return (_FEW if num_rows <= FEW_ROWS else _MANY)[dtype.itemsize][0].block_m
+
+
+def choose_tile(block_m: int, num_tiles: int, out_size: int, dtype: torch.dtype) -> LinearTile:
+    """The widest tile that makes enough programs of so many tiles of rows, or the narrowest."""
+    tiles = (_FEW if block_m == FEW_ROWS else _MANY)[dtype.itemsize]
+    wide = (tile for tile in tiles if num_tiles * triton.cdiv(out_size, tile.block_n) >= _NUM_PROGRAMS)
+    return next(wide, tiles[-1])._replace(block_m=block_m)
+
+
+def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> KernelShape:
+    """What the kernel is compiled for, with x of this dtype."""
+    num_halves = 8 // packed.bits
+    has_decoders = num_halves == 2 and dtype.itemsize == 2 and not _INTERPRETED
+    return KernelShape(
+        *(tile.block_m, tile.block_n, packed.depth, tile.num_lanes),
+        *(num_halves, 0 if packed.num_groups == 1 else packed.group_size // packed.depth),
+        *(packed.offset, packed.is_e2m1, operand(dtype, dtype)),
+        tuple(decoder(dtype, packed.is_e2m1, half) for half in range(2)) if has_decoders else None,
+        tile.num_stages,
+    )
+
+
+def decoder(dtype: torch.dtype, is_e2m1: bool, half: int) -> str:
+    """PTX that makes bits of floats of 16 bits, $0 and $1, of the lower or upper 4 bits of 4 bytes, $2.
+
+    It says what the kernel says for floats of any size, for two of them at a time.
+    """
+    if not is_e2m1:
+        top = "0x64646464" if dtype == torch.float16 else "0x43434343"  # of the bytes of 1024, or of 128
+        lines = ["shr.b32 t, $2, 4", "and.b32 t, t, 0x0F0F0F0F"] if half else ["and.b32 t, $2, 0x0F0F0F0F"]
+        lines += [f"prmt.b32 $0, t, {top}, 0x4140", f"prmt.b32 $1, t, {top}, 0x4342"]
+    elif dtype == torch.float16:  # all is in the upper bytes
+        lines = ["shr.b32 t, $2, 3", "and.b32 u, $2, 0x80808080"]
+        if not half:
+            lines = ["shl.b32 t, $2, 1", "shl.b32 u, $2, 4", "and.b32 u, u, 0x80808080"]
+        lines += ["and.b32 t, t, 0x0E0E0E0E", "or.b32 t, t, u"]
+        lines += ["prmt.b32 $0, t, 0, 0x1404", "prmt.b32 $1, t, 0, 0x3424"]
+    else:
+        lines = []
+        for index, bytes_of_two in enumerate(("0x4140", "0x4342")):
+            lines += [f"prmt.b32 t, $2, 0, {bytes_of_two}", f"shl.b32 u, t, {8 if half else 12}"]
+            lines += [f"shl.b32 t, t, {2 if half else 6}", "and.b32 t, t, 0x01C001C0", "and.b32 u, u, 0x80008000"]
+            # What is written is not to take the place of what is still to be read.
+            lines += [f"or.b32 {'v' if index == 0 else '$1'}, t, u"]
+        lines += ["mov.b32 $0, v"]
+    return "{.reg .b32 t, u, v; " + "; ".join(lines) + ";}"
+
+
+def _launch(
+    num_tiles: int,
+    block_m: int,
+    x: Tensor,
+    packed: PackedWeight,
+    bias: Tensor | None,
+    output: Tensor,
+    table: object,
+    slots_of_row: int,
+) -> None:
+    num_slots, out_size = output.shape
+    tile = choose_tile(block_m, num_tiles, out_size, x.dtype)
+    pointers = Pointers(packed.codes, packed.scale, packed.zero, packed.minimum)
+    _multiply_kernel[(num_tiles, triton.cdiv(out_size, tile.block_n))](
+        *(Strided.of(x), pointers, bias, output, table, num_slots, slots_of_row, packed.in_size, out_size),
+        *launch_sizes(packed),
+        SHAPE=kernel_shape(packed, tile, x.dtype),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def launch_sizes(packed: PackedWeight) -> tuple[int, int]:
+    """Units and groups of a row."""
+    return packed.codes.shape[-1] // packed.depth, packed.num_groups
+
+
+def _depth(group_size: int, in_size: int) -> int:
+    return _MAX_DEPTH if group_size >= in_size else math.gcd(group_size, _MAX_DEPTH)
+
+
+def _fill_up(codes: Tensor, unit: int) -> Tensor:
+    missing = -codes.shape[-1] % unit
+    return torch.nn.functional.pad(codes, (0, missing)) if missing else codes.contiguous()
+
+
+def _to_words(scales: Tensor) -> Tensor:
+    """Of [..., out, groups], in words of 32 bits."""
+    per_word = 4 // scales.itemsize
+    return _fill_up(scales, per_word).unflatten(-1, (-1, per_word)).transpose(-2, -3).contiguous()
+
+
+def _from_words(words: Tensor) -> Tensor:
+    """Of words of 32 bits, in [..., out, groups] with those that fill up the last word."""
+    return words.transpose(-2, -3).flatten(-2)
+
+
+def _pack_scales(scales: Tensor, device: torch.device) -> Tensor:
+    scales = scales.to(device)
+    halves = scales.half()
+    is_exact = bool((halves.float() == scales).all())
+    return _to_words(halves if is_exact else scales)
+
+
+def _encode(packed: PackedWeight, codes: Tensor) -> PackedWeight:
+    """The packed weight with these codes, int8 [..., out, in], in as few bits as they take."""
+    lowest, highest = (int(bound) for bound in codes.aminmax()) if codes.numel() else (0, 0)
+    depth = packed.depth
+    start = next((start for start in (-8, 0) if start <= lowest and highest < start + 16), None)
+    if start is None and highest - lowest < 16:  # so are codes with another zero
+        shifted = _shift_zero(packed, -8 - lowest)
+        if shifted is not None:
+            packed, codes, start = replace(packed, zero=shifted), codes - 8 - lowest, -8
+    if start is not None:
+        nibbles = _fill_up(codes, 2 * depth) - start
+        return replace(packed, codes=_fold(nibbles.view(torch.uint8), depth), offset=start)
+    sizes = codes.abs()
+    is_e2m1 = (sizes <= 4) | (sizes == 6) | (sizes == 8) | (sizes == 12)
+    if packed.zero is None and lowest > -16 and bool(is_e2m1.all()):
+        nibbles = sizes.clamp(max=4) + (sizes > 4) + (sizes > 6) + (sizes > 8) + (codes < 0).to(torch.int8) * 8
+        return replace(packed, codes=_fold(_fill_up(nibbles.view(torch.uint8), 2 * depth), depth), is_e2m1=True)
+    return replace(packed, codes=_fill_up(codes, depth))
+
+
+def _shift_zero(packed: PackedWeight, distance: int) -> Tensor | None:
+    """The codes that stand for 0 where all codes are moved by a distance; None if these are no longer of 8 bits."""
+    if packed.zero is None:
+        return torch.full_like(_to_words(_from_words(packed.scale).to(torch.int8)), distance)
+    moved = packed.zero.short() + distance
+    return moved.char() if bool((moved.char() == moved).all()) else None
+
+
+def _unfold(codes: Tensor, packed: PackedWeight) -> Tensor:
+    """The codes [..., in] of the packed weight's kind: int8, without what fills up, or float8_e4m3fn."""
+    if packed.bits == 8:
+        return codes[..., : packed.in_size]
+    halves = codes.unflatten(-1, (-1, 1, packed.depth))
+    nibbles = torch.cat((halves & 15, halves >> 4), -2).flatten(-3)[..., : packed.in_size].view(torch.int8)
+    if not packed.is_e2m1:
+        return nibbles + packed.offset
+    sizes = nibbles & 7
+    sizes = sizes + (sizes > 4) + (sizes > 5) + 3 * (sizes > 6).char()
+    return torch.where(nibbles > 7, -sizes, sizes)
+
+
+def _stack(parts: Sequence[Tensor | None], num_groups: int) -> Tensor | None:
+    """What groups of several weights have, made alike: of the widest dtype, and 0 where there is nothing."""
+    there = [part for part in parts if part is not None]
+    if not there:
+        return None
+    dtype = max((part.dtype for part in there), key=lambda each: each.itemsize)
+    nothing = _to_words(torch.zeros_like(_from_words(there[0])[..., :num_groups], dtype=dtype))
+
+    def widened(part: Tensor | None) -> Tensor:
+        if part is None or part.dtype == dtype:
+            return nothing if part is None else part
+        return _to_words(_from_words(part)[..., :num_groups].to(dtype))
+
+    return torch.stack([widened(part) for part in parts])
+
+
+def _fold(nibbles: Tensor, depth: int) -> Tensor:
+    """Bytes of the two halves of each unit of `2 * depth`; of what fills up, the lower 4 bits count."""
+    halves = nibbles.unflatten(-1, (-1, 2, depth))
+    return (halves[..., 0, :] & 15 | halves[..., 1, :] << 4).flatten(-2)
+
+
+def _check_rows(x: Tensor, packed: PackedWeight) -> None:
+    if x.dim() != 2 or x.shape[1] != packed.in_size or x.dtype not in FLOATS or x.stride(1) != 1:
+        raise ValueError(
+            f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; make it [rows, {packed.in_size}] float16, "
+            "bfloat16 or float32, rows dense"
+        )
+
+
+def _check_bias(bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if bias is not None and (
+        bias.shape != shape or bias.dtype not in (dtype, torch.float32) or not bias.is_contiguous()
+    ):
+        raise ValueError(
+            f"the bias is {list(bias.shape)} {bias.dtype}; make it {list(shape)} {dtype} or torch.float32, dense"
+        )
+
+
+@triton.jit(do_not_specialize=["num_slots", "slots_of_row"])
+def _multiply_kernel(
+    x, weight, biases, output, table, num_slots, slots_of_row, in_size, out_size,
+    num_units, num_groups, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """A program computes BLOCK_N outputs of a tile of rows, or of slots of one expert where there is a table.
+
+    Tiles have outputs before rows. Where a step has several lanes, tiles have these before both.
+    """
+    tile = tl.program_id(0)
+    members = tile * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
+    expert = tl.zeros([], tl.int64)
+    if table is None:
+        slots = members
+        is_member = members < num_slots
+    else:
+        expert = tl.load(table.tile_experts + tile).to(tl.int64)
+        if expert < 0:
+            return
+        members = tl.load(table.tile_starts + tile) + tl.arange(0, SHAPE.block_m)
+        is_member = members < tl.load(table.ends + expert)
+        slots = tl.load(table.order + members, mask=is_member, other=0)
+    columns = tl.program_id(1) * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
+    is_column = columns < out_size
+    x_at = x.data + (slots // slots_of_row).to(tl.int64) * x.strides[0]
+    sums = _sum_groups(x_at, is_member, weight, expert, columns, in_size, out_size, num_units, num_groups, SHAPE)
+    if biases is not None:
+        sums += tl.load(biases + expert * out_size + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    output_at = output + slots.to(tl.int64)[:, None] * out_size + columns[None, :]
+    tl.store(output_at, tl.trans(sums).to(output.dtype.element_ty), mask=is_member[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _sum_groups(
+    x_at, is_member, weight, expert, columns, in_size, out_size, num_units, num_groups,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """The products of all groups of inputs, [BLOCK_N, BLOCK_M] in float32."""
+    DEPTH: tl.constexpr = SHAPE.depth
+    ELEMENT: tl.constexpr = x_at.dtype.element_ty
+    inputs, lanes = _along(tl.arange(0, DEPTH), 1, SHAPE), 0
+    columns, x_at, is_member = _along(columns, 0, SHAPE), _along(x_at, 0, SHAPE), _along(is_member, 0, SHAPE)
+    sums = tl.zeros([SHAPE.block_n, SHAPE.block_m], tl.float32)
+    if SHAPE.num_lanes > 1:
+        lanes = tl.arange(0, SHAPE.num_lanes)[:, None, None]
+        sums = tl.zeros([SHAPE.num_lanes, SHAPE.block_n, SHAPE.block_m], tl.float32)
+    is_column = columns < out_size
+    row_bytes = num_units * DEPTH
+    codes_at = weight.codes + expert * out_size * row_bytes + columns.to(tl.int64) * row_bytes + inputs
+    for first in tl.range(0, num_units, SHAPE.num_lanes, num_stages=SHAPE.num_stages):
+        # What lies behind the last unit or group repeats it, by inputs of 0.
+        units = first + lanes
+        codes = tl.load(codes_at + tl.minimum(units, num_units - 1) * DEPTH, mask=is_column, other=0.0)
+        for half in tl.static_range(SHAPE.num_halves):
+            pieces = units * SHAPE.num_halves + half
+            x_tile = tl.load(
+                x_at + (pieces * DEPTH + inputs), mask=is_member & (pieces * DEPTH + inputs < in_size), other=0.0
+            )
+            groups = pieces * 0
+            if SHAPE.group_depths > 0:
+                groups = tl.minimum(pieces // SHAPE.group_depths, num_groups - 1)
+            values = _decode(codes, half, ELEMENT, SHAPE)
+            if weight.zero is not None:
+                values -= _load_of_groups(weight.zero, expert, groups, num_groups, columns, out_size).to(SHAPE.operand)
+            scale = _load_of_groups(weight.scale, expert, groups, num_groups, columns, out_size).to(tl.float32)
+            product = tl.dot(values, _transpose(x_tile.to(SHAPE.operand), SHAPE), input_precision="ieee")
+            sums += product * scale
+            if weight.minimum is not None:
+                minimum = _load_of_groups(weight.minimum, expert, groups, num_groups, columns, out_size)
+                x_sums = tl.sum(x_tile.to(tl.float32), axis=len(x_tile.shape) - 1, keep_dims=True)
+                sums -= minimum.to(tl.float32) * _transpose(x_sums, SHAPE)
+    if SHAPE.num_lanes > 1:
+        sums = tl.sum(sums, axis=0)
+    return sums
+
+
+@triton.jit
+def _along(line, dim: tl.constexpr, SHAPE: tl.constexpr):
+    """A line along the first or second dimension of a tile, behind that of lanes where there are several."""
+    line = line[:, None] if dim == 0 else line[None, :]
+    if SHAPE.num_lanes > 1:
+        line = line[None, :, :]
+    return line
+
+
+@triton.jit
+def _transpose(tile, SHAPE: tl.constexpr):
+    return tl.trans(tile, 0, 2, 1) if SHAPE.num_lanes > 1 else tl.trans(tile)
+
+
+@triton.jit
+def _load_of_groups(scales, expert, groups, num_groups, columns, out_size):
+    """What columns have in groups: all of a word is loaded."""
+    PER_WORD: tl.constexpr = 32 // scales.dtype.element_ty.primitive_bitwidth
+    words = scales.to(tl.pointer_type(tl.int32)) + expert * out_size * tl.cdiv(num_groups, PER_WORD)
+    found = tl.load(words + groups // PER_WORD * out_size + columns, mask=columns < out_size, other=0)
+    if PER_WORD == 1:
+        values = found.to(scales.dtype.element_ty, bitcast=True)
+    elif PER_WORD == 2:
+        values = (found >> groups % PER_WORD * 16).to(tl.int16).to(scales.dtype.element_ty, bitcast=True)
+    else:
+        values = (found >> groups % PER_WORD * 8).to(tl.int8)
+    return values
+
+
+@triton.jit
+def _decode(codes, half: tl.constexpr, ELEMENT: tl.constexpr, SHAPE: tl.constexpr):
+    """Codes as operands. Those of 4 bits become bits of floats, which is cheaper than a conversion: the last bits of a
+    number whose last bit is worth 1, or exponent and first bit of the fraction of a very small one."""
+    if SHAPE.num_halves == 1:
+        values = codes.to(SHAPE.operand)
+    else:
+        TOP: tl.constexpr = ELEMENT.fp_mantissa_width  # where the exponent begins
+        if SHAPE.decoders is None:
+            bits = codes.to(tl.int32 if ELEMENT.primitive_bitwidth == 32 else tl.int16) >> 4 * half & 15
+            if SHAPE.is_e2m1:
+                bits = (bits & 7) << (TOP - 1) | (bits & 8) << (ELEMENT.primitive_bitwidth - 4)
+            else:
+                bits |= (ELEMENT.exponent_bias + TOP) << TOP
+        else:
+            bits = tl.inline_asm_elementwise(SHAPE.decoders[half], "=r,=r,r", [codes], tl.int16, True, 4)
+        floats = bits.to(ELEMENT, bitcast=True).to(SHAPE.operand)
+        values = floats * (2.0**ELEMENT.exponent_bias) if SHAPE.is_e2m1 else floats - (2.0**TOP - SHAPE.offset)
+    return values
