@@ -40,6 +40,7 @@ from tests.system.parity import (
 )
 from tests.system.services import System
 from tests.system.streams import Request, requests_of, run_streams, run_with_ends
+from tests.worker import packed_checkpoints
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 
 NUM_KILLS = 10
@@ -53,6 +54,9 @@ RANDOM_BF16_MARGIN = 0.5
 # With keys and values in 8 bits: the largest shortfall of a token, and the mean of all; about three times as much as
 # transformers falls short of itself with keys and values rounded so. A token at random would be worse than the largest.
 FP8_MARGIN, FP8_MEAN = 6.0, 0.15
+# Over random weights of 8 and 4 bits: twice what a CPU falls short, which rounds inputs to 8 bits with a scale for each
+# 32 of them. With inputs rounded to FP8 transformers falls short of itself by up to 3.1, and FP8_MARGIN is twice that.
+CODES_MARGIN = 2.3
 NUM_BF16_TOKENS = 60
 # Heads that the Triton kernels compute; those of the random checkpoints are smaller.
 WIDE_HEADS: dict[str, dict[str, Any]] = {
@@ -207,11 +211,17 @@ def check_random(setting: Setting, family: str, flags: Sequence[object], margin:
 
 
 def check_margin(
-    setting: Setting, model: Path, prompts: Sequence[list[int]], flags: Sequence[object], margin: float
+    setting: Setting,
+    model: Path,
+    prompts: Sequence[list[int]],
+    flags: Sequence[object],
+    margin: float,
+    meant: Path | None = None,
 ) -> dict[str, Any]:
+    """`meant`: the model whose best tokens count, if it is another one."""
     with setting.running(model, worker=["--dtype", "bfloat16", *flags]) as system:
         served = tokens_of(asyncio.run(generate_all(system.url, prompts, NUM_BF16_TOKENS)))
-    exact = oracle.load(model)
+    exact = oracle.load(meant or model)
     shortfalls = [
         shortfall
         for prompt, tokens in zip(prompts, served, strict=True)
@@ -224,6 +234,33 @@ def check_margin(
         "mean_shortfall": sum(shortfalls) / len(shortfalls),
         "largest_shortfall": max(shortfalls),
     }
+
+
+def quantized(setting: Setting) -> Iterator[Case]:
+    """Checks that tokens over quantised weights lie within a margin of the best of what the weights mean."""
+    made = packed_checkpoints
+    exact_inputs = (made.awq("AWQ", 32), made.gptq("GPTQ", 4, 128, version="gptq", sym=True, g_idx="none"))
+    rounded_inputs = (made.fp8("FP8", None, "weight_scale"), made.fp8("FP8 in blocks of 128", (128, 128)))
+    for case in (*exact_inputs, made.w8a8("W8A8")):
+        yield Case(f"quantised: {case.name}", partial(check_quantized, setting, case, CODES_MARGIN))
+    yield Case("quantised: MXFP4", partial(check_mxfp4, setting))
+    for case in rounded_inputs:
+        yield Case(f"quantised: {case.name}", partial(check_quantized, setting, case, FP8_MARGIN))
+
+
+def check_quantized(setting: Setting, case: packed_checkpoints.Case, margin: float) -> dict[str, Any]:
+    directory = setting.directory / case.name
+    directory.mkdir()
+    sizes = {"dtype": "bfloat16", "hidden_size": 256, "intermediate_size": 384}  # whole blocks of 128
+    model, meant = packed_checkpoints.make_quantized(directory, "llama", case, seed=23, **WIDE_HEADS["llama"], **sizes)
+    return check_margin(setting, model, prompts_of(22), [], margin, meant)
+
+
+def check_mxfp4(setting: Setting) -> dict[str, Any]:
+    directory = setting.directory / "mxfp4"
+    directory.mkdir()
+    model, meant = packed_checkpoints.make_mxfp4(directory, seed=23, dtype="bfloat16", **WIDE_HEADS["gpt_oss"])
+    return check_margin(setting, model, prompts_of(22), [], CODES_MARGIN, meant)
 
 
 # The same tokens in two ways of running.
@@ -396,7 +433,7 @@ def device_tests(setting: Setting) -> Iterator[Case]:
 PARTS: dict[str, Callable[[Setting], Iterator[Case]]] = {
     part.__name__: part
     for part in (
-        *(parity, small_parity, bfloat16, graphs, depth, swap, ranks, backends, fp8, sampling, kills),
+        *(parity, small_parity, bfloat16, quantized, graphs, depth, swap, ranks, backends, fp8, sampling, kills),
         device_tests,
     )
 }

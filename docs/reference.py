@@ -27,6 +27,7 @@ from pagewire.llm.options import MAPPED
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
+from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.operations import CpuOperations
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.families.reading import DTYPES
@@ -151,10 +152,9 @@ def families_page() -> str:
 
 def _formats_table() -> str:
     """Of the code's own lists. Whether weights stay as they are is a matter of the operations of a device."""
-    # Of a GPU's operations, products of quantised weights are torch's.
     keeps = [
-        operations.multiplies_quantized is not TorchOperations.multiplies_quantized
-        for operations in (CpuOperations, TorchOperations)
+        operations.holds_quantized is not TorchOperations.holds_quantized
+        for operations in (CpuOperations, TritonOperations)
     ]
     kept = " | ".join("as they are" if keep else "widened" for keep in keeps)
     floats = [element_type.name for element_type in SERVED_TYPES.values() if not element_type.is_quantized]

@@ -25,6 +25,7 @@ class Float8Format:
     """What is known of a weight before it is read."""
 
     block_size: int
+    rounds_inputs: bool = False  # made for inputs that are rounded to FP8
 
     def num_bytes(self, out_size: int, in_size: int) -> int:
         """Return the memory that a weight takes in the panels of the CPU kernels, which there must be."""
@@ -33,7 +34,8 @@ class Float8Format:
     @staticmethod
     def join(formats: Sequence["Float8Format"]) -> "Float8Format":
         """Return the format of weights one below the other."""
-        return Float8Format(math.gcd(*(each.block_size for each in formats)))
+        block_size = math.gcd(*(each.block_size for each in formats))
+        return Float8Format(block_size, all(each.rounds_inputs for each in formats))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

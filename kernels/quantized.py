@@ -24,6 +24,7 @@ class QuantizedFormat:
     has_zeros: bool = False
     has_factors: bool = False  # scales and minima are integers of 8 bits with a factor for each 256 inputs
     has_power_scales: bool = False  # scales are powers of two
+    rounds_inputs: bool = False  # made for inputs that are rounded to codes of 8 bits
 
     def num_bytes(self, out_size: int, in_size: int) -> int:
         """Estimate the memory that a weight takes in the panels of the CPU kernels."""
@@ -46,6 +47,7 @@ class QuantizedFormat:
             any(each.has_zeros for each in formats),
             all(each.has_factors for each in formats),
             all(each.has_power_scales for each in formats),
+            all(each.rounds_inputs for each in formats),
         )
 
 

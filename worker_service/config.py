@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES
-from pagewire.transport.option_limits import PORT, URL, Limit, between, check_options, flag, option
+from pagewire.transport.option_limits import PORT, URL, Limit, between, check_options, option
 
 _MAX_BLOCKS = (1 << 31) - 2
 _MUST_BE = "; it must be"
@@ -42,8 +42,9 @@ class WorkerConfig:
     )
     quantization: str | None = option(
         None,
-        "what a CPU quantises weights of floats to while they load, in groups of 32: int8, or int4 with embeddings and "
-        "head in 8 bits; they are kept in the user's cache for the next start (default: weights stay as they are)",
+        "what weights of floats are quantised to while they load, in groups of 32: int8, or int4 with embeddings and "
+        "head in 8 bits; on a CPU they are kept in the user's cache for the next start (default: weights stay as they "
+        "are)",
         choices=("int8", "int4"),
     )
     block_size: int | None = option(
@@ -182,12 +183,11 @@ class WorkerConfig:
 
     def _validate_quantization(self) -> None:
         """Raises ValueError for options with which nothing multiplies with codes."""
-        for name, value in (("device", "cuda"), ("dtype", "float16"), ("cpu_products", "onednn")):
-            if self.quantization is not None and getattr(self, name) == value:
-                raise ValueError(
-                    f"--quantization is {self.quantization} and {flag(name)} is {value}; weights are quantised for the "
-                    "products of our CPU kernels, in float32 and bfloat16: leave one of them out"
-                )
+        if self.quantization is not None and self.cpu_products == "onednn":
+            raise ValueError(
+                f"--quantization is {self.quantization} and --cpu-products is onednn, which multiplies with no codes: "
+                "leave one of them out"
+            )
         if self.quantization is not None and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"--quantization is {self.quantization} and --tensor-parallel-size is {self.tensor_parallel_size}; "

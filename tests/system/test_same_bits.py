@@ -18,7 +18,8 @@ from tests.system.forked import running
 from tests.system.services import System
 from tests.system.streams import Progress, Request, until_connected, until_lost
 from tests.worker.checkpoints import make_checkpoint
-from tests.worker.quantized_checkpoints import BY_NAME, make_mxfp4, make_quantized
+from tests.worker.packed_checkpoints import make_mxfp4, make_quantized
+from tests.worker.quantized_checkpoints import BY_NAME
 
 VOCAB_SIZE = 151
 NUM_REQUESTS = 32

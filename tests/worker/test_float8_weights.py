@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.compiler import skip_without_compiler
-from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
+from tests.worker.packed_checkpoints import make_quantized
+from tests.worker.quantized_checkpoints import BY_NAME
 from tests.worker.test_same_bits import VOCAB, alone, together
 from worker_service.host import create_host_operations
 from worker_service.models.linear import Linear

@@ -26,10 +26,10 @@ def config(tmp_path_factory):
 
 
 def test_triton_kernels_compute_on_a_gpu(config, caplog):
-    assert isinstance(create_device_operations(config), TritonOperations)
+    assert isinstance(create_device_operations(config, CUDA), TritonOperations)
     # GPT-2 uses the products alone, whatever its heads.
     assert isinstance(
-        create_device_operations(replace(config, ropes=(None, None), qk_norm="none", norm="layer", head_dim=8)),
+        create_device_operations(replace(config, ropes=(None, None), qk_norm="none", norm="layer", head_dim=8), CUDA),
         TritonOperations,
     )
     assert not caplog.records
@@ -43,7 +43,7 @@ def test_triton_kernels_compute_on_a_gpu(config, caplog):
     ],
 )
 def test_what_they_cannot_compute_is_plain_torch_and_told(config, caplog, changes, message):
-    assert isinstance(create_device_operations(replace(config, **changes)), TorchOperations)
+    assert isinstance(create_device_operations(replace(config, **changes), CUDA), TorchOperations)
     assert [record.getMessage() for record in caplog.records] == [
         f"the model is computed in plain torch, which is slower: the Triton kernels {message}"
     ]
@@ -56,7 +56,7 @@ def test_missing_triton_is_told(config, caplog, monkeypatch):
     ):
         monkeypatch.setitem(sys.modules, f"{package}.{module}", None)
         monkeypatch.delattr(f"{package}.{module}", raising=False)
-    assert isinstance(create_device_operations(config), TorchOperations)
+    assert isinstance(create_device_operations(config, CUDA), TorchOperations)
     shape = AttentionShape(4, 2, 32, 16, torch.float32, torch.float32, (0, 0))
     assert create_backend("auto", CUDA, shape).name == "torch"
     messages = [record.getMessage() for record in caplog.records]

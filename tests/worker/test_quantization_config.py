@@ -47,8 +47,8 @@ def test_a_config_without_one_is_not_quantised():
         (GPTQ, WeightFormat("gptq", 4, 1, 128)),
         ({**GPTQ, "bits": 8, "group_size": -1, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
          WeightFormat("gptq_v2", 8, 1, 0, is_symmetric=False, has_ordered_columns=True)),
-        (FP8, WeightFormat("fp8", 8, 128, 128)),
-        ({**FP8, "weight_block_size": None}, WeightFormat("fp8", 8, 0, 0)),
+        (FP8, WeightFormat("fp8", 8, 128, 128, rounds_inputs=True)),
+        ({**FP8, "weight_block_size": None}, WeightFormat("fp8", 8, 0, 0, rounds_inputs=True)),
         (compressed(group(INT4)), WeightFormat("pack-quantized", 4, 1, 128)),
         (compressed(group({**INT4, "actorder": "group"})),
          WeightFormat("pack-quantized", 4, 1, 128, has_ordered_columns=True)),
@@ -84,6 +84,22 @@ def test_a_method_has_the_format_that_it_says(section, expected):
 )
 def test_modules_to_skip_are_skipped(section, skipped):
     assert [found is None for found in formats(section, QUERIES, DOWN)] == skipped
+
+
+@pytest.mark.parametrize(
+    ("weights", "layout", "inputs", "rounds_inputs"),
+    [
+        (INT8, "int-quantized", {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, True),
+        (INT8, "int-quantized", {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, False),
+        (INT8, "int-quantized", None, False),
+        ({**INT8, "type": "float"}, "float-quantized", {"num_bits": 8, "type": "float", "dynamic": False}, True),
+        ({**INT8, "type": "float"}, "float-quantized", {"num_bits": 4, "type": "float"}, False),
+        (INT4, "pack-quantized", {"num_bits": 8, "type": "int", "strategy": "token"}, False),
+    ],
+)
+def test_inputs_are_rounded_where_they_have_the_bits_of_the_weight(weights, layout, inputs, rounds_inputs):
+    (found,) = formats(compressed(group(weights, input_activations=inputs), layout=layout), QUERIES)
+    assert found.rounds_inputs == rounds_inputs
 
 
 def test_overrides_of_gptq_change_what_they_name():

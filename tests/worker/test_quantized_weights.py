@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from scheduler_service.serving.model_info import read_model_info
 from tests.worker.checkpoints import FAMILIES
-from tests.worker.quantized_checkpoints import BY_NAME, CASES, awq, gptq, make_quantized
+from tests.worker.packed_checkpoints import awq, gptq, make_quantized
+from tests.worker.quantized_checkpoints import BY_NAME, CASES
 from tests.worker.test_models import compute_logits, host_operations, packed_products, random_tokens, use_kernels
 from tests.worker.test_tensor_parallel import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig

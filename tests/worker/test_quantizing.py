@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.compiler import skip_without_compiler
 from tests.gguf_files import write_gguf
 from tests.worker.checkpoints import make_checkpoint
-from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
+from tests.worker.packed_checkpoints import make_quantized
+from tests.worker.quantized_checkpoints import BY_NAME
 from tests.worker.test_models import compute_logits, random_tokens
 from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache
@@ -25,6 +26,7 @@ from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.linear import Linear
 from worker_service.models.loading import load_model, prepare_model
 from worker_service.models.model import Model
+from worker_service.models.operations import TorchOperations
 from worker_service.models.quantizing import tensors
 from worker_service.models.quantizing.tensors import QuantizingTensors
 from worker_service.models.source import weights_digest
@@ -422,12 +424,7 @@ def test_random_weights_are_quantised_and_not_kept(tmp_path: Path, num_quantised
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (
-            {"device": "cuda"},
-            "--quantization is int4 and --device is cuda; weights are quantised for the products",
-        ),
-        ({"dtype": "float16"}, "--quantization is int4 and --dtype is float16; "),
-        ({"cpu_products": "onednn"}, "--quantization is int4 and --cpu-products is onednn; "),
+        ({"cpu_products": "onednn"}, "--quantization is int4 and --cpu-products is onednn, which "),
         (
             {"tensor_parallel_size": 2},
             "--quantization is int4 and --tensor-parallel-size is 2; weights",
@@ -464,9 +461,15 @@ def test_without_kernels_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         load_worker(worker_config(path, quantization="int8"), "worker")
 
 
-def test_a_gpu_that_was_not_asked_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="but the model computes on cuda; use --device cpu, or leave it out"):
-        check_products("int8", torch.device("cuda"), None)
+def test_what_the_kernels_do_not_compute_in_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=36)
+    with pytest.raises(ValueError, match="--quantization is int8, and the model is computed in float16; the C kernels"):
+        load_worker(worker_config(path, quantization="int8", dtype="float16"), "worker")
+
+
+def test_a_gpu_without_triton_is_refused() -> None:
+    with pytest.raises(ValueError, match="--quantization is int4, which needs the Triton kernels of a GPU, but there "):
+        check_products("int4", TorchOperations(), torch.device("cuda"), torch.float16)
 
 
 @pytest.mark.parametrize(

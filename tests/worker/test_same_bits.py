@@ -16,7 +16,8 @@ from pagewire.kernels.cache_rows import row_size
 from tests.compiler import skip_without_compiler
 from tests.gguf_files import write_gguf
 from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint
-from tests.worker.quantized_checkpoints import BY_NAME, make_mxfp4, make_quantized
+from tests.worker.packed_checkpoints import make_mxfp4, make_quantized
+from tests.worker.quantized_checkpoints import BY_NAME
 from tests.worker.test_models import packed_products
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host import create_host_operations, host_model

@@ -52,7 +52,7 @@ def make_runner(path, backend="triton", device=None):
     config = ModelConfig.load(path)
     assert TritonOperations.refusal(config) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
-    model = load_model(path, dtype=torch.float32, device=DEVICE, operations=TritonOperations())
+    model = load_model(path, dtype=torch.float32, device=DEVICE, operations=TritonOperations(DEVICE))
     cache_shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32)
     limits = TableLimits(
         max_num_seqs=4,
@@ -136,7 +136,7 @@ def test_operations_round_where_those_of_torch_do(dtype):
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
-    triton, plain = TritonOperations(), TorchOperations()
+    triton, plain = TritonOperations(DEVICE), TorchOperations()
     x, update, weight, gate_up, heads = normal(5, 96), normal(5, 96), normal(96), normal(5, 192), normal(5, 8, 32)
     query_weight, key_weight, cos, sin = normal(32), normal(32), normal(5, 32).cos(), normal(5, 32).sin()
     preparation = HeadPreparation(4, query_weight, key_weight, 1e-6, cos, sin)
@@ -166,7 +166,7 @@ def test_products_of_the_same_slots_sort_them_once(monkeypatch):
 
     assign_slots = experts.assign
     monkeypatch.setattr(experts, "assign", assign)
-    operations, plain = TritonOperations(), TorchOperations()
+    operations, plain = TritonOperations(DEVICE), TorchOperations()
     generator = torch.Generator().manual_seed(1)
     x, up, down = (torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((3, 16), (4, 8, 16), (4, 16, 8)))
     logits = torch.randn(2, 3, 4, generator=generator).to(DEVICE)
@@ -186,7 +186,7 @@ def test_one_launch_turns_heads_and_keeps_them_as_two_do(cache_dtype):
     lengths = [(40, 1), PADDING, (15, 1), (33, 20), (0, 5), PADDING]
     rows = Rows(random.Random(12), lengths, **shape, dtype=dtype, cache_dtype=cache_dtype, device=DEVICE)
     apart = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
-    backend, operations = TritonAttention(rows.shape(), 8, DEVICE), TritonOperations()
+    backend, operations = TritonAttention(rows.shape(), 8, DEVICE), TritonOperations(DEVICE)
     attend, attend_apart = (backend.prepare(rows.batch, kv_cache) for kv_cache in (rows.kv_cache, apart))
     heads = torch.cat(rows.random_qkv(rows.batch.query_start_loc[-1]), dim=1)
     weight, angles = torch.ones(32, device=DEVICE, dtype=dtype) * 1.5, rows.random_qkv(len(heads))[0][:, 0]

@@ -54,7 +54,7 @@ def make_runner(
     """Weights are random, and the cache holds 80 blocks of 16 positions."""
     path.joinpath("config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
     config, dtype = ModelConfig.load(path), torch.bfloat16
-    model = load_model(path, dtype=dtype, device=CPU, operations=TritonOperations(), is_dummy=True)
+    model = load_model(path, dtype=dtype, device=CPU, operations=TritonOperations(CPU), is_dummy=True)
     for rope in model.ropes:  # in the model's dtype, as on a GPU
         rope.to(dtype)
     cache_shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype)

@@ -2,13 +2,15 @@
 
 import logging
 
+import torch
+
 from worker_service.models.config import ModelConfig
 from worker_service.models.operations import Operations, TorchOperations
 
 logger = logging.getLogger(__name__)
 
 
-def create_device_operations(config: ModelConfig) -> Operations:
+def create_device_operations(config: ModelConfig, device: torch.device) -> Operations:
     """The Triton kernels where there are any and they can compute the model, else plain torch, which is told."""
     try:
         # Only where it computes: the first import takes long.
@@ -18,6 +20,6 @@ def create_device_operations(config: ModelConfig) -> Operations:
         return TorchOperations()
     reason = TritonOperations.refusal(config)
     if reason is None:
-        return TritonOperations()
+        return TritonOperations(device)
     logger.warning("the model is computed in plain torch, which is slower: the Triton kernels %s", reason)
     return TorchOperations()

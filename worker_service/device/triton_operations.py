@@ -1,33 +1,40 @@
-"""The operations of a decoder on a GPU: Triton kernels for experts and between matrix products, which are cuBLAS's."""
+"""The operations of a decoder on a GPU: Triton kernels for experts, quantised weights, and between products of floats,
+which are cuBLAS's."""
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
-from pagewire.kernels.triton import experts, fused
+from pagewire.kernels.float8 import Float8Format, Float8Weight
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from pagewire.kernels.triton import experts, fused, linear
+from pagewire.kernels.triton.attention_arguments import FLOATS
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.cached_attend import CachedAttend
+from worker_service.device.products import PackedProduct, RoundedProduct, prepare_quantized
 from worker_service.models.config import ModelConfig
+from worker_service.models.linear import stack
 from worker_service.models.model import Attend
-from worker_service.models.operations import ExpertProduct, TorchOperations
+from worker_service.models.operations import DenseProduct, ExpertProduct, Float32Product, Product, TorchOperations
+
+_MIN_FLOAT8_CAPABILITY = (8, 9)  # of a GPU that converts floats of 8 bits
 
 
 class TritonOperations:
     """A launch each; intermediate results are rounded where `TorchOperations` rounds them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """`device`: where quantised weights go, which are read on the host."""
+        self._device = device
         self.rms_norm = fused.rms_norm
         self.add_rms_norm = fused.add_rms_norm
         self.silu_mul = fused.silu_mul
-        products = TorchOperations()
-        self.can_hold, self.packs, self.prepare_product = products.can_hold, products.packs, products.prepare_product
-        self.prepare_float32_product = products.prepare_float32_product
-        self.multiplies_quantized, self.prepare_quantized = products.multiplies_quantized, products.prepare_quantized
-        self.quantize = products.quantize
-        self.join_experts = products.join_experts
+        self._torch = TorchOperations()
+        self.can_hold, self.quantize = self._torch.can_hold, self._torch.quantize
         self.choose_experts, self.sum_slots = experts.choose_experts, experts.sum_slots
         self._assigned: tuple[Tensor, experts.Assignment] | None = None  # the last ids, and what became of them
-        self.takes_rows, self.embedding_of = products.takes_rows, products.embedding_of
 
     @staticmethod
     def refusal(config: ModelConfig) -> str | None:
@@ -41,13 +48,64 @@ class TritonOperations:
             return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {config.hidden_size}"
         return None
 
-    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
-        return lambda x, ids: experts.multiply_chosen(x, weights, self._assign(ids, weights), biases)
+    def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
+        assert weight.dtype == computed
+        return DenseProduct(weight.to(self._device), bias)
 
-    def _assign(self, ids: Tensor, weights: Tensor) -> experts.Assignment:
+    def float32_product_of(self, product: Product) -> Float32Product | None:
+        if isinstance(product, PackedProduct | RoundedProduct):
+            return product.to_float32
+        return self._torch.float32_product_of(product)
+
+    def holds_quantized(self, stored: QuantizedFormat | Float8Format, computed: torch.dtype) -> bool:
+        """Floats of 8 bits need a GPU that converts them; the interpreter does."""
+        if isinstance(stored, Float8Format) and self._device.type == "cuda":
+            return torch.cuda.get_device_capability(self._device) >= _MIN_FLOAT8_CAPABILITY
+        return computed in FLOATS
+
+    def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
+        return linear.num_bytes(stored, out_size, in_size)
+
+    def prepare_quantized(
+        self,
+        weight: QuantizedWeight | Float8Weight,
+        bias: Tensor | None,
+        computed: torch.dtype,
+        *,
+        rounds_inputs: bool = False,
+    ) -> Product:
+        return prepare_quantized(weight, bias, computed, self._device, rounds_inputs=rounds_inputs)
+
+    def packs(self, computed: torch.dtype, device: torch.device) -> bool:
+        return False
+
+    def takes_rows(self, computed: torch.dtype) -> bool:
+        return False
+
+    def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
+        return product.take_rows if isinstance(product, PackedProduct) else None
+
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
+        num_experts = len(weights)
+        return lambda x, ids: experts.multiply_chosen(x, weights, self._assign(ids, num_experts, x.dtype), biases)
+
+    def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
+        """Of one kind: all are packed, or what was to be packed was found to be floats."""
+        dense = [product for product in products if isinstance(product, DenseProduct)]
+        if dense:
+            assert len(dense) == len(products)
+            biases = _joined([product.bias for product in dense])
+            return self.prepare_experts(stack([product.weight for product in dense]), biases, dense[0].weight.dtype)
+        packed = [product for product in products if isinstance(product, PackedProduct)]
+        assert len(packed) == len(products)
+        weights, biases = linear.join([product.packed for product in packed]), _joined([each.bias for each in packed])
+        num_experts = len(packed)
+        return lambda x, ids: linear.multiply_chosen(x, weights, self._assign(ids, num_experts, x.dtype), biases)
+
+    def _assign(self, ids: Tensor, num_experts: int, dtype: torch.dtype) -> experts.Assignment:
         """Both products of a layer have the same slots, which are sorted once."""
         if self._assigned is None or self._assigned[0] is not ids:
-            self._assigned = ids, experts.assign(ids, len(weights), weights.dtype)
+            self._assigned = ids, experts.assign(ids, num_experts, dtype)
         return self._assigned[1]
 
     def attend_heads(
@@ -59,3 +117,9 @@ class TritonOperations:
             return attend(layer, *fused.norm_rope(heads, preparation), sinks)
         query = fused.norm_rope_and_cache(heads, preparation, *attend.kv_cache[layer], attend.slot_mapping)
         return attend.attend_cached(layer, query, sinks)
+
+
+def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """[num_experts, out_size]; None: there are none."""
+    there = [bias for bias in biases if bias is not None]
+    return stack(there) if there else None

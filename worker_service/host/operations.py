@@ -8,8 +8,8 @@ from torch import Tensor
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.cpu import CpuKernels, PackedExperts, PackedLinear
 from pagewire.kernels.expert_choice import ExpertChoice
-from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.float8 import Float8Format, Float8Weight
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.model import Attend
 from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product, TorchOperations
 
@@ -51,15 +51,24 @@ class CpuOperations:
             return CpuProduct(self.kernels, packed, computed)
         return TorchOperations().prepare_product(weight, bias, computed)
 
-    def prepare_float32_product(self, weight: Tensor, computed: torch.dtype) -> Float32Product | None:
+    def float32_product_of(self, product: Product) -> Float32Product | None:
         return None
 
-    def multiplies_quantized(self, computed: torch.dtype) -> bool:
+    def holds_quantized(self, stored: QuantizedFormat | Float8Format, computed: torch.dtype) -> bool:
         return computed in self._computed
 
+    def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
+        return stored.num_bytes(out_size, in_size)
+
     def prepare_quantized(
-        self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, computed: torch.dtype
+        self,
+        weight: QuantizedWeight | Float8Weight,
+        bias: Tensor | None,
+        computed: torch.dtype,
+        *,
+        rounds_inputs: bool = False,
     ) -> Product:
+        """Inputs are rounded as little as the kernels do with any, whatever the weight was made for."""
         if isinstance(weight, Float8Weight):
             return CpuProduct(self.kernels, self.kernels.pack_float8(weight, floats(bias)), computed)
         return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, floats(bias)), computed)

@@ -69,12 +69,14 @@ class Linear(nn.Module):
         if kept is not None:
             self.product = kept(bias)
         elif quantized is not None:
-            self.product = self._operations.prepare_quantized(self._ordered(quantized), bias, dtype)
+            rounds_inputs = self.quantized_format is not None and self.quantized_format.rounds_inputs
+            self.product = self._operations.prepare_quantized(
+                self._ordered(quantized), bias, dtype, rounds_inputs=rounds_inputs
+            )
         else:
-            weight = self._ordered(self._whole(dtype))
-            self.product = self._operations.prepare_product(weight, bias, dtype)
-            if self._gives_float32:
-                self._float32_product = self._operations.prepare_float32_product(weight, dtype)
+            self.product = self._operations.prepare_product(self._ordered(self._whole(dtype)), bias, dtype)
+        if self._gives_float32:
+            self._float32_product = self._operations.float32_product_of(self.product)
         self.weight, self._parts = None, []
 
     def take_weight(self, dtype: torch.dtype) -> Tensor:

@@ -112,8 +112,8 @@ def prepare_model(
     (head,) = [weight.source for weight in table if weight.target == "head"]
     has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight"))
     is_tied = shard.config.tie_word_embeddings and not has_head
-    stays_quantized = operations.multiplies_quantized(dtype)
-    has_codes = stays_quantized and _quantized_embedding(model, checkpoint, table) is not None
+    embedding_format = _quantized_embedding(model, checkpoint, table)
+    has_codes = embedding_format is not None and operations.holds_quantized(embedding_format, dtype)
     if has_codes and shard.size == 1:
         # The embedding takes rows of the head, which has the codes, or of a layer of its own.
         holder = "head" if is_tied else model.embedding.hold_rows(operations)
@@ -131,8 +131,7 @@ def prepare_model(
     model.to(dtype)
     _keep_float32(model, device)
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
-    if stays_quantized:
-        keep_quantized(model, checkpoint, table)
+    keep_quantized(model, checkpoint, table, lambda stored: operations.holds_quantized(stored, dtype))
     targets = list_targets(model, table, shard)
     check_weights(model, checkpoint, targets, family.ignored)
     reading_bytes = working_bytes(checkpoint, targets)
@@ -210,7 +209,7 @@ class UnloadedModel:
         ]
         # The weights of a layer's experts lie in one memory, which is let go with the last of them.
         products += [module.num_bytes() for module in modules if isinstance(module, ExpertLinear)]
-        weights += sum(stored.num_bytes(*_shape(module)) for module, stored in self._quantized())
+        weights += sum(self.operations.quantized_bytes(stored, *_shape(module)) for module, stored in self._quantized())
         packs = self.operations.packs(self.dtype, self.device)
         tied_bytes = self._tied_bytes() if self.is_tied else 0
         if self.shard.size > 1:  # a part of the embedding, which is packed as any other weight

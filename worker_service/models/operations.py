@@ -1,6 +1,7 @@
 """The operations of a model, behind an interface that faster code can implement."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.experts import choose_experts, multiply_chosen, sum_slots
-from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.float8 import Float8Format, Float8Weight
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from pagewire.kernels.rounding import quantize
 from worker_service.models.model import Attend
 from worker_service.models.rope import rotate
@@ -41,20 +42,28 @@ class Operations(Protocol):
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         """Lays a weight out for its product, of activations and to outputs of the dtype `computed`."""
 
-    def prepare_float32_product(self, weight: Tensor, computed: torch.dtype) -> Float32Product | None:
-        """The product with float32 outputs, of activations of the dtype `computed` and a weight that `prepare_product`
-        has too; None: what gives that of `prepare_product` is to be converted."""
+    def float32_product_of(self, product: Product) -> Float32Product | None:
+        """A product with the same weight, which has no bias, and float32 outputs; None: its own are to be converted."""
 
-    def multiplies_quantized(self, computed: torch.dtype) -> bool:
-        """Whether there are products over codes, and floats of 8 bits, as they are."""
+    def holds_quantized(self, stored: QuantizedFormat | Float8Format, computed: torch.dtype) -> bool:
+        """Whether there are products over weights in such a format as they are."""
+
+    def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
+        """Estimate the memory that `prepare_quantized` takes for a weight in a format that is held."""
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
         """Makes codes of 8 or 4 bits of float32 [rows, columns]: see `pagewire.kernels.rounding`."""
 
     def prepare_quantized(
-        self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, computed: torch.dtype
+        self,
+        weight: QuantizedWeight | Float8Weight,
+        bias: Tensor | None,
+        computed: torch.dtype,
+        *,
+        rounds_inputs: bool = False,
     ) -> Product:
-        """Lays a quantised weight out for its product, where `multiplies_quantized`."""
+        """Lays a quantised weight out for its product, where `holds_quantized`. `rounds_inputs`: it was made for inputs
+        that are rounded as it is, which may be done."""
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         """Lays weights [num_experts, out_size, in_size], and biases [num_experts, out_size], out as `prepare_product`
@@ -105,6 +114,17 @@ class Operations(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseProduct:
+    """A product with a weight as it is."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
 class TorchOperations:
     """The operations in plain torch, on any device."""
 
@@ -114,22 +134,31 @@ class TorchOperations:
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         assert weight.dtype == computed
         if not self.packs(weight.dtype, weight.device):
-            return lambda x: F.linear(x, weight, bias)
+            return DenseProduct(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_NUM_ROWS)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
-    def prepare_float32_product(self, weight: Tensor, computed: torch.dtype) -> Float32Product | None:
-        assert weight.dtype == computed
-        return partial(_multiply_to_float32, weight.t()) if weight.device.type in FLOAT32_PRODUCT_DEVICES else None
+    def float32_product_of(self, product: Product) -> Float32Product | None:
+        if not isinstance(product, DenseProduct) or product.weight.device.type not in FLOAT32_PRODUCT_DEVICES:
+            return None
+        return partial(_multiply_to_float32, product.weight.t())
 
-    def multiplies_quantized(self, computed: torch.dtype) -> bool:
+    def holds_quantized(self, stored: QuantizedFormat | Float8Format, computed: torch.dtype) -> bool:
         return False
+
+    def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
+        raise NotImplementedError("weights are widened")
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
         return quantize(values, bits)
 
     def prepare_quantized(
-        self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, computed: torch.dtype
+        self,
+        weight: QuantizedWeight | Float8Weight,
+        bias: Tensor | None,
+        computed: torch.dtype,
+        *,
+        rounds_inputs: bool = False,
     ) -> Product:
         return self.prepare_product(weight.dequantized().to(computed), bias, computed)
 

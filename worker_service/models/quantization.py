@@ -1,7 +1,7 @@
 """How a checkpoint's weights are quantised, as the `quantization_config` of its config.json says.
 
-Only weights count. Scales that are published for activations are not followed: activations are computed in the model's
-dtype. What is not served is refused by name, with what is.
+Weights count, and whether activations are to be rounded to 8 bits before they are multiplied. Scales that are published
+for activations are not followed: each row is given its own. What is not served is refused by name, with what is.
 """
 
 import re
@@ -31,6 +31,7 @@ class WeightFormat:
     columns: int
     is_symmetric: bool = True  # no zero points, or those of the middle alone
     has_ordered_columns: bool = False  # which group a column belongs to is said column by column
+    rounds_inputs: bool = False  # made for inputs that are rounded to 8 bits of the same kind
 
     def describe(self) -> str:
         return f"{self.layout} in {self.bits} bits"
@@ -127,7 +128,13 @@ def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> 
     actorder = weights.get("actorder")
     if actorder not in (None, False, "weight", "static", "group", "dynamic"):
         raise _error("actorder", actorder, "null, weight or group")
-    return WeightFormat(layout, bits, rows, columns, is_symmetric, actorder in ("group", "dynamic"))
+    inputs = group.get("input_activations")
+    rounds_inputs = (
+        isinstance(inputs, Mapping)
+        and layout != "pack-quantized"
+        and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, kind)
+    )
+    return WeightFormat(layout, bits, rows, columns, is_symmetric, actorder in ("group", "dynamic"), rounds_inputs)
 
 
 def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
@@ -217,7 +224,7 @@ def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     rows, columns = (0, 0) if block is None else _block("weight_block_size", block)
     yield from _skipped(section)
     yield QuantizationRule(_HEAD, None)
-    yield QuantizationRule(_ANY, WeightFormat("fp8", 8, rows, columns))
+    yield QuantizationRule(_ANY, WeightFormat("fp8", 8, rows, columns, rounds_inputs=True))
 
 
 def _mxfp4_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:

@@ -74,14 +74,21 @@ class QuantizedCheckpoint:
             return None
         if kept.layout in ("fp8", "float-quantized"):
             block_size = kept.columns or in_size
-            return Float8Format(block_size) if unit_size(block_size, in_size) else None
+            return Float8Format(block_size, kept.rounds_inputs) if unit_size(block_size, in_size) else None
         group_size = kept.columns or in_size
         if group_size % GROUP or in_size % group_size:
             return None
         if kept.layout == "mxfp4":
             return mxfp4.FORMAT
         has_half_scales, has_zeros = not self._has_wide_scales(name), not kept.is_symmetric
-        return QuantizedFormat(kept.bits, group_size, has_half_scales, has_minima=False, has_zeros=has_zeros)
+        return QuantizedFormat(
+            kept.bits,
+            group_size,
+            has_half_scales,
+            has_minima=False,
+            has_zeros=has_zeros,
+            rounds_inputs=kept.rounds_inputs,
+        )
 
     def quantized(self, name: str, piece: Piece) -> DecodedWeight:
         """See `Tensors.quantized`."""

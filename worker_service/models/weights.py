@@ -131,9 +131,14 @@ def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
     return max((checkpoint.working_bytes(name, size) for name, size in sizes.items()), default=0)
 
 
-def keep_quantized(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight]) -> None:
-    """Tells the products all of whose weights the checkpoint has as codes, or all in FP8, that they stay so: of experts
-    all or none."""
+def keep_quantized(
+    model: nn.Module,
+    checkpoint: Tensors,
+    table: Iterable[Weight],
+    holds: Callable[[QuantizedFormat | Float8Format], bool],
+) -> None:
+    """Tells the products all of whose weights the checkpoint has as codes, or all in FP8, that they stay so, where that
+    can be held: of experts all or none."""
     found: dict[Linear, list[QuantizedFormat | Float8Format | None]] = {}
     for weight in table:
         module = model.get_submodule(weight.target)
@@ -143,16 +148,22 @@ def keep_quantized(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight
     for module, stored_formats in found.items():
         codes = [stored for stored in stored_formats if isinstance(stored, QuantizedFormat)]
         floats = [stored for stored in stored_formats if isinstance(stored, Float8Format)]
+        joined: QuantizedFormat | Float8Format | None = None
         if len(codes) == len(stored_formats):
-            module.quantized_format = QuantizedFormat.join(codes)
+            joined = QuantizedFormat.join(codes)
         elif len(floats) == len(stored_formats):
-            module.quantized_format = Float8Format.join(floats)
+            joined = Float8Format.join(floats)
+        if joined is not None and holds(joined):
+            module.quantized_format = joined
     for experts in model.modules():
         if isinstance(experts, ExpertLinear):
             linears = experts.linears
             if len({type(linear.quantized_format) for linear in linears}) > 1:
                 for linear in linears:
                     linear.quantized_format = None
+            for linear in linears:  # slots are multiplied as they are
+                if linear.quantized_format is not None:
+                    linear.quantized_format = replace(linear.quantized_format, rounds_inputs=False)
 
 
 def fill_layers(table: Iterable[Weight], config: ModelConfig) -> Iterator[Weight]:

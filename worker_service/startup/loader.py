@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from pagewire.kernels.cpu import BuildError, CpuKernels
+from pagewire.kernels.rounding import BITS, quantized_format
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig
@@ -24,6 +25,7 @@ from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.model import Model
+from worker_service.models.operations import Operations
 from worker_service.models.ranks import RankGroup
 from worker_service.models.shard import Shard
 from worker_service.models.source import load_config, model_digest, weights_digest
@@ -82,11 +84,11 @@ def _load_worker(
     kernels = None if is_gpu else _cpu_kernels()
     dtype = choose_dtype(config.dtype, model_config.dtype, device, None if uses_onednn else kernels)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
-    if config.quantization is not None:
-        check_products(config.quantization, device, kernels)
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
-    operations = create_device_operations(model_config) if is_gpu else host_operations
+    operations = create_device_operations(model_config, device) if is_gpu else host_operations
+    if config.quantization is not None:
+        check_products(config.quantization, operations, device, dtype)
     block_size = config.choose_block_size()
     attention = attention_shape(model_config, block_size, dtype, cache_dtype)
     backend = create_backend(config.attention_backend, device, attention, kernels)
@@ -170,16 +172,23 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def check_products(quantization: str, device: torch.device, kernels: CpuKernels | None) -> None:
+def check_products(quantization: str, operations: Operations, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError if nothing multiplies with the codes that weights were to become."""
-    needed = f"--quantization is {quantization}, which needs the C kernels of a CPU"
-    if device.type != "cpu":
-        raise ValueError(f"{needed}, but the model computes on {device.type}; use --device cpu, or leave it out")
-    if kernels is None:
+    if operations.holds_quantized(quantized_format(BITS[quantization]), dtype):
+        return
+    if dtype == torch.float16 and device.type == "cpu":
         raise ValueError(
-            f"{needed}, but there are none: PAGEWIRE_CPU_KERNELS is off, or they cannot be built; leave the one or the "
-            "other out"
+            f"--quantization is {quantization}, and the model is computed in float16; the C kernels of a CPU multiply "
+            "with codes in float32 and bfloat16: choose one of these as --dtype"
         )
+    if device.type == "cpu":
+        needed, reason = "the C kernels of a CPU", "PAGEWIRE_CPU_KERNELS is off, or they cannot be built"
+    else:
+        needed, reason = "the Triton kernels of a GPU", "Triton cannot be imported, or they cannot compute the model"
+    raise ValueError(
+        f"--quantization is {quantization}, which needs {needed}, but there are none: {reason}; leave the one or the "
+        "other out"
+    )
 
 
 def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:

@@ -1,0 +1,313 @@
+"""Products of activations rounded to 8 bits with weights of 8 bits (W8A8): int8 by int8, and FP8 (e4m3) by FP8.
+
+Rows are rounded in one launch and multiplied in another. Scales of blocks are applied to the sum of each 128 inputs, as
+DeepSeek-V3 does (2024, https://arxiv.org/abs/2412.19437, 3.3.2).
+
+Specification: `pagewire.kernels.scaled`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from pagewire.kernels.float8 import Float8Weight
+from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.scaled import BLOCK, LARGEST, MAX_INPUTS, MIN_SCALE, RoundedRows
+from pagewire.kernels.triton.attention_arguments import FLOATS
+from pagewire.kernels.triton.strided import Strided
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_BLOCK = tl.constexpr(BLOCK)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
+# A float32 of at most 2^22, plus this, is rounded to the nearest integer and to even.
+_ROUNDER = tl.constexpr(1.5 * 2**23)
+_ROUND_TILE = 4096  # elements that a program rounds at a time
+_MIN_CAPABILITY = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
+_ENOUGH_PROGRAMS = 128  # for the 132 processors of an H200
+
+
+class ProductTile(NamedTuple):
+    """Rows, outputs and inputs that a program of the product takes at a time, and its launch options."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# From the widest, which reads least, to the narrowest, which makes the most programs. Those of FP8 take 128 inputs at a
+# time, since those have a scale together. All fit the shared memory of an H200 and spill no register when compiled for
+# it.
+_FEW = {
+    torch.int8: (ProductTile(16, 64, 256, 4, 4), ProductTile(16, 32, 256, 4, 5), ProductTile(16, 16, 512, 4, 5)),
+    torch.float8_e4m3fn: (
+        *(ProductTile(16, 64, BLOCK, 4, 6), ProductTile(16, 32, BLOCK, 4, 8), ProductTile(16, 16, BLOCK, 4, 8)),
+    ),
+}
+_MANY = (
+    *(ProductTile(128, 128, BLOCK, 8, 4), ProductTile(64, 128, BLOCK, 4, 4), ProductTile(64, 64, BLOCK, 4, 4)),
+    *(ProductTile(64, 32, BLOCK, 4, 5), ProductTile(64, 16, BLOCK, 4, 6)),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledWeight:
+    """A weight that means `values * scale`.
+
+    Attributes:
+        values: int8 or float8_e4m3fn [out_size, in_size], dense.
+        scale: float32 [out_size], of channels; or of FP8 in blocks [ceil(out_size / 128), ceil(in_size / 128)].
+        block_size: inputs that have a scale together: in_size, or 128.
+    """
+
+    values: Tensor
+    scale: Tensor
+    block_size: int
+
+
+def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device multiplies int8 (compute capability 8.0) or float8_e4m3fn (8.9). The interpreter does both."""
+    if dtype not in _MIN_CAPABILITY:
+        return False
+    if device.type != "cuda":
+        return _INTERPRETED and device.type == "cpu"
+    return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY[dtype]
+
+
+def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> ScaledWeight | None:
+    """The same weight on the device. None where this kind of product cannot hold it exactly: codes with zeros or
+    minima, or several scales in a row; FP8 whose scales are neither one a row nor one a block of 128 by 128."""
+    if isinstance(weight, QuantizedWeight):
+        values, whole = weight.codes, weight.without_factors()
+        if whole.minimum is not None or whole.zero is not None or values.shape[1] > MAX_INPUTS:
+            return None
+        scales = whole.scale
+    else:
+        values, scales = weight.values, weight.scale
+    in_size = values.shape[1]
+    if torch.equal(scales, scales[:, :1].expand_as(scales)):
+        return ScaledWeight(values.to(device).contiguous(), scales[:, 0].to(device).contiguous(), in_size)
+    if isinstance(weight, QuantizedWeight):
+        return None
+    blocks = _scales_of_blocks(weight)
+    return None if blocks is None else ScaledWeight(values.to(device).contiguous(), blocks.to(device), BLOCK)
+
+
+def _scales_of_blocks(weight: Float8Weight) -> Tensor | None:
+    """[ceil(out_size / 128), ceil(in_size / 128)], dense; None: they differ within a block."""
+    out_size, in_size = weight.values.shape
+    unit = gcd(weight.block_size, BLOCK)
+    of_units = weight.scale.repeat_interleave(weight.block_size // unit, 1)[:, : -(-in_size // unit)]
+    blocks = of_units[::BLOCK, :: BLOCK // unit].contiguous()
+    expanded = blocks.repeat_interleave(BLOCK, 0)[:out_size].repeat_interleave(BLOCK // unit, 1)
+    return blocks if torch.equal(expanded[:, : of_units.shape[1]], of_units) else None
+
+
+def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
+    """Rows rounded to 8 bits, as specified.
+
+    Args:
+        x: [T, in_size], float16, bfloat16 or float32; rows at any distance.
+        dtype: int8 or float8_e4m3fn.
+        group_size: in_size, or 128: inputs of a row that have a scale together.
+
+    Returns:
+        Dense values; scales whose rows, not columns, are neighbours in memory.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these.
+    """
+    _check_rows(x)
+    num_rows, in_size = x.shape
+    if dtype not in LARGEST:
+        raise ValueError(f"rows cannot be rounded to {dtype}; choose int8 or float8_e4m3fn")
+    if group_size not in (in_size, BLOCK):
+        raise ValueError(f"groups of {group_size} of {in_size} inputs are not served; make them {in_size} or {BLOCK}")
+    num_groups = triton.cdiv(in_size, group_size)
+    values = torch.empty((num_rows, in_size), dtype=dtype, device=x.device)
+    scale = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
+    tile_groups, tile = rounding_tile(in_size, group_size)
+    if num_rows:
+        _round_kernel[(num_rows, triton.cdiv(num_groups, tile_groups))](
+            *(Strided.of(x), values, scale, num_rows, in_size, group_size, num_groups),
+            LARGEST=LARGEST[dtype],
+            GROUPS=tile_groups,
+            TILE=tile,
+            enable_fp_fusion=False,
+        )
+    return RoundedRows(values, scale.T)
+
+
+def rounding_tile(in_size: int, group_size: int) -> tuple[int, int]:
+    """Groups of a row that a program rounds, and inputs of each that it takes at a time."""
+    tile = min(_ROUND_TILE, triton.next_power_of_2(group_size))
+    return min(_ROUND_TILE // tile, triton.next_power_of_2(triton.cdiv(in_size, group_size))), tile
+
+
+def multiply(
+    x: Tensor, weight: ScaledWeight, bias: Tensor | None = None, output_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x W^T + b: rounds the rows of x, each or each 128 inputs of it by its largest, then multiplies.
+
+    Args:
+        x: [T, in_size], float16, bfloat16 or float32; rows at any distance.
+        bias: [out_size], dense, float16, bfloat16 or float32.
+        output_dtype: float16, bfloat16 or float32; None: that of x.
+
+    Returns:
+        [T, out_size]; the bias is added in float32.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these.
+    """
+    _check_rows(x)
+    output_dtype = output_dtype or x.dtype
+    _check_product(x, weight, bias, output_dtype)
+    return multiply_rounded(round_rows(x, weight.values.dtype, weight.block_size), weight, bias, output_dtype)
+
+
+def multiply_rounded(
+    rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, output_dtype: torch.dtype
+) -> Tensor:
+    """The product of rows that `round_rows` rounded for this weight; the rest is as of `multiply`."""
+    (num_rows, in_size), (out_size, _) = rounded.values.shape, weight.values.shape
+    output = torch.empty((num_rows, out_size), dtype=output_dtype, device=rounded.values.device)
+    tile = choose_tile(num_rows, out_size, weight.values.dtype)
+    is_blocked = weight.scale.dim() == 2
+    if output.numel():
+        _multiply_kernel[(triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_size, tile.block_n))](
+            *(rounded.values, rounded.scale, weight.values, weight.scale, bias, output, num_rows, in_size, out_size),
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            IS_BLOCKED=is_blocked,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            enable_fp_fusion=is_blocked,  # or products would not be rounded before a bias is added
+        )
+    return output
+
+
+def choose_tile(num_rows: int, out_size: int, dtype: torch.dtype) -> ProductTile:
+    """The widest tile that gives each processor a program; the narrowest where none does."""
+    tiles: Iterable[ProductTile] = _FEW[dtype] if num_rows <= 16 else _MANY[num_rows <= 64 :]
+    for tile in tiles:
+        if triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_size, tile.block_n) >= _ENOUGH_PROGRAMS:
+            break
+    return tile
+
+
+def _check_rows(x: Tensor) -> None:
+    if x.dim() != 2 or not x.shape[1] or x.dtype not in FLOATS or x.stride(1) != 1:
+        raise ValueError(
+            f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; make it [T, in_size] float16, bfloat16 or "
+            "float32, rows dense"
+        )
+
+
+def _check_product(x: Tensor, weight: ScaledWeight, bias: Tensor | None, output_dtype: torch.dtype) -> None:
+    values, scale = weight.values, weight.scale
+    if values.dim() != 2 or values.dtype not in LARGEST or not values.is_contiguous():
+        raise ValueError(
+            f"the weight is {list(values.shape)} {values.dtype} with strides {values.stride()}; make it "
+            "[out_size, in_size] int8 or float8_e4m3fn, dense"
+        )
+    out_size, in_size = values.shape
+    if values.dtype == torch.int8 and in_size > MAX_INPUTS:
+        raise ValueError(f"the weight has {in_size} inputs; an int32 holds the sums of at most {MAX_INPUTS}")
+    shape, block_size = (out_size,), in_size
+    if scale.dim() == 2 and values.dtype == torch.float8_e4m3fn:
+        shape, block_size = (triton.cdiv(out_size, BLOCK), triton.cdiv(in_size, BLOCK)), BLOCK
+    if tuple(scale.shape) != shape or scale.dtype != torch.float32 or not scale.is_contiguous():
+        raise ValueError(f"scales are {list(scale.shape)} {scale.dtype}; make them {list(shape)} float32, dense")
+    if weight.block_size != block_size:
+        raise ValueError(f"blocks are of {weight.block_size} inputs; scales of {list(shape)} are of {block_size}")
+    if x.shape[1] != in_size:
+        raise ValueError(f"x is {list(x.shape)}; make it [T, {in_size}], as the weight's inputs are")
+    if bias is not None and (tuple(bias.shape) != (out_size,) or bias.dtype not in FLOATS or not bias.is_contiguous()):
+        raise ValueError(
+            f"the bias is {list(bias.shape)} {bias.dtype}; make it [{out_size}] float16, bfloat16 or float32, dense"
+        )
+    if output_dtype not in FLOATS:
+        raise ValueError(f"outputs cannot be {output_dtype}; choose float16, bfloat16 or float32")
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _round_kernel(
+    x, values, scale, num_rows, in_size, group_size, num_groups,
+    LARGEST: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A program rounds GROUPS groups of a row, TILE inputs of each at a time."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    inputs = tl.arange(0, TILE)[None, :]
+    starts = (groups * group_size)[:, None]
+    x_row, values_row = x.data + row * x.strides[0], values + row * in_size
+    highest = tl.zeros([GROUPS, TILE], tl.float32)
+    for start in tl.range(0, group_size, TILE):
+        lines = start + inputs
+        mask = (lines < group_size) & (starts + lines < in_size)
+        magnitudes = tl.abs(tl.load(x_row + starts + lines, mask=mask, other=0.0).to(tl.float32))
+        magnitudes = tl.where(magnitudes < float("inf"), magnitudes, float("inf"))  # NaN, too
+        highest = tl.maximum(highest, magnitudes)
+    peaks = tl.max(highest, axis=1)
+    scales = tl.maximum(tl.div_rn(peaks, tl.full([GROUPS], LARGEST, tl.float32)), _MIN_SCALE)
+    is_finite = peaks < float("inf")
+    tl.store(
+        scale + groups.to(tl.int64) * num_rows + row, tl.where(is_finite, scales, float("nan")), groups < num_groups
+    )
+    for start in tl.range(0, group_size, TILE):
+        lines = start + inputs
+        mask = (lines < group_size) & (starts + lines < in_size)
+        numbers = tl.load(x_row + starts + lines, mask=mask, other=0.0).to(tl.float32)
+        quotients = tl.div_rn(numbers, tl.zeros_like(numbers) + scales[:, None])
+        quotients = tl.where(is_finite[:, None], tl.clamp(quotients, -LARGEST, LARGEST), 0.0)
+        if values.dtype.element_ty == tl.int8:
+            quotients = (quotients + _ROUNDER) - _ROUNDER
+        tl.store(values_row + starts + lines, quotients.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _multiply_kernel(
+    x, x_scale, weight, weight_scale, bias, output, num_rows, in_size, out_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_BLOCKED: tl.constexpr,
+):  # fmt: skip
+    """A program computes BLOCK_N outputs of BLOCK_M rows. Those that share outputs are neighbours, so that the weight
+    is read once."""
+    ACCUMULATOR: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns, inputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    is_row, is_column = rows < num_rows, columns < out_size
+    x_at = x + rows.to(tl.int64)[:, None] * in_size + inputs[None, :]
+    weight_at = weight + columns.to(tl.int64)[:, None] * in_size + inputs[None, :]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], ACCUMULATOR)
+    for start in tl.range(0, in_size, BLOCK_K):
+        is_input = (start + inputs < in_size)[None, :]
+        x_tile = tl.load(x_at + start, mask=is_row[:, None] & is_input, other=0.0)
+        weight_tile = tl.trans(tl.load(weight_at + start, mask=is_column[:, None] & is_input, other=0.0))
+        if tl.int32 == ACCUMULATOR:
+            sums = tl.dot(x_tile, weight_tile, sums, out_dtype=tl.int32)
+        else:
+            # Tensor cores keep fewer bits of sums of FP8 than float32 has: no more than 128 products are left to them.
+            partial = tl.dot(x_tile, weight_tile)
+            if IS_BLOCKED:
+                block = start // _BLOCK
+                x_scales = tl.load(x_scale + block.to(tl.int64) * num_rows + rows, mask=is_row, other=0.0)
+                scales_at = weight_scale + columns // _BLOCK * tl.cdiv(in_size, _BLOCK) + block
+                partial *= x_scales[:, None] * tl.load(scales_at, mask=is_column, other=0.0)[None, :]
+            sums += partial
+    sums = sums.to(tl.float32)
+    if not IS_BLOCKED:
+        sums *= tl.load(x_scale + rows, mask=is_row, other=0.0)[:, None]
+        sums *= tl.load(weight_scale + columns, mask=is_column, other=0.0)[None, :]
+    if bias is not None:
+        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    output_at = output + rows.to(tl.int64)[:, None] * out_size + columns[None, :]
+    tl.store(output_at, sums.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

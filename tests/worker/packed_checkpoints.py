@@ -1,0 +1,285 @@
+"""Quantised weights and checkpoints that are packed here, made of random codes, with the weights that they mean.
+
+AWQ, GPTQ and W8A8 are packed number by number from the codes, FP8 by torch's conversion, and what MXFP4 means is said
+by transformers. `quantized_checkpoints` has more, which a package packs that not every machine has.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.worker.checkpoints import make_checkpoint
+
+E4M3 = torch.float8_e4m3fn
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A format: its `quantization_config`, and random tensors of a weight [out, in] with the weight in float32."""
+
+    name: str
+    section: dict[str, Any]
+    draw: Callable[[torch.Generator, int, int], tuple[Tensors, torch.Tensor]]
+
+
+def random_scales(generator: torch.Generator, shape: tuple[int, ...], levels: int, in_size: int) -> torch.Tensor:
+    """Float32 scales with which weights of that many levels have about the size of `make_checkpoint`'s."""
+    return (0.5 + torch.rand(shape, generator=generator)) * 5 / levels * in_size**-0.5
+
+
+# GPTQ and AWQ
+
+
+def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """[rows, columns] to words of 32 bits, [rows, columns * bits / 32]: the first number in the lowest bits."""
+    per_word = 32 // bits
+    words = np.zeros((numbers.shape[0], numbers.shape[1] // per_word), dtype=np.uint32)
+    for position in range(per_word):
+        words |= numbers[:, position::per_word].astype(np.uint32) << np.uint32(bits * position)
+    return words.view(np.int32)
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def pack_awq(numbers: np.ndarray) -> np.ndarray:
+    reordered = np.empty_like(numbers)
+    for column in range(numbers.shape[1]):
+        reordered[:, column] = numbers[:, column - column % 8 + AWQ_ORDER[column % 8]]
+    return pack(reordered, 4)
+
+
+def meaning(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray) -> torch.Tensor:
+    """(code - zero) * scale in float32 for codes [in, out], zeros and scales [groups, out]: [out, in]."""
+    differences = (codes.astype(np.int64) - zeros.astype(np.int64)[groups]).astype(np.float32)
+    return torch.from_numpy(np.ascontiguousarray((differences * scales.astype(np.float32)[groups]).T))
+
+
+def draw_codes(
+    generator: torch.Generator, out_size: int, in_size: int, num_groups: int, bits: int
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """Codes [in, out], zeros [groups, out], and scales of 16 bits [groups, out]."""
+    codes = torch.randint(0, 2**bits, (in_size, out_size), generator=generator).numpy()
+    middle = 2 ** (bits - 1)
+    zeros = torch.randint(middle // 2, middle + middle // 2, (num_groups, out_size), generator=generator).numpy()
+    zeros[0, :2] = (0, 2**bits - 1)
+    return codes, zeros, random_scales(generator, (num_groups, out_size), 2**bits, in_size).half()
+
+
+def gptq(
+    name: str, bits: int, group_size: int, *, version: str, sym: bool, g_idx: str, desc_act: bool = False, **more: Any
+) -> Case:
+    """`g_idx`: "none", "in order" or "shuffled"."""
+    section = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "sym": sym,
+        "desc_act": desc_act,
+        "checkpoint_format": version,
+        **more,
+    }
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        columns = in_size if group_size == -1 else group_size
+        codes, zeros, scales = draw_codes(generator, out_size, in_size, in_size // columns, bits)
+        if sym:
+            zeros[:] = 2 ** (bits - 1)
+        groups = np.arange(in_size) // columns
+        if g_idx == "shuffled":
+            groups = groups[torch.randperm(in_size, generator=generator).numpy()]
+        stored_zeros = (zeros - 1) % 2**bits if version == "gptq" else zeros
+        tensors = {
+            "qweight": torch.from_numpy(np.ascontiguousarray(pack(codes.T, bits).T)),
+            "qzeros": torch.from_numpy(pack(stored_zeros, bits)),
+            "scales": scales,
+        }
+        if g_idx != "none":
+            tensors["g_idx"] = torch.from_numpy(groups.astype(np.int32))
+        return tensors, meaning(codes, zeros, scales.numpy(), groups)
+
+    return Case(name, section, draw)
+
+
+def awq(name: str, group_size: int, **more: Any) -> Case:
+    section = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "zero_point": True,
+        "version": "gemm",
+        **more,
+    }
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        columns = in_size if group_size == -1 else group_size
+        codes, zeros, scales = draw_codes(generator, out_size, in_size, in_size // columns, 4)
+        tensors = {
+            "qweight": torch.from_numpy(pack_awq(codes)),
+            "qzeros": torch.from_numpy(pack_awq(zeros)),
+            "scales": scales,
+        }
+        return tensors, meaning(codes, zeros, scales.numpy(), np.arange(in_size) // columns)
+
+    return Case(name, section, draw)
+
+
+# 8 bits by 8 bits
+
+
+def w8a8(name: str) -> Case:
+    """Weights of compressed-tensors with a scale for each output, made for inputs that are rounded as they come."""
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "ignore": ["lm_head"],
+    }
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        codes = torch.randint(-128, 128, (out_size, in_size), generator=generator, dtype=torch.int8)
+        scale = random_scales(generator, (out_size, 1), 256, in_size)
+        return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+    return Case(name, section, draw)
+
+
+def fp8(
+    name: str,
+    block: tuple[int, int] | None,
+    scale_kind: str = "weight_scale_inv",
+    scale_dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> Case:
+    section = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": block and list(block),
+        **more,
+    }
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        rows, columns = block or (out_size, in_size)
+        shape = (-(-out_size // rows), -(-in_size // columns))
+        values = (100 * torch.randn(out_size, in_size, generator=generator)).clamp(-448, 448).to(E4M3)
+        scale = random_scales(generator, shape, 400, in_size).to(scale_dtype)
+        weight = torch.empty(out_size, in_size)
+        for i, j in np.ndindex(shape):
+            place = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
+            weight[place] = values[place].to(torch.float32) * scale[i, j].to(torch.float32)
+        return {"weight": values, scale_kind: scale if block else scale.reshape(())}, weight
+
+    return Case(name, section, draw)
+
+
+def compressed_in_order(name: str, zero_dtype: torch.dtype) -> Case:
+    """What early versions of compressed-tensors wrote: columns in the order of activations, and zero points that are
+    packed or not. Today's reads neither."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**weights, "actorder": "group"}}},
+        "ignore": ["lm_head"],
+    }
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        codes, zeros, scales = draw_codes(generator, out_size, in_size, in_size // 16, 4)
+        groups = (np.arange(in_size) // 16)[torch.randperm(in_size, generator=generator).numpy()]
+        signed_zeros = torch.from_numpy(np.ascontiguousarray(zeros.T)).to(torch.int8) - 8
+        packed_zeros = torch.from_numpy(np.ascontiguousarray(pack(zeros, 4).T))
+        tensors = {
+            "weight_packed": torch.from_numpy(pack(codes.T, 4)),
+            "weight_scale": scales.t().contiguous(),
+            "weight_zero_point": signed_zeros if zero_dtype == torch.int8 else packed_zeros,
+            "weight_shape": torch.tensor([out_size, in_size]),
+            "weight_g_idx": torch.from_numpy(groups.astype(np.int32)),
+        }
+        return tensors, meaning(codes, zeros, scales.numpy(), groups)
+
+    return Case(name, section, draw)
+
+
+def mxfp4(name: str) -> Case:
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        blocks = torch.randint(0, 256, (out_size, in_size // 32, 16), generator=generator, dtype=torch.uint8)
+        common = 127 + round(math.log2(0.35 * in_size**-0.5))  # with which weights are as large as others'
+        exponents = common + torch.randint(-1, 2, blocks.shape[:2], generator=generator)
+        blocks[0, 0], exponents[0, 0] = 0, 0  # what is written of groups of zeros
+        scales = exponents.to(torch.uint8)
+        meant = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].t().contiguous()
+        return {"blocks": blocks, "scales": scales}, meant
+
+    return Case(name, section, draw)
+
+
+# How the families name the modules whose weights are quantised.
+LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv", ".w1", ".w2", ".w3")
+
+
+def make_quantized(
+    directory: Path, family: str, case: Case, *, seed: int, skips: tuple[str, ...] = ("lm_head",), **overrides: Any
+) -> tuple[Path, Path]:
+    """Writes a random model whose linear weights, but for `skips`, are quantised, and the same model with the weights
+    that these mean, in float32; returns both directories."""
+    plain = make_checkpoint(directory / "plain", family, seed=seed, **overrides)
+    quantized = directory / "quantized"
+    quantized.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    stored = load_file(plain / "model.safetensors")
+    meant = dict(stored)
+    for name in sorted(stored):
+        module = name.removesuffix(".weight")
+        if not module.endswith(LINEAR) or name == module or module in skips:
+            continue
+        tensors, meant[name] = case.draw(generator, *stored.pop(name).shape)
+        stored |= {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": case.section}))
+    return quantized, plain
+
+
+def with_section(case: Case, **changes: Any) -> Case:
+    return replace(case, section={**case.section, **changes})
+
+
+def make_mxfp4(directory: Path, *, seed: int, dtype: str = "float32", **overrides: Any) -> tuple[Path, Path]:
+    """Writes a random gpt-oss whose experts are in MXFP4, as it is published, and the same model with the weights that
+    these mean, in `dtype`; returns both directories."""
+    plain = make_checkpoint(directory / "plain", "gpt_oss", seed=seed, dtype=dtype, **overrides)
+    quantized = directory / "quantized"
+    quantized.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    stored = load_file(plain / "model.safetensors")
+    meant = dict(stored)
+    for name in sorted(stored):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        num_experts, in_size, out_size = stored.pop(name).shape
+        drawn = [mxfp4("MXFP4").draw(generator, out_size, in_size) for _ in range(num_experts)]
+        meant[name] = torch.stack([weight.t() for _, weight in drawn]).to(getattr(torch, dtype))
+        for kind in ("blocks", "scales"):
+            stored[f"{name}_{kind}"] = torch.stack([tensors[kind] for tensors, _ in drawn])
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    return quantized, plain

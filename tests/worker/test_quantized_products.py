@@ -1,0 +1,144 @@
+"""Quantised checkpoints in the Triton kernels: every product of a loaded model, and the tokens of whole ones."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.triton.device import choose_device
+
+DEVICE = choose_device()
+
+from pagewire.kernels import scaled  # noqa: E402
+from tests.gguf_files import write_gguf  # noqa: E402
+from tests.worker.checkpoints import make_checkpoint  # noqa: E402
+from tests.worker.packed_checkpoints import Case, fp8, make_mxfp4, make_quantized, w8a8  # noqa: E402
+from tests.worker.quantized_checkpoints import BY_NAME, CASES  # noqa: E402
+from tests.worker.test_triton_model import HEADS_OF_32, SHAPES, check_tokens, make_runner  # noqa: E402
+from worker_service.device.products import PackedProduct, RoundedProduct  # noqa: E402
+from worker_service.device.triton_operations import TritonOperations  # noqa: E402
+from worker_service.models.linear import ExpertLinear, Linear  # noqa: E402
+from worker_service.models.loading import load_model  # noqa: E402
+from worker_service.models.model import Model  # noqa: E402
+from worker_service.models.operations import DenseProduct, TorchOperations  # noqa: E402
+
+# Made for inputs that are rounded, in blocks and in rows.
+ROUNDED = [fp8("FP8 in blocks of 128", (128, 128)), w8a8("W8A8, inputs rounded")]
+# Of each projection 128 outputs, or multiples of that.
+WHOLE_BLOCKS = {
+    "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32
+}  # fmt: skip
+HIDDEN, INTERMEDIATE = 64, 32  # of experts
+EPSILON = torch.finfo(torch.float32).eps
+
+
+class WideningOperations(TorchOperations):
+    """Makes floats of codes, and leaves them as they are."""
+
+    def packs(self, computed: torch.dtype, device: torch.device) -> bool:
+        return False
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, **options: str) -> Model:
+    return load_model(path, dtype=dtype, device=DEVICE, operations=TritonOperations(DEVICE), **options)
+
+
+def load_plain(path: Path) -> dict[str, DenseProduct]:
+    """The products of a checkpoint of floats, in float32, by the names of their layers."""
+    model = load_model(path, dtype=torch.float32, device=DEVICE, operations=WideningOperations())
+    found = {name: layer.product for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    return {name: product for name, product in found.items() if isinstance(product, DenseProduct)}
+
+
+def check_product(layer: Linear, plain: DenseProduct, generator: torch.Generator) -> None:
+    """Beyond the rounding of sums of float32, and of inputs where the product rounds them as is specified."""
+    x = torch.randn(5, plain.weight.shape[1], generator=generator).to(DEVICE)
+    actual, meant = layer(x), x
+    if isinstance(layer.product, RoundedProduct):
+        weight = layer.product.weight
+        rounded = scaled.round_rows(x, weight.values.dtype, weight.block_size)
+        groups = rounded.values.float().unflatten(1, (rounded.scale.shape[1], -1))
+        meant = (groups * rounded.scale[..., None]).flatten(1)
+        assert (meant - x).abs().max() < x.abs().max() / 16
+    products = meant.double()[:, None] * plain.weight.double()
+    expected = products.sum(2) + (0 if plain.bias is None else plain.bias.double())
+    allowed = 4 * EPSILON * products.abs().sum(2) + 2 * EPSILON * expected.abs()
+    assert ((actual - expected).abs() <= allowed).all(), "a product is off"
+
+
+@pytest.mark.parametrize("case", [*CASES, *ROUNDED], ids=lambda case: case.name)
+def test_products_are_of_what_the_weights_mean(tmp_path: Path, case: Case) -> None:
+    seed = 17
+    print(f"seed {seed}")
+    sizes = WHOLE_BLOCKS if case in ROUNDED else {}
+    path, plain_path = make_quantized(tmp_path, "llama", case, seed=seed, num_hidden_layers=1, **sizes)
+    model, plain, generator = load(path), load_plain(plain_path), torch.Generator().manual_seed(seed)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    assert layers.keys() == plain.keys()
+    for name, layer in layers.items():
+        check_product(layer, plain[name], generator)
+    kinds = {type(layer.product) for name, layer in layers.items() if name != "head"}
+    is_widened = "in act-order" in case.name or case.name == "FP8 block, odd"
+    rounds = case in ROUNDED or case.name == "FP8 tensor"
+    if case.name == "FP8 block, powers of two":
+        kinds.discard(RoundedProduct)  # of rows whose scales happen to be equal
+    assert kinds == {DenseProduct if is_widened else RoundedProduct if rounds else PackedProduct}
+
+
+@pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A16", "FP8 by channel", "FP8 tensor"])
+def test_experts_are_products_of_codes(tmp_path: Path, name: str) -> None:
+    """Their inputs are not rounded."""
+    seed = 19
+    print(f"seed {seed}")
+    path, plain_path = make_quantized(tmp_path, "qwen3_moe", BY_NAME[name], seed=seed, **SHAPES["qwen3_moe"])
+    plain = load_model(plain_path, dtype=torch.float32, device=DEVICE, operations=TorchOperations())
+    generator = torch.Generator().manual_seed(seed)
+    found = [(name, layer) for name, layer in load(path).named_modules() if isinstance(layer, ExpertLinear)]
+    assert found
+    for layer_name, layer in found:
+        assert all(type(linear.product) is PackedProduct for linear in layer.linears)
+        x = torch.randn(7, HIDDEN if layer_name.endswith("up") else INTERMEDIATE, generator=generator).to(DEVICE)
+        ids = torch.stack([torch.randperm(len(layer), generator=generator)[:2].sort().values for _ in x]).to(DEVICE)
+        torch.testing.assert_close(layer(x, ids), plain.get_submodule(layer_name)(x, ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_model_is_quantised_while_it_loads(tmp_path: Path, quantization: str) -> None:
+    """To the codes of GGUF files; the embedding takes its rows from the head, which it is tied to."""
+    path = make_checkpoint(tmp_path / "model", "qwen3", seed=20, tie_word_embeddings=True, **HEADS_OF_32)
+    types = {"token_embd.weight": "Q8_0"}
+    file = write_gguf(tmp_path / "model.gguf", path, "Q8_0" if quantization == "int8" else "Q4_0", types=types)
+    model, plain = load(path, quantization=quantization), load_plain(file)
+    generator = torch.Generator().manual_seed(20)
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear):
+            assert type(layer.product) is PackedProduct
+            check_product(layer, plain[name], generator)
+    indexes = torch.tensor([150, 0, 3, 3], device=DEVICE)
+    assert torch.equal(model.embedding(indexes), plain["head"].weight[indexes])
+
+
+def test_float32_logits_of_codes_are_not_rounded(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "qwen3", seed=21, **HEADS_OF_32)
+    model = load(path, torch.bfloat16, quantization="int8")
+    x = torch.randn(3, HEADS_OF_32["hidden_size"]).bfloat16().to(DEVICE)
+    logits = model.head.multiply_to_float32(x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits.bfloat16(), model.head(x))
+    assert not torch.equal(logits.bfloat16().float(), logits)
+    written = torch.empty_like(logits)
+    assert torch.equal(model.head.multiply_to_float32(x, written), logits)
+    assert torch.equal(written, logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "W4A16 asymmetric"), ("qwen2", "AWQ"), ("qwen3_moe", "GPTQ of 8 bits")]
+)
+def test_greedy_tokens_are_those_of_what_the_weights_mean(tmp_path: Path, family: str, name: str) -> None:
+    path, plain = make_quantized(tmp_path, family, BY_NAME[name], seed=7, **SHAPES[family])
+    check_tokens(plain, make_runner(path))
+
+
+def test_greedy_tokens_over_mxfp4(tmp_path: Path) -> None:
+    path, plain = make_mxfp4(tmp_path, seed=7, **SHAPES["gpt_oss"])
+    check_tokens(plain, make_runner(path))
