@@ -60,6 +60,19 @@ def test_a_step_of_decoding_rows(tmp_path, monkeypatch):
     assert around.total() <= 3
 
 
+def test_a_step_over_codes(tmp_path, monkeypatch):
+    """A product with codes is one launch too. The embedding's rows are decoded by more than one."""
+    record_launches(monkeypatch)
+    device = FakeDevice(seed=5)
+    runner = make_runner(tmp_path, device, max_graph_batch_size=1, num_layers=2, quantization="int4")
+    runner.computation.capture_graphs()
+    around = run_last(runner, device, [Row([3, 1, 4], 2)])
+    _, step = (graph.launches for graph in device.graphs)
+    report("in the graph of the step", step)
+    assert step.total() <= 37  # of 28 layers 297
+    assert around.total() <= 3
+
+
 def test_a_step_of_prompts_and_decoding_rows(tmp_path, monkeypatch):
     """One row decodes, and one has the last two tokens of its prompt. There is no graph of such steps."""
     record_launches(monkeypatch)

@@ -1,12 +1,10 @@
 """What is compiled before a worker is ready: no step that comes later launches a kernel in a way that is new."""
 
-import inspect
 import logging
 import random
 
 import pytest
 import torch
-from triton.language import constexpr
 from triton.runtime.interpreter import GridExecutor
 
 from tests.kernels.triton.device import choose_device
@@ -27,6 +25,9 @@ from worker_service.step import SamplingParams  # noqa: E402
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake device is the host")
 
 
+MAX_NUM_SEQS = 17
+
+
 @pytest.fixture(autouse=True)
 def _products_of_a_gpu(monkeypatch):
     with float32_products(monkeypatch):
@@ -41,12 +42,9 @@ def variants(monkeypatch):
     carry_out = GridExecutor.__call__
 
     def launch(executor, *args, **kwargs):
-        parameters = inspect.signature(executor.fn).parameters
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        kinds = {
-            name: value if name not in parameters or parameters[name].annotation is constexpr else kind_of(value)
-            for name, value in given.items()
-        }
+        given = dict(zip(executor.arg_names, args, strict=False)) | kwargs
+        constants = {name for name in given if name in executor.constexprs or name not in executor.arg_names}
+        kinds = {name: value if name in constants else kind_of(value) for name, value in given.items()}
         found.add((executor.fn.__name__, str(sorted(kinds.items()))))
         carry_out(executor, *args, **kwargs)
 
@@ -85,18 +83,22 @@ def random_rows(rng, num_long):
     return [Row(prompt, rng.randrange(1, 5), random_sampling(rng), seed=rng.getrandbits(32)) for prompt in prompts]
 
 
-@pytest.mark.parametrize("max_graph_batch_size", [0, 2])
-def test_random_steps_launch_nothing_new(tmp_path, variants, max_graph_batch_size):
+@pytest.mark.parametrize(("max_graph_batch_size", "quantization"), [(0, None), (2, None), (0, "int4")])
+def test_random_steps_launch_nothing_new(tmp_path, variants, max_graph_batch_size, quantization):
     device = FakeDevice(seed=5)
-    runner = make_runner(tmp_path, device, max_graph_batch_size, num_layers=1)
+    # Products with codes have tiles for up to 16 rows, and for more.
+    options = {"quantization": quantization, "max_num_seqs": MAX_NUM_SEQS if quantization else 4}
+    runner = make_runner(tmp_path, device, max_graph_batch_size, num_layers=1, **options)
     warm_up(runner, EpochGrammars(None, CONFIG["vocab_size"]))
     runner.computation.capture_graphs()
     known = set(variants)
     rng = random.Random(8)
     print("seed 8")
-    for epoch in range(1, 9):
+    for epoch in range(1, 4 if quantization else 9):
         runner.reset(epoch)
         rows = random_rows(rng, num_long=int(epoch == 1))
+        if quantization and epoch == 2:
+            rows = [Row([index], 2) for index in range(MAX_NUM_SEQS)]
         for step in plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=64, epoch=epoch):
             runner.execute(step.plan)
     assert variants - known == set()

@@ -49,17 +49,20 @@ def make_runner(
     max_graph_batch_size: int,
     *,
     num_layers: int = 28,
+    max_num_seqs: int = 4,
     grammars: EpochGrammars | None = None,
+    quantization: str | None = None,
 ) -> ModelRunner:
     """Weights are random, and the cache holds 80 blocks of 16 positions."""
     path.joinpath("config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
     config, dtype = ModelConfig.load(path), torch.bfloat16
-    model = load_model(path, dtype=dtype, device=CPU, operations=TritonOperations(CPU), is_dummy=True)
+    options = {"operations": TritonOperations(CPU), "is_dummy": True, "quantization": quantization}
+    model = load_model(path, dtype=dtype, device=CPU, **options)
     for rope in model.ropes:  # in the model's dtype, as on a GPU
         rope.to(dtype)
     cache_shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype)
     limits = TableLimits(
-        max_num_seqs=4,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
         max_model_len=config.max_position_embeddings,
         block_size=BLOCK_SIZE,

@@ -81,17 +81,21 @@ def _add_grammar(grammars: EpochGrammars) -> bool:
 
 def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[_Row, ...]]]:
     """Go through the steps, each with a name."""
-    num_tokens = 1
-    while num_tokens <= limits.max_num_batched_tokens:
+    for num_tokens in _doubled(limits.max_num_batched_tokens):
         yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
-        num_tokens *= 2
-    yield f"prompts of {limits.max_num_batched_tokens} tokens", _split(limits.max_num_batched_tokens, limits)
+    for num_rows in _doubled(limits.max_num_seqs):  # the head multiplies one token of each
+        yield f"{num_rows} prompts of a token", (_Row(1, 1),) * num_rows
     prompt = _Row(3, 3)
     yield "a prompt beside decoding", (_Row(2, 1), prompt)
     yield "a prompt beside decoding with a long context", (_Row(_longest(limits), 1), prompt)
     for grammar_id in range(1 + has_grammar):
         for name, sampling in _SAMPLING.items():
             yield name, (_Row(3, 3, sampling, grammar_id),)
+
+
+def _doubled(highest: int) -> list[int]:
+    """The powers of two up to a number, and the number."""
+    return [*(1 << power for power in range((highest - 1).bit_length())), highest]
 
 
 def _split(num_tokens: int, limits: TableLimits) -> tuple[_Row, ...]:
