@@ -13,10 +13,9 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import tiles
 from pagewire.kernels.triton.cache import check_caches
-from pagewire.kernels.triton.repeated_launch import RepeatedLaunch
+from pagewire.kernels.triton.repeated_launch import ALIGNMENT, RepeatedLaunch
 from pagewire.kernels.triton.strided import Strided
 
-ALIGNMENT = 16  # bytes: kernels are compiled for whether addresses are multiples of it
 LOG2_E = 1.4426950408889634
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)

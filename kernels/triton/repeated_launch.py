@@ -4,6 +4,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+ALIGNMENT = 16  # bytes: kernels are compiled for whether addresses are multiples of it
+
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLaunch:
@@ -22,7 +24,7 @@ class RepeatedLaunch:
     kernel: Any
     grid: tuple[int, int, int]
     constants: dict[str, Any]
-    options: dict[str, int]
+    options: dict[str, Any]
     _variants: dict[Hashable, Callable[..., None]] = field(default_factory=dict)
 
     def __call__(self, kind: Hashable, *arguments: Any) -> None:

@@ -5,7 +5,7 @@ Run as a process of its own, `python -m tests.kernels.triton.relaunching`: in th
 Prints for each layer the kernels that Triton looked for, and fails where the driver is told something else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.arguments import HeadPreparation, Scoring
 from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches, paged_caches
+from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import SplitPlan
 from tests.kernels.triton.launching import Driver
@@ -69,6 +70,23 @@ def layers() -> Iterator[tuple[str, Tensor, PagedCaches, Tensor | None, Tensor]]
     yield "dense", torch.zeros(shape), caches[7], None, output
 
 
+def layers_to_turn() -> Iterator[tuple[str, Tensor, HeadPreparation, Tensor, Tensor]]:
+    """A name, heads, how they are prepared, and where their keys and values go."""
+    num_all, storage = NUM_HEADS + 2 * NUM_KV_HEADS, torch.zeros((7, 6, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM))
+    caches = [storage[:, layer].unbind(1) for layer in range(6)]
+    heads, shifted = torch.zeros(NUM_TOKENS, num_all, HEAD_DIM), torch.zeros(NUM_TOKENS * num_all * HEAD_DIM + 1)[1:]
+    weights, angles = torch.ones(4, HEAD_DIM), torch.ones(4, NUM_TOKENS, HEAD_DIM)
+    both = HeadPreparation(NUM_HEADS, weights[0], weights[1], 1e-6, angles[0], angles[1])
+    yield "turned", heads, both, *caches[0]
+    others = HeadPreparation(NUM_HEADS, weights[2], weights[3], 1e-6, angles[2], angles[3])
+    yield "turned", torch.zeros_like(heads), others, *caches[1]
+    yield "turned without a norm of keys", heads, both._replace(key_weight=None), *caches[2]
+    yield "turned where they are shifted", shifted.view(heads.shape), both, *caches[3]
+    yield "turned where they are shifted", shifted.view(heads.shape), both, *caches[4]
+    yield "turned as part of more", torch.zeros(NUM_TOKENS, num_all + 1, HEAD_DIM + 1)[:, 1:, :-1], both, *caches[4]
+    yield "turned", heads, both, *caches[5]
+
+
 def attentions(caches: PagedCaches) -> Iterator[PagedAttention]:
     """Of the same rows, over and over; none of them has launched anything."""
     group = LayerGroup.of((NUM_TOKENS, NUM_HEADS, HEAD_DIM), torch.float32, caches, Scoring(1.0, window=20))
@@ -91,17 +109,26 @@ def main() -> None:
     every_layer = list(layers())
     fresh = attentions(every_layer[0][2])
     attention = next(fresh)
-    for name, query, caches, sinks, output in every_layer:
-        results = []
-        for tried in (attention, next(fresh)):
-            told.clear()
-            looked_for.clear()
-            tried.attend(query, caches, sinks, output)
-            results.append((list(told), list(looked_for)))
-        (actual, names), (expected, all_names) = results
-        assert actual == expected, f"{name}: the driver is told {actual}, not {expected}"
-        assert len(expected) == len(all_names) == 3
-        print(f"{name}:", *names)
+    for name, *tensors in every_layer:
+        compare(name, lambda attention, tensors=tensors: attention.attend(*tensors), attention, next(fresh))
+    slots = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+    caching = HeadCaching(slots)
+    for name, *turned in layers_to_turn():
+        compare(name, lambda caching, turned=turned: caching.turn(*turned), caching, HeadCaching(slots))
+
+
+def compare(name: str, launch: Callable[[Any], object], repeated: Any, fresh: Any) -> None:
+    """What launches again with what has launched nothing yet."""
+    results = []
+    for tried in (repeated, fresh):
+        told.clear()
+        looked_for.clear()
+        launch(tried)
+        results.append((list(told), list(looked_for)))
+    (actual, names), (expected, all_names) = results
+    assert actual == expected, f"{name}: the driver is told {actual}, not {expected}"
+    assert len(expected) == len(all_names) > 0
+    print(f"{name}:", *names)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,13 @@ def test_triton_looks_at_the_arguments_of_no_layer_that_is_like_another(tmp_path
         f"sinks:{kernels}",
         "sinks:",
         "dense:",
+        "turned: _norm_rope_kernel",
+        "turned:",
+        "turned without a norm of keys: _norm_rope_kernel",
+        "turned where they are shifted: _norm_rope_kernel",
+        "turned where they are shifted: _norm_rope_kernel",
+        "turned as part of more: _norm_rope_kernel",
+        "turned:",
     ], result.stderr
 
 

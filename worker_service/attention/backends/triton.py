@@ -12,6 +12,7 @@ from torch import Tensor
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches, paged_caches
 from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
+from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from pagewire.kernels.triton.tiles import MAX_GROUPS
@@ -83,7 +84,7 @@ class TritonAttention:
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
             return of_layers[layer].attend(query, caches[layer], sinks)
 
-        return CachedAttend(kv_cache, batch.slot_mapping, attend)
+        return CachedAttend(kv_cache, HeadCaching(batch.slot_mapping), attend)
 
     def _paged_caches(self, kv_cache: Sequence[LayerCache]) -> list[PagedCaches]:
         """The layers' caches as kernels take them. A worker has the same ones in all of its steps."""
