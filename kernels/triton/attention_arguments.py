@@ -1,6 +1,7 @@
 """The arguments of the attention kernels, how they follow from what callers pass, and what is refused."""
 
 from collections import namedtuple
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import tiles
 from pagewire.kernels.triton.cache import check_caches
+from pagewire.kernels.triton.repeated_launch import ALIGNMENT, RepeatedLaunch
 from pagewire.kernels.triton.strided import Strided
 
 LOG2_E = 1.4426950408889634
@@ -36,12 +38,14 @@ PagedCaches = tuple[Strided, Strided]
 
 
 class LayerTensors(NamedTuple):
-    """What differs from layer to layer of a step, as the attention kernels take it."""
+    """What differs from layer to layer of a step, as the attention kernels take it, and of which kind it is: see
+    `RepeatedLaunch`."""
 
     output: Strided
     query: Strided
     caches: PagedCaches
     weighing: Weighing
+    kind: Hashable
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,14 @@ class LayerGroup:
         """Query heads that share a KV head."""
         return self.query_shape[1] // self.cache_shape[2]
 
-    def constants(self, kernel: str) -> dict[str, Any]:
-        """What a kernel, as `tiles.lookup` names it, is passed by name: SHAPE and how many warps and stages it has."""
+    def launch(self, kernel: Any, name: str, grid: Callable[[AttentionShape], tuple[int, int]]) -> RepeatedLaunch:
+        """A launch of an attention kernel with the tile that `tiles.lookup` has for this name, on the grid of it."""
         head_dim = self.query_shape[2]
-        tile = tiles.lookup(kernel, head_dim=head_dim, num_groups=self.num_groups, dtype=self.cache_dtype)
+        tile = tiles.lookup(name, head_dim=head_dim, num_groups=self.num_groups, dtype=self.cache_dtype)
         sizes = (self.num_groups, head_dim, triton.next_power_of_2(head_dim), self.cache_shape[1])
         shape = AttentionShape(*sizes, tile.block_m, tile.block_n, operand(self.query_dtype, self.cache_dtype))
-        return {"SHAPE": shape, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        return RepeatedLaunch(kernel, (*grid(shape), 1), {"SHAPE": shape}, options)
 
     def rows(
         self, block_tables: Tensor, seq_lens: Tensor, num_rows: int, window: int | None, selection: Selection | None
@@ -136,11 +141,17 @@ class LayerGroup:
                 f"the last dimension of queries and output has strides {query_strides[2]} and {output_strides[2]}; "
                 "make it dense"
             )
+        addresses = query.data_ptr() | output.data_ptr() | cache.data_ptr() | others.data_ptr()
         weighing = self.weighing
         if sinks is not None:
             _check_numbers("sinks", sinks, self.query_shape[1])
             weighing = weighing._replace(sinks=sinks)
-        return LayerTensors(Strided(output, output_strides[:-1]), Strided(query, query_strides[:-1]), caches, weighing)
+            addresses |= sinks.data_ptr()
+        kind = None
+        if addresses % ALIGNMENT == 0:
+            kind = (query_strides, output_strides, caches[0].strides, caches[1].strides, sinks is None)
+        query_argument, output_argument = Strided(query, query_strides[:-1]), Strided(output, output_strides[:-1])
+        return LayerTensors(output_argument, query_argument, caches, weighing, kind)
 
 
 def paged_caches(key_cache: Tensor, value_cache: Tensor) -> PagedCaches:

@@ -27,6 +27,7 @@ from pagewire.kernels.triton.attention_arguments import (
     paged_caches,
     prepare_queries,
 )
+from pagewire.kernels.triton.repeated_launch import RepeatedLaunch
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 
 REDUCTION_TILE = 16  # splits
@@ -114,19 +115,15 @@ class DecodeAttention:
 
     Attributes:
         rows: see `LayerGroup.rows`.
+        attend: the launch, without rows nothing.
         splits: of the rows; None: they are not cut.
-        num_rows: that come first in the layers' queries.
-        num_programs: of each KV head.
+        reduce: the launch that adds splits up.
     """
 
     rows: tuple[Any, ...]
+    attend: RepeatedLaunch | None
     splits: _Splits | None
-    num_rows: int
-    num_heads: int
-    num_kv_heads: int
-    num_programs: int
-    constants: dict[str, Any]
-    reduction: dict[str, Any]
+    reduce: RepeatedLaunch | None
 
     @staticmethod
     def of(
@@ -141,35 +138,34 @@ class DecodeAttention:
         num_tokens, num_heads, head_dim = group.query_shape
         if num_rows > num_tokens:
             raise ValueError(f"there are {num_rows} rows with {num_tokens} queries; pass at least as many queries")
-        kernel = "paged_attention_v1" if plan is None else "paged_attention_v2"
-        splits, num_programs = None, num_rows
+        rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or ANY_LEN, selection)
+        num_kv_heads = group.cache_shape[2]
         if plan is not None:
             plan.check((num_rows, num_heads, head_dim))
-            splits = _Splits(plan.split_rows, plan.split_starts, plan.sums, plan.highest, plan.totals)
-            num_programs = plan.split_rows.shape[0]
+        if not num_rows:
+            return DecodeAttention(rows, None, None, None)
+        if plan is None:
+            grid = (num_kv_heads, num_rows)
+            attend = group.launch(_paged_attention_v1_kernel, "paged_attention_v1", lambda shape: grid)
+            return DecodeAttention(rows, attend, None, None)
+        splits = _Splits(plan.split_rows, plan.split_starts, plan.sums, plan.highest, plan.totals)
+        grid = (num_kv_heads, plan.split_rows.shape[0])
+        attend = group.launch(_paged_attention_v2_kernel, "paged_attention_v2", lambda shape: grid)
         padded_dim = triton.next_power_of_2(head_dim)
-        return DecodeAttention(
-            group.rows(block_tables, seq_lens, num_rows, group.scoring.window or ANY_LEN, selection),
-            splits,
-            num_rows,
-            num_heads,
-            group.cache_shape[2],
-            num_programs,
-            group.constants(kernel),
-            {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "TILE": REDUCTION_TILE},
-        )
+        constants = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "TILE": REDUCTION_TILE}
+        reduce = RepeatedLaunch(_reduction_kernel, (num_heads, num_rows, 1), constants, {"num_warps": 4})
+        return DecodeAttention(rows, attend, splits, reduce)
 
     def launch(self, layer: LayerTensors) -> None:
         """Write the rows' results to the layer's output."""
-        if not self.num_rows:
+        if self.attend is None:
             return
-        grid = (self.num_kv_heads, self.num_programs)
         arguments = (layer.output, layer.query, layer.caches, *self.rows, layer.weighing)
-        if self.splits is None:
-            _paged_attention_v1_kernel[grid](*arguments, **self.constants)
+        if self.reduce is None:
+            self.attend(layer.kind, *arguments)
             return
-        _paged_attention_v2_kernel[grid](self.splits, *arguments, **self.constants)
-        _reduction_kernel[(self.num_heads, self.num_rows)](self.splits, layer.output, **self.reduction, num_warps=4)
+        self.attend(layer.kind, self.splits, *arguments)
+        self.reduce(layer.kind, self.splits, layer.output)
 
 
 # Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `LayerGroup`

@@ -1,6 +1,9 @@
 """The operations of a decoder between its matrix products, a launch each. They are specified by the functions of the
 same names in `kernels/reference.py`, whose intermediate roundings these keep: products and sums are not contracted."""
 
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -8,6 +11,7 @@ import triton
 import triton.language as tl
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton.cache import HEAD_DIMS, cached, check_caches
+from pagewire.kernels.triton.repeated_launch import ALIGNMENT, RepeatedLaunch
 from pagewire.kernels.triton.strided import Strided
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -80,9 +84,12 @@ def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tens
         ValueError: a shape, stride or dtype is not one of these.
     """
     _check_heads(heads, preparation)
-    num_heads = preparation.num_heads
+    num_heads, query_weight, key_weight, eps, cos, sin = preparation
     num_kv_heads = (heads.shape[1] - num_heads) // 2
-    _launch_norm_rope(heads, preparation, None)
+    if heads.shape[0]:
+        angles = (Strided.of(cos), Strided.of(sin))
+        launch = _norm_rope_launch(heads, num_heads, None)
+        launch(None, Strided.of(heads), query_weight, key_weight, eps, angles, None)
     queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     return queries, keys, values
 
@@ -107,10 +114,40 @@ def norm_rope_and_cache(
     Raises:
         ValueError: a shape, stride or dtype is not one of these.
     """
-    _check_heads(heads, preparation)
-    _check_cached(heads, preparation.num_heads, key_cache, value_cache, slot_mapping)
-    _launch_norm_rope(heads, preparation, (key_cache, value_cache, slot_mapping))
-    return heads[:, : preparation.num_heads]
+    return HeadCaching(slot_mapping).turn(heads, preparation, key_cache, value_cache)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCaching:
+    """`norm_rope_and_cache` in the layers of a step: what is laid out as in a layer before is not checked again."""
+
+    slot_mapping: Tensor
+    _launches: dict[Hashable, RepeatedLaunch] = field(default_factory=dict)  # by layout
+
+    def turn(self, heads: Tensor, preparation: HeadPreparation, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+        """See `norm_rope_and_cache`."""
+        num_heads, query_weight, key_weight, eps, cos, sin = preparation
+        layout: list[Hashable] = [num_heads]
+        addresses = self.slot_mapping.data_ptr()
+        for tensor in (heads, query_weight, key_weight, cos, sin, key_cache, value_cache):
+            if tensor is None:
+                layout.append(None)
+            else:
+                layout += (tensor.shape, tensor.stride(), tensor.dtype)
+                addresses |= tensor.data_ptr()
+        kind = tuple(layout)
+        launch = self._launches.get(kind)
+        if launch is None:
+            _check_heads(heads, preparation)
+            _check_cached(heads, num_heads, key_cache, value_cache, self.slot_mapping)
+            launch = self._launches[kind] = _norm_rope_launch(heads, num_heads, key_cache)
+        if heads.shape[0]:
+            launch(
+                None if addresses % ALIGNMENT else kind,
+                *(Strided.of(heads), query_weight, key_weight, eps, (Strided.of(cos), Strided.of(sin))),
+                (Strided.of(key_cache), Strided.of(value_cache), self.slot_mapping),
+            )
+        return heads[:, :num_heads]
 
 
 def _rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -142,30 +179,23 @@ def _rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> T
     return output
 
 
-def _launch_norm_rope(
-    heads: Tensor, preparation: HeadPreparation, target: tuple[Tensor, Tensor, Tensor] | None
-) -> None:
-    """With a target, (key_cache, value_cache, slot_mapping), keys and values go there; without, keys stay in place."""
+def _norm_rope_launch(heads: Tensor, num_heads: int, cache: Tensor | None) -> RepeatedLaunch:
+    """With a cache, keys and values go there; without, keys stay in place."""
     num_tokens, total_heads, head_dim = heads.shape
-    if num_tokens == 0:
-        return
-    num_heads, query_weight, key_weight, eps, cos, sin = preparation
     num_kv_heads = (total_heads - num_heads) // 2
     padded_half = triton.next_power_of_2(head_dim // 2)
     tile_heads = _TILE_ELEMENTS // (2 * padded_half)
-    num_turned = total_heads if target else num_heads + num_kv_heads
-    _norm_rope_kernel[(num_tokens, triton.cdiv(num_turned, tile_heads))](
-        *(Strided.of(heads), query_weight, key_weight, eps, (Strided.of(cos), Strided.of(sin))),
-        None if target is None else (Strided.of(target[0]), Strided.of(target[1]), target[2]),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        PADDED_HALF=padded_half,
-        BLOCK_SIZE=1 if target is None else target[0].shape[1],
-        TILE_HEADS=tile_heads,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+    num_turned = num_heads + num_kv_heads if cache is None else total_heads
+    constants = {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "PADDED_HALF": padded_half,
+        "BLOCK_SIZE": 1 if cache is None else cache.shape[1],
+        "TILE_HEADS": tile_heads,
+    }
+    grid = (num_tokens, triton.cdiv(num_turned, tile_heads), 1)
+    return RepeatedLaunch(_norm_rope_kernel, grid, constants, {"num_warps": _NUM_WARPS, "enable_fp_fusion": False})
 
 
 def _check_rows(name: str, x: Tensor) -> None:

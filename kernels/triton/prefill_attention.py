@@ -19,6 +19,7 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
+    AttentionShape,
     LayerGroup,
     LayerTensors,
     bend,
@@ -28,6 +29,7 @@ from pagewire.kernels.triton.attention_arguments import (
     paged_caches,
     prepare_queries,
 )
+from pagewire.kernels.triton.repeated_launch import RepeatedLaunch
 
 
 def paged_prefill(
@@ -79,14 +81,13 @@ class PrefillAttention:
 
     Attributes:
         rows: see `LayerGroup.rows`.
-        grid: (tiles of queries, KV heads).
+        attend: the launch.
     """
 
     rows: tuple[Any, ...]
     query_start_loc: Tensor
     num_rows: int
-    grid: tuple[int, int]
-    constants: dict[str, Any]
+    attend: RepeatedLaunch
 
     @staticmethod
     def of(
@@ -101,16 +102,20 @@ class PrefillAttention:
         num_rows = seq_lens.numel()
         rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or None, selection)
         check_integers("query_start_loc", query_start_loc, (num_rows + 1,))
-        constants = group.constants("paged_prefill")
-        tile_queries = constants["SHAPE"].block_m // group.num_groups
-        max_tiles = (group.query_shape[0] - num_skipped) // tile_queries + num_rows  # see `_find_tile`
-        return PrefillAttention(rows, query_start_loc, num_rows, (max_tiles, group.cache_shape[2]), constants)
+        num_queries = group.query_shape[0] - num_skipped
+
+        def grid(shape: AttentionShape) -> tuple[int, int]:
+            max_tiles = num_queries // (shape.block_m // shape.num_groups) + num_rows  # see `_find_tile`
+            return max_tiles, group.cache_shape[2]
+
+        attend = group.launch(_paged_prefill_kernel, "paged_prefill", grid)
+        return PrefillAttention(rows, query_start_loc, num_rows, attend)
 
     def launch(self, layer: LayerTensors) -> None:
         """Write the rows' results to the layer's output."""
         if self.num_rows:
             arguments = (layer.output, layer.query, layer.caches, *self.rows, layer.weighing)
-            _paged_prefill_kernel[self.grid](*arguments, self.query_start_loc, self.num_rows, **self.constants)
+            self.attend(layer.kind, *arguments, self.query_start_loc, self.num_rows)
 
 
 # Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `LayerGroup`

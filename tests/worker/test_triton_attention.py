@@ -1,6 +1,8 @@
 """The Triton backend against the reference kernels and the torch backend, over a cache that holds NaN where it may."""
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -200,6 +202,18 @@ def test_memory_of_splits_serves_steps_of_fewer_and_of_more_rows():
     backend = TritonAttention(make_rows(7, [(1, 1)]).shape((0, 0)), NUM_PROCESSORS, DEVICE)
     for num_rows in (2, 1, 3, 2):
         check(make_rows(num_rows, [(600 + row, 1) for row in range(num_rows)]), backend=backend)
+
+
+def test_a_backend_serves_one_cache_after_another_and_keeps_none():
+    """As when memory is measured with a cache of its own."""
+    first, second = make_rows(16, [(40, 1), (3, 5)]), make_rows(17, [(40, 1), (3, 5)], block_size=32)
+    backend = TritonAttention(first.shape((0, 0)), NUM_PROCESSORS, DEVICE)
+    check(first, backend=backend)
+    caches = [weakref.ref(part) for layer in first.kv_cache for part in layer]
+    del first
+    gc.collect()
+    assert not any(cache() is not None for cache in caches)
+    check(second, backend=backend)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])

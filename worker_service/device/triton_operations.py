@@ -115,7 +115,7 @@ class TritonOperations:
         values to the cache."""
         if not isinstance(attend, CachedAttend):
             return attend(layer, *fused.norm_rope(heads, preparation), sinks)
-        query = fused.norm_rope_and_cache(heads, preparation, *attend.kv_cache[layer], attend.slot_mapping)
+        query = attend.caching.turn(heads, preparation, *attend.kv_cache[layer])
         return attend.attend_cached(layer, query, sinks)
 
 

@@ -1,5 +1,6 @@
 """Tells which attention kernels are launched, on a device as in the interpreter."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,10 @@ class _Recorded:
         self._kernel = getattr(module, f"_{name}_kernel")
         self._launched = launched
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self._launched.append((self._name, grid))
-        return self._kernel[grid]
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            """Tells of no variant that could be launched past it: see `RepeatedLaunch`."""
+            self._launched.append((self._name, grid))
+            self._kernel[grid](*arguments, **options)
+
+        return launch

@@ -71,6 +71,34 @@ def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size(tmp
     ], result.stderr
 
 
+def test_triton_looks_at_the_arguments_of_no_layer_that_is_like_another(tmp_path):
+    """And the driver is told what it is told where Triton looks at them."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.triton.relaunching"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    kernels = " _paged_attention_v2_kernel _reduction_kernel _paged_prefill_kernel"
+    assert result.stdout.splitlines() == [
+        f"dense:{kernels}",
+        "dense:",
+        f"merged:{kernels}",
+        "merged:",
+        f"shifted:{kernels}",
+        f"shifted:{kernels}",
+        f"output shifted:{kernels}",
+        f"sinks:{kernels}",
+        "sinks:",
+        "dense:",
+        "turned: _norm_rope_kernel",
+        "turned:",
+        "turned without a norm of keys: _norm_rope_kernel",
+        "turned where they are shifted: _norm_rope_kernel",
+        "turned where they are shifted: _norm_rope_kernel",
+        "turned as part of more: _norm_rope_kernel",
+        "turned:",
+    ], result.stderr
+
+
 def test_a_variant_that_takes_too_much_is_refused():
     """The bounds are read from what the compiler made: each of these breaks one."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -53,6 +53,33 @@ def test_norm_rope_and_cache(device, dtype, is_quantized, num_heads, num_kv_head
     checks.check_norm_rope_and_cache(device, dtype, cache_dtype, *shape, head_dim + num_heads, normalized)
 
 
+def test_layers_of_a_step_get_what_each_gets_alone(device):
+    """Some are laid out as one before, and some are not: in their weights, their caches, or as part of more heads."""
+    num_tokens, num_heads, num_kv_heads, head_dim = 5, 4, 2, 32
+    total_heads = num_heads + 2 * num_kv_heads
+    slots = torch.tensor([7, 3, -1, 20, 9], device=device)
+    caching = fused.HeadCaching(slots)
+    storage = torch.zeros(2, 6, 2, 8, num_kv_heads, head_dim, device=device)
+    for seed, (kind, layer) in enumerate([("", 0), ("", 1), ("wide", 0), ("q", 1), ("fp8", 0), ("wide", 1), ("", 0)]):
+        torch.manual_seed(seed)
+        heads, weights, cos, sin = checks.make_heads(device, torch.float32, num_tokens, total_heads + 1, head_dim)
+        heads = heads[:, :total_heads] if kind == "wide" else heads[:, :total_heads].contiguous()
+        preparation = HeadPreparation(num_heads, weights[0], None if kind == "q" else weights[1], 1e-6, cos, sin)
+        blocks = storage[layer].to(torch.float8_e4m3fn) if kind == "fp8" else storage[layer].clone()
+        theirs, turned = blocks.clone(), heads.clone()
+        queries, keys, values = reference.norm_rope(turned, preparation)
+        reference.reshape_and_cache(keys, values, theirs[:, 0], theirs[:, 1], slots)
+        actual = caching.turn(heads, preparation, blocks[:, 0], blocks[:, 1])
+        checks.assert_same_rounding(actual, queries, f"{kind}, seed {seed}")
+        checks.assert_same_rounding(blocks, theirs, f"the cache, {kind}, seed {seed}")
+    with pytest.raises(ValueError, match=r"cos is torch.float32 \[4, 32\]"):
+        caching.turn(heads, preparation._replace(cos=cos[:4]), blocks[:, 0], blocks[:, 1])
+    with pytest.raises(ValueError, match="for these heads they must hold"):
+        caching.turn(heads, preparation, blocks[:, 0].half(), blocks[:, 1].half())
+    with pytest.raises(ValueError, match=r"slots are torch.int64 \[5\]; they must be .* \[3\]"):
+        caching.turn(heads[:3], preparation._replace(cos=cos[:3], sin=sin[:3]), blocks[:, 0], blocks[:, 1])
+
+
 def test_what_8_bit_floats_cannot_hold_is_saturated_and_nan_stays(device):
     heads = torch.zeros(1, 3, 32, device=device)
     heads[0, 2, :4] = torch.tensor([1000.0, -1000.0, float("nan"), 3.0])

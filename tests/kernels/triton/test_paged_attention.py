@@ -46,9 +46,12 @@ def test_each_part_has_its_own_launch(device, monkeypatch, splits):
     launched = record_attention(monkeypatch)
     check_paged_attention(device, CASE, 3, splits=splits)
     tile = tiles.lookup("paged_prefill", head_dim=CASE.head_dim, num_groups=2, dtype=CASE.dtype)
-    prefill = ("paged_prefill", (22 // (tile.block_m // 2) + 3, 2))
+    prefill = ("paged_prefill", (22 // (tile.block_m // 2) + 3, 2, 1))
     # By KV heads: three rows, or 32 splits and as many as there are rows.
-    assert launched == [("paged_attention_v2", (2, 32 + 3)) if splits else ("paged_attention_v1", (2, 3)), prefill]
+    assert launched == [
+        ("paged_attention_v2", (2, 32 + 3, 1)) if splits else ("paged_attention_v1", (2, 3, 1)),
+        prefill,
+    ]
 
 
 @pytest.mark.parametrize("splits", [False, True])

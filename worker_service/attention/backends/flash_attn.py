@@ -17,6 +17,7 @@ from torch import Tensor
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import HEAD_DIMS
+from pagewire.kernels.triton.fused import HeadCaching
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows, LayerCache
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability
@@ -69,7 +70,7 @@ class FlashAttention:
             outputs = [part.attend(query[part.tokens], *kv_cache[layer], window_size) for part in parts]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-        return CachedAttend(kv_cache, batch.slot_mapping, attend)
+        return CachedAttend(kv_cache, HeadCaching(batch.slot_mapping), attend)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,19 @@ Grids and the choice of kernels follow from shapes and from what the host knows 
 really are is read on the device.
 """
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu import CpuKernels
-from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches, paged_caches
+from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
 from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
+from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
+from pagewire.kernels.triton.strided import Strided
 from pagewire.kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows, LayerCache
 from worker_service.attention.cached_attend import CachedAttend
@@ -52,12 +55,14 @@ class TritonAttention:
         self._scorings = {window: shape.scoring(window, device) for window in set(shape.windows)}
         self._num_processors = num_processors
         self._plans: dict[int, SplitPlan] = {}  # by window, for as many rows as any step had
-        self._caches: tuple[Sequence[LayerCache], list[PagedCaches]] | None = None  # of the last step
+        # Of the last step. Memory is measured with a cache that must be gone before there is another.
+        self._first_cache: weakref.ReferenceType[Tensor] | None = None
+        self._strides: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Decides for each window whether rows are split, and where, and what its layers launch. See
         `AttentionBackend.prepare`."""
-        caches = self._paged_caches(kv_cache)
+        strides = self._strides_of(kv_cache)
         device = kv_cache[0][0].device
         rows = batch.rows_on(device)
         block_tables = batch.block_tables.to(torch.int32)
@@ -69,7 +74,7 @@ class TritonAttention:
             decode_lens, prefill_lens = _split_lengths(rows)
         attentions = {}
         for window, scoring in self._scorings.items():
-            group = LayerGroup.of(query_shape, self._shape.dtype, caches[0], scoring)
+            group = LayerGroup.of(query_shape, self._shape.dtype, paged_caches(*kv_cache[0]), scoring)
             plan = self._plan(batch, decode_lens, window, num_blocks, device)
             if prefill_lens is None:
                 split = (len(decode_lens), plan)
@@ -81,15 +86,19 @@ class TritonAttention:
         of_layers = [attentions[window] for window in self._shape.windows]
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
-            return of_layers[layer].attend(query, caches[layer], sinks)
+            caches = Strided(kv_cache[layer][0], strides[layer][0]), Strided(kv_cache[layer][1], strides[layer][1])
+            return of_layers[layer].attend(query, caches, sinks)
 
-        return CachedAttend(kv_cache, batch.slot_mapping, attend)
+        return CachedAttend(kv_cache, HeadCaching(batch.slot_mapping), attend)
 
-    def _paged_caches(self, kv_cache: Sequence[LayerCache]) -> list[PagedCaches]:
-        """The layers' caches as kernels take them. A worker has the same ones in all of its steps."""
-        if self._caches is None or self._caches[0] is not kv_cache:
-            self._caches = kv_cache, [paged_caches(*layer) for layer in kv_cache]
-        return self._caches[1]
+    def _strides_of(self, kv_cache: Sequence[LayerCache]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The strides of each layer's keys and values, which are checked when they are first seen: a worker has the
+        same ones in all of its steps."""
+        if self._first_cache is None or self._first_cache() is not kv_cache[0][0]:
+            caches = [paged_caches(*layer) for layer in kv_cache]
+            self._strides = [(keys.strides, values.strides) for keys, values in caches]
+            self._first_cache = weakref.ref(kv_cache[0][0])
+        return self._strides
 
     def _plan(
         self, batch: AttentionBatch, decode_lens: Tensor, window: int, num_blocks: int, device: torch.device

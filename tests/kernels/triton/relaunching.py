@@ -1,0 +1,135 @@
+"""Launches attention of many layers by Triton's own launcher, on a driver that does nothing, and compares what reaches
+the driver where a layer's launch repeats another's with what does where Triton looks at all arguments.
+
+Run as a process of its own, `python -m tests.kernels.triton.relaunching`: in that of the tests Triton interprets.
+Prints for each layer the kernels that Triton looked for, and fails where the driver is told something else.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from pagewire.kernels.arguments import HeadPreparation, Scoring
+from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches, paged_caches
+from pagewire.kernels.triton.fused import HeadCaching
+from pagewire.kernels.triton.paged_attention import PagedAttention
+from pagewire.kernels.triton.split_plan import SplitPlan
+from tests.kernels.triton.launching import Driver
+
+CPU = torch.device("cpu")
+NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 4, 2, 16, 8
+NUM_DECODES, NUM_ROWS = 3, 5
+
+told: list[tuple[Any, ...]] = []
+looked_for: list[str] = []
+
+
+class Launcher:
+    """Writes down which variant is launched on which grid and with what; tensors by their addresses."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._variant = (source.fn.__name__, metadata.hash)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *others: Any) -> None:
+        packed, _, *rest = others  # all but a description for whoever listens, made anew for each launch
+        told.append((self._variant, (x, y, z), packed, _plain(tuple(rest))))
+
+
+class RecordingDriver(Driver):
+    launcher_cls = Launcher
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.dtype
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+def layers() -> Iterator[tuple[str, Tensor, PagedCaches, Tensor | None, Tensor]]:
+    """A name, and the query, caches, sinks and output of each."""
+    shape, size = (NUM_TOKENS, NUM_HEADS, HEAD_DIM), NUM_HEADS * HEAD_DIM
+    storage = torch.zeros((7, 8, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM))
+    caches = [paged_caches(*storage[:, layer].unbind(1)) for layer in range(8)]
+    sinks, output = torch.zeros(2, 8)[:, :NUM_HEADS], torch.zeros(shape)
+    wide = torch.zeros(2, NUM_TOKENS, size + 24)
+    merged = [part[:, :size].unflatten(1, shape[1:]) for part in wide]
+    shifted = torch.zeros(output.numel() + 8)[1:][: output.numel()].view(shape)
+    yield "dense", torch.zeros(shape), caches[0], None, output
+    yield "dense", torch.zeros(shape), caches[1], None, torch.zeros(shape)
+    yield "merged", merged[0], caches[2], None, output
+    yield "merged", merged[1], caches[3], None, output
+    yield "shifted", shifted, caches[4], None, output
+    yield "shifted", shifted, caches[5], None, output
+    yield "output shifted", torch.zeros(shape), caches[5], None, shifted
+    yield "sinks", torch.zeros(shape), caches[6], sinks[0], output
+    yield "sinks", torch.zeros(shape), caches[7], sinks[1], output
+    yield "dense", torch.zeros(shape), caches[7], None, output
+
+
+def layers_to_turn() -> Iterator[tuple[str, Tensor, HeadPreparation, Tensor, Tensor]]:
+    """A name, heads, how they are prepared, and where their keys and values go."""
+    num_all, storage = NUM_HEADS + 2 * NUM_KV_HEADS, torch.zeros((7, 6, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM))
+    caches = [storage[:, layer].unbind(1) for layer in range(6)]
+    heads, shifted = torch.zeros(NUM_TOKENS, num_all, HEAD_DIM), torch.zeros(NUM_TOKENS * num_all * HEAD_DIM + 1)[1:]
+    weights, angles = torch.ones(4, HEAD_DIM), torch.ones(4, NUM_TOKENS, HEAD_DIM)
+    both = HeadPreparation(NUM_HEADS, weights[0], weights[1], 1e-6, angles[0], angles[1])
+    yield "turned", heads, both, *caches[0]
+    others = HeadPreparation(NUM_HEADS, weights[2], weights[3], 1e-6, angles[2], angles[3])
+    yield "turned", torch.zeros_like(heads), others, *caches[1]
+    yield "turned without a norm of keys", heads, both._replace(key_weight=None), *caches[2]
+    yield "turned where they are shifted", shifted.view(heads.shape), both, *caches[3]
+    yield "turned where they are shifted", shifted.view(heads.shape), both, *caches[4]
+    yield "turned as part of more", torch.zeros(NUM_TOKENS, num_all + 1, HEAD_DIM + 1)[:, 1:, :-1], both, *caches[4]
+    yield "turned", heads, both, *caches[5]
+
+
+def attentions(caches: PagedCaches) -> Iterator[PagedAttention]:
+    """Of the same rows, over and over; none of them has launched anything."""
+    group = LayerGroup.of((NUM_TOKENS, NUM_HEADS, HEAD_DIM), torch.float32, caches, Scoring(1.0, window=20))
+    tables = torch.zeros((NUM_ROWS, 7), dtype=torch.int32)
+    seq_lens, starts = torch.ones(NUM_ROWS, dtype=torch.int32), torch.arange(NUM_ROWS + 1, dtype=torch.int32)
+    plan = SplitPlan.allocate(NUM_DECODES, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CPU, num_programs=8)
+    while True:
+        yield PagedAttention.of(group, tables, seq_lens, starts, NUM_DECODES, plan)
+
+
+def main() -> None:
+    driver.set_active(RecordingDriver())
+    run = JITFunction.run
+
+    def look_for(kernel: JITFunction, *arguments: Any, **options: Any) -> Any:
+        looked_for.append(kernel.__name__)
+        return run(kernel, *arguments, **options)
+
+    JITFunction.run = look_for
+    every_layer = list(layers())
+    fresh = attentions(every_layer[0][2])
+    attention = next(fresh)
+    for name, *tensors in every_layer:
+        compare(name, lambda attention, tensors=tensors: attention.attend(*tensors), attention, next(fresh))
+    slots = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+    caching = HeadCaching(slots)
+    for name, *turned in layers_to_turn():
+        compare(name, lambda caching, turned=turned: caching.turn(*turned), caching, HeadCaching(slots))
+
+
+def compare(name: str, launch: Callable[[Any], object], repeated: Any, fresh: Any) -> None:
+    """What launches again with what has launched nothing yet."""
+    results = []
+    for tried in (repeated, fresh):
+        told.clear()
+        looked_for.clear()
+        launch(tried)
+        results.append((list(told), list(looked_for)))
+    (actual, names), (expected, all_names) = results
+    assert actual == expected, f"{name}: the driver is told {actual}, not {expected}"
+    assert len(expected) == len(all_names) > 0
+    print(f"{name}:", *names)
+
+
+if __name__ == "__main__":
+    main()
