@@ -7,7 +7,8 @@ Specification: `pagewire.kernels.scaled`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _ROUNDER = tl.constexpr(1.5 * 2**23)
 _ROUND_TILE = 4096  # elements that a program rounds at a time
 _MIN_CAPABILITY = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
+_LIBRARY_UNIT = 16
+_MIN_LIBRARY_ROWS = 65  # fewer read the weight at the speed of memory by the kernel too
 _ENOUGH_PROGRAMS = 128  # for the 132 processors of an H200
 
 
@@ -65,11 +68,13 @@ class ScaledWeight:
         values: int8 or float8_e4m3fn [out_size, in_size], dense.
         scale: float32 [out_size], of channels; or of FP8 in blocks [ceil(out_size / 128), ceil(in_size / 128)].
         block_size: inputs that have a scale together: in_size, or 128.
+        has_library: torch's own product takes such weights on this device, and was found to agree: see `has_library`.
     """
 
     values: Tensor
     scale: Tensor
     block_size: int
+    has_library: bool = False
 
 
 def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
@@ -93,11 +98,38 @@ def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> Scaled
         values, scales = weight.values, weight.scale
     in_size = values.shape[1]
     if torch.equal(scales, scales[:, :1].expand_as(scales)):
-        return ScaledWeight(values.to(device).contiguous(), scales[:, 0].to(device).contiguous(), in_size)
-    if isinstance(weight, QuantizedWeight):
+        scale, block_size = scales[:, 0].contiguous(), in_size
+    elif isinstance(weight, QuantizedWeight) or (blocks := _scales_of_blocks(weight)) is None:
         return None
-    blocks = _scales_of_blocks(weight)
-    return None if blocks is None else ScaledWeight(values.to(device).contiguous(), blocks.to(device), BLOCK)
+    else:
+        scale, block_size = blocks, BLOCK
+    packed = ScaledWeight(values.to(device).contiguous(), scale.to(device), block_size)
+    return replace(packed, has_library=_fits_library(packed) and has_library(device, block_size == BLOCK))
+
+
+def _fits_library(weight: ScaledWeight) -> bool:
+    """Whether torch's product takes matrices of this dtype and size: of blocks whole ones, else multiples of 16."""
+    unit = BLOCK if weight.scale.dim() == 2 else _LIBRARY_UNIT
+    return weight.values.dtype == torch.float8_e4m3fn and not any(size % unit for size in weight.values.shape)
+
+
+@lru_cache
+def has_library(device: torch.device, is_blocked: bool) -> bool:
+    """Whether `torch._scaled_mm`, which is cuBLAS's, multiplies FP8 with scales of channels, or of blocks, on the device
+    as the kernel does. Which GPUs and versions of CUDA do is not asked: a small product is computed both ways."""
+    rows, outputs, inputs = 80, 2 * BLOCK, 2 * BLOCK
+    numbers = torch.arange(outputs * inputs, dtype=torch.float32, device=device)
+    values = (numbers * 0.7).sin().view(outputs, inputs).mul(200).to(torch.float8_e4m3fn)
+    scale = (2 + torch.arange(4 if is_blocked else outputs, dtype=torch.float32, device=device)) / 1000
+    block_size = BLOCK if is_blocked else inputs
+    weight = ScaledWeight(values, scale.view(2, 2) if is_blocked else scale, block_size)
+    rounded = round_rows((numbers[: rows * inputs] * 0.3).cos().view(rows, inputs), values.dtype, block_size)
+    expected = _multiply(rounded, weight, None, torch.float32)
+    try:
+        actual = _multiply_by_library(rounded, weight).float()
+    except (RuntimeError, ValueError):
+        return False
+    return bool(((actual - expected).abs() <= expected.abs() / 128 + expected.abs().max() / 10_000).all())
 
 
 def _scales_of_blocks(weight: Float8Weight) -> Tensor | None:
@@ -176,7 +208,23 @@ def multiply(
 def multiply_rounded(
     rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, output_dtype: torch.dtype
 ) -> Tensor:
-    """The product of rows that `round_rows` rounded for this weight; the rest is as of `multiply`."""
+    """The product of rows that `round_rows` rounded for this weight; the rest is as of `multiply`. Many rows are cuBLAS's
+    where it has such a product, since it multiplies them faster."""
+    is_library = weight.has_library and bias is None and output_dtype == torch.bfloat16
+    if is_library and len(rounded.values) >= _MIN_LIBRARY_ROWS:
+        return _multiply_by_library(rounded, weight)
+    return _multiply(rounded, weight, bias, output_dtype)
+
+
+def _multiply_by_library(rounded: RoundedRows, weight: ScaledWeight) -> Tensor:
+    """[T, out_size] bfloat16."""
+    weight_scale = weight.scale.t() if weight.scale.dim() == 2 else weight.scale[None]
+    return torch._scaled_mm(
+        rounded.values, weight.values.t(), scale_a=rounded.scale, scale_b=weight_scale, out_dtype=torch.bfloat16
+    )
+
+
+def _multiply(rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, output_dtype: torch.dtype) -> Tensor:
     (num_rows, in_size), (out_size, _) = rounded.values.shape, weight.values.shape
     output = torch.empty((num_rows, out_size), dtype=output_dtype, device=rounded.values.device)
     tile = choose_tile(num_rows, out_size, weight.values.dtype)
