@@ -147,7 +147,7 @@ def check_alone(device: torch.device, layer: Layer, seed: int) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     packed, bias = linear.pack(make_weight(layer, generator), device), make_bias(layer, generator)
     x = make_rows(layer, layer.num_rows, generator)
-    is_few = len(x) <= linear.FEW_ROWS
+    is_few = linear.choose_block_m(len(x), x.dtype) == linear.choose_block_m(1, x.dtype)
     alone = x[2:3] if is_few else x[2:].clone()  # or the first of others
     expected = linear.multiply(alone, packed, bias)[0]
     x[0], x[1] = float("inf"), 1e4
@@ -183,9 +183,9 @@ def compile_cases() -> Iterator[CompileCase]:
     for codes in ("int4", "e2m1", "int8", "fp8"):
         for group_size in (32, 128):
             layer = replace(plain, codes=codes, group_size=group_size)
-            for tile in (*linear._FEW[2], *linear._MANY[2]):
+            for tile in _tiles(2):
                 yield _variant(layer, tile)
-            for tile in (linear._FEW[2][-1], linear._MANY[2][0]):
+            for tile in (linear._TILES[2][16][-1], linear._TILES[2][64][0]):
                 yield _variant(replace(layer, dtype=torch.float16), tile)
                 for dtype in (torch.float16, torch.bfloat16):
                     yield _variant(replace(layer, dtype=dtype), tile, has_experts=True)
@@ -195,11 +195,16 @@ def compile_cases() -> Iterator[CompileCase]:
         {"has_minima": True, "has_half_scales": False, "codes": "int8", "group_size": 16},
         {"has_half_scales": False, "codes": "fp8", "group_size": 0},
     ):
-        for tile in (*linear._FEW[2], *linear._MANY[2]):
+        for tile in _tiles(2):
             yield _variant(replace(plain, **changes), tile)
     for codes, group_size in (("int4", 32), ("e2m1", 32), ("fp8", 128)):
-        for tile in (*linear._FEW[4], *linear._MANY[4]):
+        for tile in _tiles(4):
             yield _variant(replace(plain, dtype=torch.float32, codes=codes, group_size=group_size), tile)
+
+
+def _tiles(itemsize: int) -> Iterator[linear.LinearTile]:
+    for tiles in linear._TILES[itemsize].values():
+        yield from tiles
 
 
 def _variant(layer: Layer, tile: linear.LinearTile, has_experts: bool = False) -> CompileCase:
@@ -229,7 +234,7 @@ def _variant(layer: Layer, tile: linear.LinearTile, has_experts: bool = False) -
         num_stages=tile.num_stages,
         divisible_by_16=("strides", "in_size", "out_size"),
         overlaps=True,
-        min_programs=2 if tile.block_m == linear.FEW_ROWS else 1,
+        min_programs=2 if tile.block_m == 16 else 1,
     )
 
 
