@@ -468,7 +468,7 @@ def _check_bias(bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype)
         )
 
 
-@triton.jit(do_not_specialize=["num_slots", "slots_of_row"])
+@triton.jit(do_not_specialize=["num_slots", "slots_of_row", "num_units", "num_groups"])
 def _multiply_kernel(
     x, weight, biases, output, table, num_slots, slots_of_row, in_size, out_size,
     num_units, num_groups, SHAPE: tl.constexpr,
