@@ -533,12 +533,15 @@ def _sum_groups(
             if weight.zero is not None:
                 values -= _load_of_groups(weight.zero, expert, groups, num_groups, columns, out_size).to(SHAPE.operand)
             scale = _load_of_groups(weight.scale, expert, groups, num_groups, columns, out_size).to(tl.float32)
-            product = tl.dot(values, _transpose(x_tile.to(SHAPE.operand), SHAPE), input_precision="ieee")
+            x_operand = _transpose(x_tile.to(SHAPE.operand), SHAPE)
+            product = tl.dot(values, x_operand, input_precision="ieee")
             sums += product * scale
             if weight.minimum is not None:
                 minimum = _load_of_groups(weight.minimum, expert, groups, num_groups, columns, out_size)
-                x_sums = tl.sum(x_tile.to(tl.float32), axis=len(x_tile.shape) - 1, keep_dims=True)
-                sums -= minimum.to(tl.float32) * _transpose(x_sums, SHAPE)
+                # The sum of inputs, in each row: a product takes fewer instructions than to sum them up across threads.
+                ones = tl.full(codes.shape, 1.0, SHAPE.operand)
+                x_sums = tl.dot(ones, x_operand, input_precision="ieee")
+                sums -= minimum.to(tl.float32) * x_sums
     if SHAPE.num_lanes > 1:
         sums = tl.sum(sums, axis=0)
     return sums
