@@ -27,7 +27,6 @@ from pagewire.kernels.triton.experts import Assignment
 from pagewire.kernels.triton.strided import Strided
 
 E4M3 = torch.float8_e4m3fn
-FEW_ROWS = 16
 _MAX_DEPTH = 64  # inputs of a product at most
 _NUM_PROGRAMS = 2 * 132  # that keep the processors of an H200 busy
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -107,15 +106,15 @@ class LinearTile(NamedTuple):
     num_stages: int
 
 
-# By bytes of an element of x, from the widest: for few rows, where weights are read at the speed of memory, and many.
-# Few rows are multiplied in lanes, by as many warps: otherwise there are too few warps to hide what a step waits for.
-_FEW = {
-    2: [LinearTile(FEW_ROWS, 64, 4, 8, 4), LinearTile(FEW_ROWS, 32, 4, 4, 4), LinearTile(FEW_ROWS, 16, 4, 4, 4)],
-    4: [LinearTile(FEW_ROWS, 16, 4, 4, 3)],
-}
-_MANY = {
-    2: [LinearTile(64, 128, 1, 8, 4), LinearTile(64, 64, 1, 4, 4)],
-    4: [LinearTile(32, 64, 1, 4, 3)],
+# By bytes of an element of x and rows of a tile, from the widest. Of few rows weights are read at the speed of memory:
+# they are multiplied in lanes, by as many warps, or there were too few warps to hide what a step waits for.
+_TILES = {
+    2: {
+        16: [LinearTile(16, 64, 4, 8, 4), LinearTile(16, 32, 4, 4, 4), LinearTile(16, 16, 8, 8, 3)],
+        32: [LinearTile(32, 64, 4, 8, 4), LinearTile(32, 32, 4, 8, 3), LinearTile(32, 16, 8, 8, 3)],
+        64: [LinearTile(64, 128, 1, 8, 4), LinearTile(64, 64, 1, 4, 4)],
+    },
+    4: {16: [LinearTile(16, 16, 4, 4, 3)], 32: [LinearTile(32, 64, 1, 4, 3)]},
 }
 
 
@@ -130,13 +129,15 @@ def num_bytes(format: QuantizedFormat | Float8Format, out_size: int, in_size: in
 
     Codes of 4 bits are taken to be so in all rows alike: with those of other weights below them they may take 8.
     """
-    is_float = isinstance(format, Float8Format)
-    group_size, bits = (format.block_size, 8) if is_float else (format.group_size, 4 if format.bits <= 4 else 8)
+    if isinstance(format, Float8Format):
+        group_size, bits, num_scales, has_zeros = format.block_size, 8, 1, False
+    else:
+        group_size, bits, num_scales = format.group_size, 4 if format.bits <= 4 else 8, 1 + format.has_minima
+        has_zeros = format.has_zeros or bits == 4  # codes around anything get some
     num_groups, depth = -(-in_size // group_size), _depth(group_size, in_size)
     of_codes = -(-in_size // (depth * 8 // bits)) * depth
-    of_scales = 4 * num_groups * (1 if is_float or not format.has_minima else 2)
-    has_zeros = not is_float and (format.has_zeros or bits == 4)  # codes around anything get some
-    return out_size * (of_codes + of_scales + (-(-num_groups // 4) * 4 if has_zeros else 0))
+    of_zeros = -(-num_groups // 4) * 4 if has_zeros else 0
+    return out_size * (of_codes + 4 * num_groups * num_scales + of_zeros)
 
 
 def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> PackedWeight:
@@ -239,10 +240,10 @@ def join(packed: Sequence[PackedWeight]) -> PackedWeight:
             "of 2 dimensions"
         )
     first, num_groups = packed[0], packed[0].num_groups
-    scale, zero, minimum = (
-        _stack([getattr(each, name) for each in packed], num_groups) for name in ("scale", "zero", "minimum")
-    )
-    joined = replace(first, scale=scale, zero=zero, minimum=minimum)
+    parts = {
+        name: _stack([getattr(each, name) for each in packed], num_groups) for name in ("scale", "zero", "minimum")
+    }
+    joined = replace(first, **parts)  # type: ignore[arg-type]
     if len({(each.codes.dtype, each.offset, each.is_e2m1) for each in packed}) == 1:
         codes = torch.stack([each.codes.view(torch.uint8) for each in packed])
         return replace(joined, codes=codes.view(first.codes.dtype))
@@ -283,14 +284,15 @@ def take_rows(packed: PackedWeight, indexes: Tensor, dtype: torch.dtype) -> Tens
 
 def choose_block_m(num_rows: int, dtype: torch.dtype) -> int:
     """Rows of a tile where they are not assigned to experts."""
-    return (_FEW if num_rows <= FEW_ROWS else _MANY)[dtype.itemsize][0].block_m
+    sizes = _TILES[dtype.itemsize]
+    return next((size for size in sizes if num_rows <= size), max(sizes))
 
 
 def choose_tile(block_m: int, num_tiles: int, out_size: int, dtype: torch.dtype) -> LinearTile:
     """The widest tile that makes enough programs of so many tiles of rows, or the narrowest."""
-    tiles = (_FEW if block_m == FEW_ROWS else _MANY)[dtype.itemsize]
+    tiles = _TILES[dtype.itemsize][block_m]
     wide = (tile for tile in tiles if num_tiles * triton.cdiv(out_size, tile.block_n) >= _NUM_PROGRAMS)
-    return next(wide, tiles[-1])._replace(block_m=block_m)
+    return next(wide, tiles[-1])
 
 
 def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> KernelShape:
@@ -466,7 +468,7 @@ def _check_bias(bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype)
         )
 
 
-@triton.jit(do_not_specialize=["num_slots", "slots_of_row"])
+@triton.jit(do_not_specialize=["num_slots", "slots_of_row", "num_units", "num_groups"])
 def _multiply_kernel(
     x, weight, biases, output, table, num_slots, slots_of_row, in_size, out_size,
     num_units, num_groups, SHAPE: tl.constexpr,
@@ -531,12 +533,15 @@ def _sum_groups(
             if weight.zero is not None:
                 values -= _load_of_groups(weight.zero, expert, groups, num_groups, columns, out_size).to(SHAPE.operand)
             scale = _load_of_groups(weight.scale, expert, groups, num_groups, columns, out_size).to(tl.float32)
-            product = tl.dot(values, _transpose(x_tile.to(SHAPE.operand), SHAPE), input_precision="ieee")
+            x_operand = _transpose(x_tile.to(SHAPE.operand), SHAPE)
+            product = tl.dot(values, x_operand, input_precision="ieee")
             sums += product * scale
             if weight.minimum is not None:
                 minimum = _load_of_groups(weight.minimum, expert, groups, num_groups, columns, out_size)
-                x_sums = tl.sum(x_tile.to(tl.float32), axis=len(x_tile.shape) - 1, keep_dims=True)
-                sums -= minimum.to(tl.float32) * _transpose(x_sums, SHAPE)
+                # The sum of inputs, in each row: a product takes fewer instructions than to sum them up across threads.
+                ones = tl.full(codes.shape, 1.0, SHAPE.operand)
+                x_sums = tl.dot(ones, x_operand, input_precision="ieee")
+                sums -= minimum.to(tl.float32) * x_sums
     if SHAPE.num_lanes > 1:
         sums = tl.sum(sums, axis=0)
     return sums

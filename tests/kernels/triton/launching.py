@@ -1,4 +1,5 @@
-"""Launches what stands around a model for steps of many sizes, by Triton's own launcher, on a driver that does nothing.
+"""Launches what stands around a model, and products with quantised weights, for steps of many sizes, by Triton's own
+launcher, on a driver that does nothing.
 
 Run as a process of its own, `python -m tests.kernels.triton.launching`: in that of the tests Triton interprets. Kernels
 are compiled for an H200. Prints each kernel's name, the variants that were compiled of it, and its launches.
@@ -12,8 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from pagewire.kernels.sampling import FLOATS, INTEGERS
-from pagewire.kernels.triton import gathering, sampler
+from pagewire.kernels.triton import gathering, linear, sampler
 from tests.kernels.triton.checks.gathering import make_tables
+from tests.kernels.triton.checks.linear import Layer, make_rows, make_weight
 
 NUM_ROWS, NUM_BLOCKS, NUM_LOGPROBS = (1, 2, 5, 16, 40, 1024), (1, 3, 16, 2560), (None, 0, 1, 5, 16)
 NUM_SLOTS, VOCAB_SIZE = 257, 151_936
@@ -74,16 +76,26 @@ def launch_step(num_rows: int) -> None:
         sampler.sample(torch.empty((num_rows, VOCAB_SIZE)), columns, None, num_logprobs, target)
 
 
+def launch_products(num_rows: int) -> None:
+    """With weights of several sizes: only tiles differ, of which there are three for these rows."""
+    for in_size in (128, 512, 640):
+        layer, generator = Layer(num_rows, 4096, in_size), torch.Generator().manual_seed(1)
+        packed = linear.pack(make_weight(layer, generator), torch.device("cpu"))
+        linear.multiply(make_rows(layer, num_rows, generator), packed)
+
+
 def main() -> None:
     driver.set_active(Driver())
     for num_rows in NUM_ROWS:
         launch_step(num_rows)
+        launch_products(num_rows)
     for kernel in (
         gathering._gather_tokens_kernel,
         gathering._gather_columns_kernel,
         sampler._scan_kernel,
         sampler._choose_kernel,
         sampler._logprobs_kernel,
+        linear._multiply_kernel,
     ):
         (variants, *_) = kernel.device_caches[0]
         print(kernel.__name__, len(variants), launches[kernel.__name__])

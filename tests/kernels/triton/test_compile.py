@@ -68,6 +68,7 @@ def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size(tmp
         "_scan_kernel 1 30",
         "_choose_kernel 1 30",
         "_logprobs_kernel 1 24",
+        "_multiply_kernel 3 18",
     ], result.stderr
 
 

@@ -34,7 +34,7 @@ def test_layers_of_all_kinds(device, seed):
         in_size += choose((0, 16, 8))  # the last block is shorter
     is_integer = codes not in ("fp8", "e2m1")
     layer = Layer(
-        *(choose((1, 2, 17, 70)), choose((1, 24, 65, 150)), in_size, codes, group_size, choose(DTYPES)),
+        *(choose((1, 2, 17, 40, 70)), choose((1, 24, 65, 150)), in_size, codes, group_size, choose(DTYPES)),
         has_half_scales=choose((False, True)),
         has_zeros=is_integer and choose((False, True)),
         has_minima=is_integer and choose((False, True)),
@@ -47,7 +47,7 @@ def test_layers_of_all_kinds(device, seed):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the other rows' infinities
-@pytest.mark.parametrize("num_rows", [5, 20])
+@pytest.mark.parametrize("num_rows", [5, 20, 40])
 @pytest.mark.parametrize("codes", PACKED)
 def test_a_row_depends_on_no_other(device, codes, num_rows):
     check_alone(device, replace(LAYER, codes=codes, num_rows=num_rows), seed=2)

@@ -147,7 +147,7 @@ def check_alone(device: torch.device, layer: Layer, seed: int) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     packed, bias = linear.pack(make_weight(layer, generator), device), make_bias(layer, generator)
     x = make_rows(layer, layer.num_rows, generator)
-    is_few = len(x) <= linear.FEW_ROWS
+    is_few = linear.choose_block_m(len(x), x.dtype) == linear.choose_block_m(1, x.dtype)
     alone = x[2:3] if is_few else x[2:].clone()  # or the first of others
     expected = linear.multiply(alone, packed, bias)[0]
     x[0], x[1] = float("inf"), 1e4
@@ -178,14 +178,31 @@ def check_experts(
             check_product(slots[chosen], of_slots[chosen], weight, bias, layer.is_exact, f"{case}, expert {expert}")
 
 
+def check_replay(device: torch.device, layer: Layer, seed: int) -> None:
+    """A graph captured for some rows gives the results of any others."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weight = make_weight(layer, generator)
+    packed, x = linear.pack(weight, device), make_rows(layer, layer.num_rows, generator)
+    linear.multiply(x, packed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        products, rows = linear.multiply(x, packed), linear.take_rows(packed, torch.arange(5, device=device), x.dtype)
+    for _ in range(3):
+        x.copy_(make_rows(layer, layer.num_rows, generator))
+        graph.replay()
+        check_product(products, x, weight, None, layer.is_exact, f"{layer}, replayed, seed {seed}")
+        assert torch.equal(rows, weight.dequantized()[:5].to(x.dtype))
+
+
 def compile_cases() -> Iterator[CompileCase]:
     plain = Layer(1, 256, 256)
     for codes in ("int4", "e2m1", "int8", "fp8"):
         for group_size in (32, 128):
             layer = replace(plain, codes=codes, group_size=group_size)
-            for tile in (*linear._FEW[2], *linear._MANY[2]):
+            for tile in _tiles(2):
                 yield _variant(layer, tile)
-            for tile in (linear._FEW[2][-1], linear._MANY[2][0]):
+            for tile in (linear._TILES[2][16][-1], linear._TILES[2][64][0]):
                 yield _variant(replace(layer, dtype=torch.float16), tile)
                 for dtype in (torch.float16, torch.bfloat16):
                     yield _variant(replace(layer, dtype=dtype), tile, has_experts=True)
@@ -195,11 +212,16 @@ def compile_cases() -> Iterator[CompileCase]:
         {"has_minima": True, "has_half_scales": False, "codes": "int8", "group_size": 16},
         {"has_half_scales": False, "codes": "fp8", "group_size": 0},
     ):
-        for tile in (*linear._FEW[2], *linear._MANY[2]):
+        for tile in _tiles(2):
             yield _variant(replace(plain, **changes), tile)
     for codes, group_size in (("int4", 32), ("e2m1", 32), ("fp8", 128)):
-        for tile in (*linear._FEW[4], *linear._MANY[4]):
+        for tile in _tiles(4):
             yield _variant(replace(plain, dtype=torch.float32, codes=codes, group_size=group_size), tile)
+
+
+def _tiles(itemsize: int) -> Iterator[linear.LinearTile]:
+    for tiles in linear._TILES[itemsize].values():
+        yield from tiles
 
 
 def _variant(layer: Layer, tile: linear.LinearTile, has_experts: bool = False) -> CompileCase:
@@ -229,7 +251,7 @@ def _variant(layer: Layer, tile: linear.LinearTile, has_experts: bool = False) -
         num_stages=tile.num_stages,
         divisible_by_16=("strides", "in_size", "out_size"),
         overlaps=True,
-        min_programs=2 if tile.block_m == linear.FEW_ROWS else 1,
+        min_programs=2 if tile.block_m == 16 else 1,
     )
 
 
@@ -259,32 +281,44 @@ def device_cases() -> Iterator[DeviceCase]:
     ):
         for num_rows in (5, 200):
             yield case(f"{changes}, {num_rows} rows", check_layer, replace(plain, num_rows=num_rows, **changes), 5)
+    for codes in PACKED:
+        for num_rows in (3, 500):
+            layer = Layer(num_rows, 1536, 2048, codes, 128 if codes == "fp8" else 32, has_bias=True)
+            yield case(f"{codes}, experts, {num_rows} rows", check_experts, layer, [{}] * 16, ExpertChoice(4), 6)
+        yield case(f"{codes}, replayed", check_replay, replace(plain, codes=codes), 7)
 
 
-# Of Qwen3-0.6B and Qwen3-8B: the inputs and outputs of queries, keys and values, and of gates with what they open.
-_BENCHED = {"Qwen3-0.6B": ((4096, 1024), (6144, 1024)), "Qwen3-8B": ((6144, 4096), (24576, 4096), (4096, 12288))}
+# Outputs and inputs, of Qwen3-0.6B and Qwen3-8B: of queries, keys and values, of gates with what they open, of what
+# is behind these; with codes and sizes of groups.
+_BENCHED = (
+    *((shape, "int4", 128) for shape in ((4096, 1024), (6144, 1024), (1024, 3072), (6144, 4096), (4096, 12288))),
+    *(((24576, 4096), codes, 32 if codes in ("uint4", "e2m1") else 128) for codes in PACKED),
+)
 
 
 def bench_cases() -> Iterator[BenchCase]:
     """Of few rows bound by the codes that are read, of many by arithmetic."""
-    for model, shapes in _BENCHED.items():
-        for out_size, in_size in shapes:
-            for codes, group_size in (("int4", 128), ("uint4", 32), ("e2m1", 32), ("int8", 128), ("fp8", 128)):
-                for num_rows in (1, 16, 512):
-                    has_minima = codes == "uint4"
-                    layer = Layer(
-                        *(num_rows, out_size, in_size, codes, group_size),
-                        has_minima=has_minima,
-                        has_half_scales=not has_minima,
-                    )
-                    num_scales = out_size * in_size // group_size
-                    num_bytes = out_size * in_size * PACKED[codes][0] // 8 + num_scales * (8 if has_minima else 2)
-                    yield BenchCase(
-                        f"product of {num_rows} rows, {model} [{out_size}, {in_size}] {codes} by {group_size}",
-                        partial(_make_bench, layer),
-                        bytes_moved=num_bytes + 2 * num_rows * (in_size + out_size),
-                        flops=2 * num_rows * out_size * in_size,
-                    )
+    for (out_size, in_size), codes, group_size in _BENCHED:
+        for num_rows in (1, 16, 512):
+            has_minima = codes == "uint4"
+            shape = (num_rows, out_size, in_size)
+            layer = Layer(*shape, codes, group_size, has_minima=has_minima, has_half_scales=not has_minima)
+            num_scales = out_size * in_size // group_size
+            num_bytes = out_size * in_size * PACKED[codes][0] // 8 + num_scales * (8 if has_minima else 2)
+            yield BenchCase(
+                f"product of {num_rows} rows, [{out_size}, {in_size}] {codes} by {group_size}",
+                partial(_make_bench, layer),
+                bytes_moved=num_bytes + 2 * num_rows * (in_size + out_size),
+                flops=2 * num_rows * out_size * in_size,
+            )
+    for num_rows in (1, 16, 512):
+        out_size, in_size = 24576, 4096
+        yield BenchCase(
+            f"torch's product of {num_rows} rows, [{out_size}, {in_size}] bfloat16",
+            partial(_make_plain_bench, num_rows, out_size, in_size),
+            bytes_moved=2 * (out_size * in_size + num_rows * (in_size + out_size)),
+            flops=2 * num_rows * out_size * in_size,
+        )
 
 
 def _make_bench(layer: Layer, device: torch.device) -> list[Callable[[], object]]:
@@ -295,3 +329,9 @@ def _make_bench(layer: Layer, device: torch.device) -> list[Callable[[], object]
     x = make_rows(layer, layer.num_rows, generator)
     sets = [replace(packed, codes=packed.codes.clone()) for _ in range(num_sets)]
     return [partial(linear.multiply, x, each) for each in sets]
+
+
+def _make_plain_bench(num_rows: int, out_size: int, in_size: int, device: torch.device) -> list[Callable[[], object]]:
+    x = torch.randn(num_rows, in_size, device=device, dtype=torch.bfloat16)
+    weights = [torch.randn(out_size, in_size, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    return [partial(torch.nn.functional.linear, x, weight) for weight in weights]
