@@ -28,6 +28,7 @@ MODULES = (
     "fused",
     "experts",
     "linear",
+    "scaled",
 )
 SECONDS = 450.0
 

@@ -115,7 +115,7 @@ def _fits_library(weight: ScaledWeight) -> bool:
 
 @lru_cache
 def has_library(device: torch.device, is_blocked: bool) -> bool:
-    """Whether `torch._scaled_mm`, which is cuBLAS's, multiplies FP8 with scales of channels, or of blocks, on the device
+    """Whether `torch._scaled_mm`, which is cuBLAS's, multiplies FP8 with scales of channels, or of blocks, on a device
     as the kernel does. Which GPUs and versions of CUDA do is not asked: a small product is computed both ways."""
     rows, outputs, inputs = 80, 2 * BLOCK, 2 * BLOCK
     numbers = torch.arange(outputs * inputs, dtype=torch.float32, device=device)
@@ -208,8 +208,8 @@ def multiply(
 def multiply_rounded(
     rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, output_dtype: torch.dtype
 ) -> Tensor:
-    """The product of rows that `round_rows` rounded for this weight; the rest is as of `multiply`. Many rows are cuBLAS's
-    where it has such a product, since it multiplies them faster."""
+    """The product of rows that `round_rows` rounded for this weight; the rest is as of `multiply`. Many rows are
+    cuBLAS's where it has such a product."""
     is_library = weight.has_library and bias is None and output_dtype == torch.bfloat16
     if is_library and len(rounded.values) >= _MIN_LIBRARY_ROWS:
         return _multiply_by_library(rounded, weight)
@@ -218,9 +218,11 @@ def multiply_rounded(
 
 def _multiply_by_library(rounded: RoundedRows, weight: ScaledWeight) -> Tensor:
     """[T, out_size] bfloat16."""
-    weight_scale = weight.scale.t() if weight.scale.dim() == 2 else weight.scale[None]
+    row_scale, weight_scale = rounded.scale, weight.scale.t()
+    if weight.scale.dim() == 1:
+        row_scale, weight_scale = row_scale[:, 0, None], weight.scale[None]  # dense, which is looked for
     return torch._scaled_mm(
-        rounded.values, weight.values.t(), scale_a=rounded.scale, scale_b=weight_scale, out_dtype=torch.bfloat16
+        rounded.values, weight.values.t(), scale_a=row_scale, scale_b=weight_scale, out_dtype=torch.bfloat16
     )
 
 
@@ -270,7 +272,8 @@ def _check_product(x: Tensor, weight: ScaledWeight, bias: Tensor | None, output_
     out_size, in_size = values.shape
     if values.dtype == torch.int8 and in_size > MAX_INPUTS:
         raise ValueError(f"the weight has {in_size} inputs; an int32 holds the sums of at most {MAX_INPUTS}")
-    shape, block_size = (out_size,), in_size
+    shape: tuple[int, ...] = (out_size,)
+    block_size = in_size
     if scale.dim() == 2 and values.dtype == torch.float8_e4m3fn:
         shape, block_size = (triton.cdiv(out_size, BLOCK), triton.cdiv(in_size, BLOCK)), BLOCK
     if tuple(scale.shape) != shape or scale.dtype != torch.float32 or not scale.is_contiguous():

@@ -9,7 +9,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from pagewire.kernels.triton import decode_attention, experts, gathering, linear, prefill_attention, sampler, split_plan
+from pagewire.kernels.triton import (
+    decode_attention,
+    experts,
+    gathering,
+    linear,
+    prefill_attention,
+    sampler,
+    scaled,
+    split_plan,
+)
 from pagewire.kernels.triton.strided import Strided
 
 ALIGNED = torch.zeros(64)
@@ -52,6 +61,8 @@ KERNELS = {
     experts._assign_kernel: {name: (name, NUMBERS) for name in ("num_slots", "max_tiles")},
     experts._multiply_kernel: {"slots_of_row": ("slots_of_row", NUMBERS)},
     linear._multiply_kernel: {name: (name, NUMBERS) for name in ("num_slots", "slots_of_row")},
+    scaled._round_kernel: {"num_rows": ("num_rows", NUMBERS)},
+    scaled._multiply_kernel: {"num_rows": ("num_rows", NUMBERS)},
     # What is aligned in every step, to see that a difference would be noticed.
     decode_attention._reduction_kernel: OF_OUTPUT,
 }

@@ -52,6 +52,8 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
         "_assign_kernel",
         "_multiply_kernel",
         "_multiply_kernel",
+        "_round_kernel",
+        "_multiply_kernel",
         "_reduction_kernel output output_stride",
     ], result.stderr
 

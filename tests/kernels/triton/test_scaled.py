@@ -158,7 +158,8 @@ def test_weights_of_int8_are_packed(device):
     whole = QuantizedWeight(codes, scale, None, 512)
     for weight in (whole, whole.in_groups_of(64)):
         packed = scaled.pack(weight, device)
-        assert packed is not None and packed.block_size == 512 and packed.values.device.type == device.type
+        assert packed is not None
+        assert (packed.block_size, packed.values.device.type) == (512, device.type)
         assert torch.equal(packed.scale.cpu()[:, None] * packed.values.cpu(), weight.dequantized())
     factors = QuantizedWeight(codes, scale, None, 512, scale_factor=None)
     several = torch.rand(6, 8, generator=generator)
@@ -224,11 +225,60 @@ def test_fp8_needs_compute_capability_8_9(monkeypatch, capability, has_int8, has
     assert (scaled.is_supported(cuda, torch.int8), scaled.is_supported(cuda, FP8)) == (has_int8, has_fp8)
 
 
+@pytest.fixture
+def _library_anew():
+    """What was found of torch's product is found again."""
+    scaled.has_library.cache_clear()
+    yield
+    scaled.has_library.cache_clear()
+
+
+@pytest.mark.usefixtures("_library_anew")
+def test_torchs_product_takes_many_rows_where_it_agrees(device, monkeypatch):
+    """Where torch has none on a CPU, as of blocks, all rows are the kernel's."""
+    calls = []
+    multiply = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: calls.append(args) or multiply(*args, **kwargs))
+    generator = torch.Generator().manual_seed(8)
+    values, scale = torch.randn(256, 384, generator=generator).to(FP8), torch.rand(256, 1, generator=generator)
+    weight = scaled.pack(Float8Weight(values, scale, 384), device)
+    assert weight.has_library
+    assert scaled.has_library(device, True) or device.type == "cpu"
+    x = torch.randn(80, 384, generator=generator).bfloat16().to(device)
+    for num_rows, asks_library in ((64, False), (65, True), (80, True)):
+        calls.clear()
+        actual = scaled.multiply(x[:num_rows], weight)
+        assert bool(calls) == asks_library
+        rounded = specification.round_rows(x[:num_rows], FP8, 384)
+        expected = specification.multiply(rounded, weight.values, weight.scale)
+        torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-3)
+    calls.clear()
+    scaled.multiply(x, weight, torch.zeros(256, device=device))
+    scaled.multiply(x, weight, None, torch.float32)
+    odd = scaled.pack(Float8Weight(values[:, :383], scale, 383), device)
+    assert not odd.has_library
+    assert not calls
+
+
+@pytest.mark.usefixtures("_library_anew")
+@pytest.mark.parametrize("fault", ["refuses", "is wrong"])
+def test_torchs_product_is_left_alone_where_it_does_not_agree(device, monkeypatch, fault):
+    def multiply(values, weight, *, scale_a, scale_b, out_dtype):
+        if fault == "refuses":
+            raise RuntimeError("not on this device")
+        return ((values.float() @ weight.float()) * scale_a * 1.05 * scale_b).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    assert not scaled.has_library(device, False)
+    assert not scaled.pack(Float8Weight(torch.ones(128, 128).to(FP8), torch.ones(128, 1), 128), device).has_library
+
+
 def test_products_refuse():
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.zeros(2, 160), make_weight(PRODUCT, generator)
     blocks = make_weight(replace(PRODUCT, kind="blocks"), generator)
     wide = torch.zeros(1, scaled.MAX_INPUTS + 1, dtype=torch.int8)
+    too_wide = scaled.ScaledWeight(wide, torch.ones(1), wide.shape[1])
     for text, arguments in (
         (r"x is \[2, 159\]; make it \[T, 160\]", (x[:, :159], weight)),
         (r"x is \[2, 160\] torch.float64 .* make it .* float16, bfloat16 or float32", (x.double(), weight)),
@@ -241,7 +291,10 @@ def test_products_refuse():
         (r"scales are \[2, 2\] .* make them \[1, 2\]", (x, replace(blocks, scale=torch.ones(2, 2)))),
         (r"scales are \[1, 2\] .* make them \[72\]", (x, replace(weight, scale=torch.ones(1, 2)))),
         ("blocks are of 128 inputs; .* are of 160", (x, replace(weight, block_size=128))),
-        ("an int32 holds the sums of at most 131", (x, scaled.ScaledWeight(wide, torch.ones(1), wide.shape[1]))),
+        (
+            f"an int32 holds the sums of at most {scaled.MAX_INPUTS}",
+            (x, too_wide),
+        ),
         (r"the bias is \[71\] .* make it \[72\]", (x, weight, torch.zeros(71))),
         ("outputs cannot be torch.int8", (x, weight, None, torch.int8)),
     ):
