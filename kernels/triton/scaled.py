@@ -6,11 +6,11 @@ DeepSeek-V3 does (2024, https://arxiv.org/abs/2412.19437, 3.3.2).
 Specification: `pagewire.kernels.scaled`.
 """
 
+from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.scaled import BLOCK, LARGEST, MAX_INPUTS, MIN_SCALE, RoundedRows
 from pagewire.kernels.triton.attention_arguments import FLOATS
+from pagewire.kernels.triton.experts import ProductTile
 from pagewire.kernels.triton.strided import Strided
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -35,15 +36,8 @@ _MIN_LIBRARY_ROWS = 65  # fewer read the weight at the speed of memory by the ke
 _ENOUGH_PROGRAMS = 128  # for the 132 processors of an H200
 
 
-class ProductTile(NamedTuple):
-    """Rows, outputs and inputs that a program of the product takes at a time, and its launch options."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
+# A weight as the kernel takes it.
+Pointers = namedtuple("Pointers", "codes scale")
 
 # From the widest, which reads least, to the narrowest, which makes the most programs. Those of FP8 take 128 inputs at a
 # time, since those have a scale together. All fit the shared memory of an H200 and spill no register when compiled for
@@ -233,7 +227,8 @@ def _multiply(rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, o
     is_blocked = weight.scale.dim() == 2
     if output.numel():
         _multiply_kernel[(triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_size, tile.block_n))](
-            *(rounded.values, rounded.scale, weight.values, weight.scale, bias, output, num_rows, in_size, out_size),
+            *(rounded.values, rounded.scale, Pointers(weight.values, weight.scale), bias, output),
+            *(num_rows, in_size, out_size),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
@@ -327,17 +322,17 @@ def _round_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply_kernel(
-    x, x_scale, weight, weight_scale, bias, output, num_rows, in_size, out_size,
+    x, x_scale, weight, bias, output, num_rows, in_size, out_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_BLOCKED: tl.constexpr,
 ):  # fmt: skip
     """A program computes BLOCK_N outputs of BLOCK_M rows. Those that share outputs are neighbours, so that the weight
     is read once."""
-    ACCUMULATOR: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
+    ACCUMULATOR: tl.constexpr = tl.int32 if weight.codes.dtype.element_ty == tl.int8 else tl.float32
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns, inputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     is_row, is_column = rows < num_rows, columns < out_size
     x_at = x + rows.to(tl.int64)[:, None] * in_size + inputs[None, :]
-    weight_at = weight + columns.to(tl.int64)[:, None] * in_size + inputs[None, :]
+    weight_at = weight.codes + columns.to(tl.int64)[:, None] * in_size + inputs[None, :]
     sums = tl.zeros([BLOCK_M, BLOCK_N], ACCUMULATOR)
     for start in tl.range(0, in_size, BLOCK_K):
         is_input = (start + inputs < in_size)[None, :]
@@ -351,13 +346,13 @@ def _multiply_kernel(
             if IS_BLOCKED:
                 block = start // _BLOCK
                 x_scales = tl.load(x_scale + block.to(tl.int64) * num_rows + rows, mask=is_row, other=0.0)
-                scales_at = weight_scale + columns // _BLOCK * tl.cdiv(in_size, _BLOCK) + block
+                scales_at = weight.scale + columns // _BLOCK * tl.cdiv(in_size, _BLOCK) + block
                 partial *= x_scales[:, None] * tl.load(scales_at, mask=is_column, other=0.0)[None, :]
             sums += partial
     sums = sums.to(tl.float32)
     if not IS_BLOCKED:
         sums *= tl.load(x_scale + rows, mask=is_row, other=0.0)[:, None]
-        sums *= tl.load(weight_scale + columns, mask=is_column, other=0.0)[None, :]
+        sums *= tl.load(weight.scale + columns, mask=is_column, other=0.0)[None, :]
     if bias is not None:
         sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     output_at = output + rows.to(tl.int64)[:, None] * out_size + columns[None, :]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pagewire.gguf import is_gguf
 from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat
-from pagewire.kernels.rounding import BITS, GROUP_SIZE
+from pagewire.kernels.rounding import BITS, GROUP_SIZE, quantized_format
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
@@ -140,6 +140,11 @@ def prepare_model(
     )
 
 
+def made_format(quantization: str) -> QuantizedFormat:
+    """Return the format of weights that are quantised to "int8" or "int4" while they load."""
+    return quantized_format(BITS[quantization])
+
+
 def _quantizing(
     model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...], bits: int, operations: Operations
 ) -> tuple[QuantizingTensors, tuple[Weight, ...]]:
@@ -219,6 +224,8 @@ class UnloadedModel:
         held = weights + (tied_bytes if packs and not self.operations.takes_rows(self.dtype) else 0)
         copies = [*products, tied_bytes] if packs else []
         copies += [self._unpacked_bytes(module) for module, _ in self._quantized()]
+        if self.device.type != "cpu":  # where experts are joined in one memory
+            copies += [self._joined_bytes(module) for module in modules if isinstance(module, ExpertLinear)]
         copies += [self.reading_bytes]
         tables = [module.working_bytes() for module in modules if isinstance(module, RotaryEmbedding)]
         return Footprint(
@@ -234,6 +241,11 @@ class UnloadedModel:
         """Return what codes and scales take beside the panels while these are packed: twice, where parts are joined."""
         is_whole = self.quantization is not None and len(module.out_sizes) == 1
         return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(_shape(module)))
+
+    def _joined_bytes(self, experts: ExpertLinear) -> int:
+        """Return what the quantised weights of a layer's experts take once more."""
+        found = [(linear.quantized_format, linear) for linear in experts.linears]
+        return sum(self.operations.quantized_bytes(stored, *_shape(linear)) for stored, linear in found if stored)
 
     def _parameters(self) -> list[Tensor]:
         """The parameters without the weights that stay quantised."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from pagewire.kernels.cpu import BuildError, CpuKernels
-from pagewire.kernels.rounding import BITS, quantized_format
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig
@@ -23,7 +22,7 @@ from worker_service.grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
-from worker_service.models.loading import UnloadedModel, prepare_model
+from worker_service.models.loading import UnloadedModel, made_format, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.ranks import RankGroup
@@ -174,7 +173,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 def check_products(quantization: str, operations: Operations, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError if nothing multiplies with the codes that weights were to become."""
-    if operations.holds_quantized(quantized_format(BITS[quantization]), dtype):
+    if operations.holds_quantized(made_format(quantization), dtype):
         return
     if dtype == torch.float16 and device.type == "cpu":
         raise ValueError(

@@ -9,7 +9,8 @@ import torch
 from worker_service.device import is_out_of_memory
 from worker_service.runner import ModelRunner
 from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
-from worker_service.step import RowOpening, SamplingParams, StepPlan
+from worker_service.startup.trial_step import TrialRow, plan_trial
+from worker_service.step import SamplingParams, StepPlan
 
 _NUM_LOGPROBS = 20  # the most that a request can ask for
 
@@ -106,7 +107,6 @@ def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[S
     Rows ask for all that sampling takes memory for.
     """
     num_tokens = min(step.num_tokens // step.num_rows, max_model_len)
-    num_row_blocks = -(-num_tokens // block_size)
     sampling = SamplingParams(
         temperature=1.0,
         top_p=0.9,
@@ -116,20 +116,5 @@ def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[S
         num_logprobs=_NUM_LOGPROBS,
         num_prompt_logprobs=_NUM_LOGPROBS,
     )
-    openings = tuple(
-        RowOpening(
-            slot=slot,
-            sequence_id=slot,
-            token_ids=(0,) * num_tokens,
-            num_prompt_tokens=num_tokens,
-            num_computed_tokens=0,
-            block_ids=tuple(range(1 + slot * num_row_blocks, 1 + (slot + 1) * num_row_blocks)),
-            sampling=sampling,
-            seed=0,
-            sample_index=0,
-        )
-        for slot in range(step.num_rows)
-    )
-    slots = tuple(range(step.num_rows))
-    plan = StepPlan(epoch=0, step=1, openings=openings, work_slots=slots, work_num_tokens=(num_tokens,) * step.num_rows)
-    return plan, step.num_rows * num_row_blocks
+    rows = (TrialRow(num_tokens, num_tokens, sampling),) * step.num_rows
+    return plan_trial(rows, block_size), sum(row.num_blocks(block_size) for row in rows)

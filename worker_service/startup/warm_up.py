@@ -8,12 +8,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from worker_service.grammars import EpochGrammars
 from worker_service.rows import TableLimits
 from worker_service.runner import ModelRunner
-from worker_service.step import AddedGrammar, GrammarKind, RowOpening, SamplingParams, StepPlan
+from worker_service.startup.trial_step import TrialRow, plan_trial
+from worker_service.step import AddedGrammar, GrammarKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,10 @@ _SAMPLING = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row that computes the last `num_new` of its `num_tokens`."""
-
-    num_tokens: int
-    num_new: int
-    sampling: SamplingParams = _SAMPLING["sampling"]
-    grammar_id: int = 0
+def _row(
+    num_tokens: int, num_new: int, sampling: SamplingParams = _SAMPLING["sampling"], grammar_id: int = 0
+) -> TrialRow:
+    return TrialRow(num_tokens, num_new, sampling, grammar_id)
 
 
 def warm_up(runner: ModelRunner, grammars: EpochGrammars, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +53,7 @@ def warm_up(runner: ModelRunner, grammars: EpochGrammars, clock: Callable[[], fl
         if clock() - told_at >= _INTERVAL_S:
             told_at = clock()
             logger.info("compiling kernels: %d of %d (%s)", index, len(steps), name)
-        runner.execute(_plan(rows, limits.block_size))
+        runner.execute(plan_trial(rows, limits.block_size))
         runner.table.clear()
     logger.info("compiled the kernels of %d kinds of steps in %.1f s", len(steps), clock() - started_at)
     if has_grammar:
@@ -79,18 +75,18 @@ def _add_grammar(grammars: EpochGrammars) -> bool:
     return is_ready.wait(_GRAMMAR_TIMEOUT_S) and not any(errors)
 
 
-def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[_Row, ...]]]:
+def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[TrialRow, ...]]]:
     """Go through the steps, each with a name."""
     for num_tokens in _doubled(limits.max_num_batched_tokens):
         yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
-    for num_rows in _doubled(limits.max_num_seqs):  # the head multiplies one token of each
-        yield f"{num_rows} prompts of a token", (_Row(1, 1),) * num_rows
-    prompt = _Row(3, 3)
-    yield "a prompt beside decoding", (_Row(2, 1), prompt)
-    yield "a prompt beside decoding with a long context", (_Row(_longest(limits), 1), prompt)
+    for num_rows in _doubled(limits.max_num_seqs)[1:]:  # the head multiplies one token of each
+        yield f"{num_rows} prompts of a token", (_row(1, 1),) * num_rows
+    prompt = _row(3, 3)
+    yield "a prompt beside decoding", (_row(2, 1), prompt)
+    yield "a prompt beside decoding with a long context", (_row(_longest(limits), 1), prompt)
     for grammar_id in range(1 + has_grammar):
         for name, sampling in _SAMPLING.items():
-            yield name, (_Row(3, 3, sampling, grammar_id),)
+            yield name, (_row(3, 3, sampling, grammar_id),)
 
 
 def _doubled(highest: int) -> list[int]:
@@ -98,11 +94,11 @@ def _doubled(highest: int) -> list[int]:
     return [*(1 << power for power in range((highest - 1).bit_length())), highest]
 
 
-def _split(num_tokens: int, limits: TableLimits) -> tuple[_Row, ...]:
+def _split(num_tokens: int, limits: TableLimits) -> tuple[TrialRow, ...]:
     """Divide so many tokens among as few rows as the longest sequence lets."""
-    num_rows = -(-num_tokens // min(limits.max_model_len, _longest(limits)))
+    num_rows = -(-num_tokens // _longest(limits))
     sizes = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
-    return tuple(_Row(size, size) for size in sizes)
+    return tuple(_row(size, size) for size in sizes)
 
 
 def _longest(limits: TableLimits) -> int:
@@ -110,41 +106,12 @@ def _longest(limits: TableLimits) -> int:
     return max(1, min(limits.max_model_len, (limits.num_device_blocks - 1) * limits.block_size))
 
 
-def _fits(rows: tuple[_Row, ...], limits: TableLimits) -> bool:
+def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
     """Whether a plan may ask for these rows."""
-    num_blocks = sum(-(-row.num_tokens // limits.block_size) for row in rows)
+    num_blocks = sum(row.num_blocks(limits.block_size) for row in rows)
     return (
         len(rows) <= limits.max_num_seqs
         and num_blocks <= limits.num_device_blocks
         and sum(row.num_new for row in rows) <= limits.max_num_batched_tokens
         and all(row.num_tokens <= limits.max_model_len for row in rows)
-    )
-
-
-def _plan(rows: tuple[_Row, ...], block_size: int) -> StepPlan:
-    """A plan that opens the rows in an empty table, and computes what is new of them."""
-    openings, next_block = [], 1
-    for slot, row in enumerate(rows):
-        num_blocks = -(-row.num_tokens // block_size)
-        openings.append(
-            RowOpening(
-                slot=slot,
-                sequence_id=slot,
-                token_ids=(0,) * row.num_tokens,
-                num_prompt_tokens=row.num_tokens,
-                num_computed_tokens=row.num_tokens - row.num_new,
-                block_ids=tuple(range(next_block, next_block + num_blocks)),
-                sampling=row.sampling,
-                seed=0,
-                sample_index=0,
-                grammar_id=row.grammar_id,
-            )
-        )
-        next_block += num_blocks
-    return StepPlan(
-        epoch=0,
-        step=1,
-        openings=tuple(openings),
-        work_slots=tuple(range(len(rows))),
-        work_num_tokens=tuple(row.num_new for row in rows),
     )
