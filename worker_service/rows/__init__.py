@@ -12,7 +12,7 @@ from worker_service.rows.pooling import (
     pooled_chunks,
     read_embeddings,
 )
-from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
+from worker_service.rows.prompt_logprobs import MAX_LOGITS_POSITIONS, PromptChunk, prompt_chunks
 from worker_service.rows.reading import ValueReader, flatten_to_int32
 from worker_service.rows.results import BegunStep, StepOutline, join_results
 from worker_service.rows.sampling import Samples, StepSampling, has_penalties, row_statuses
@@ -20,6 +20,7 @@ from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 from worker_service.rows.watch import StepWatch
 
 __all__ = [
+    "MAX_LOGITS_POSITIONS",
     "BegunStep",
     "PooledChunk",
     "Pooler",

@@ -14,7 +14,7 @@ from worker_service.rows.table import SequenceTable, WorkingRows
 from worker_service.step import Logprobs, PromptLogprobs
 
 # Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
-_MAX_LOGITS_POSITIONS = 128
+MAX_LOGITS_POSITIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PromptChunk:
         columns = [
             logprob_columns(compute_logits(positions), token_ids.long(), self.num_top)
             for positions, token_ids in zip(
-                chunk.split(_MAX_LOGITS_POSITIONS), tokens.split(_MAX_LOGITS_POSITIONS), strict=True
+                chunk.split(MAX_LOGITS_POSITIONS), tokens.split(MAX_LOGITS_POSITIONS), strict=True
             )
         ]
         return [torch.cat(parts) for parts in zip(*columns, strict=True)]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from worker_service.grammars import EpochGrammars
-from worker_service.rows import TableLimits
+from worker_service.rows import MAX_LOGITS_POSITIONS, TableLimits
 from worker_service.runner import ModelRunner
 from worker_service.startup.trial_step import TrialRow, plan_trial
 from worker_service.step import AddedGrammar, GrammarKind, SamplingParams
@@ -79,8 +79,12 @@ def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[
     """Go through the steps, each with a name."""
     for num_tokens in _doubled(limits.max_num_batched_tokens):
         yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
-    for num_rows in _doubled(limits.max_num_seqs)[1:]:  # the head multiplies one token of each
+    # The head multiplies one token of each row, or all of a prompt's, which come in parts.
+    for num_rows in _doubled(limits.max_num_seqs)[1:]:
         yield f"{num_rows} prompts of a token", (_row(1, 1),) * num_rows
+    for num_tokens in _doubled(min(limits.max_num_batched_tokens, 2 * MAX_LOGITS_POSITIONS)):
+        row = _row(num_tokens, num_tokens, _SAMPLING["log-probabilities"])
+        yield f"log-probabilities of {num_tokens} tokens", (row,)
     prompt = _row(3, 3)
     yield "a prompt beside decoding", (_row(2, 1), prompt)
     yield "a prompt beside decoding with a long context", (_row(_longest(limits), 1), prompt)
