@@ -54,8 +54,8 @@ RANDOM_BF16_MARGIN = 0.5
 # With keys and values in 8 bits: the largest shortfall of a token, and the mean of all; about three times as much as
 # transformers falls short of itself with keys and values rounded so. A token at random would be worse than the largest.
 FP8_MARGIN, FP8_MEAN = 6.0, 0.15
-# Over random weights of 8 and 4 bits: twice what a CPU falls short, which rounds inputs to 8 bits with a scale for each
-# 32 of them. With inputs rounded to FP8 transformers falls short of itself by up to 3.1, and FP8_MARGIN is twice that.
+# Over random weights of 8 and 4 bits: twice what a CPU falls short (this part with `--device cpu`), which rounds inputs
+# to 8 bits with a scale for each 32 of them. Inputs in FP8 are as coarse as a cache in FP8, and have its margin.
 CODES_MARGIN = 2.3
 NUM_BF16_TOKENS = 60
 # Heads that the Triton kernels compute; those of the random checkpoints are smaller.

@@ -165,15 +165,13 @@ def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> Packed
     return _encode(packed, codes)
 
 
-def multiply(
-    x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output_dtype: torch.dtype | None = None
-) -> Tensor:
+def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output: Tensor | None = None) -> Tensor:
     """x W^T + b; a row's result depends on no other row's numbers.
 
     Args:
         x: [T, in_size] float16, bfloat16 or float32; rows at any distance.
         bias: [out_size], dense, of the dtype of x or float32.
-        output_dtype: that of x, or float32; None: that of x.
+        output: where to write, [T, out_size], dense, of the dtype of x or float32; None: new memory, of that of x.
 
     Returns:
         [T, out_size]; accumulated, and the bias added, in float32.
@@ -186,10 +184,15 @@ def multiply(
     _check_rows(x, packed)
     out_size = packed.out_size
     _check_bias(bias, (out_size,), x.dtype)
-    output_dtype = output_dtype or x.dtype
-    if output_dtype not in (x.dtype, torch.float32):
-        raise ValueError(f"the output is to be {output_dtype}; make it {x.dtype} or torch.float32")
-    output = x.new_empty((len(x), out_size), dtype=output_dtype)
+    if output is None:
+        output = x.new_empty(len(x), out_size)
+    elif (
+        output.shape != (len(x), out_size) or output.dtype not in (x.dtype, torch.float32) or not output.is_contiguous()
+    ):
+        raise ValueError(
+            f"the output is {list(output.shape)} {output.dtype} with strides {output.stride()}; make it "
+            f"[{len(x)}, {out_size}] {x.dtype} or torch.float32, dense"
+        )
     if output.numel():
         block_m = choose_block_m(len(x), x.dtype)
         _launch(triton.cdiv(len(x), block_m), block_m, x, packed, bias, output, None, 1)

@@ -145,10 +145,6 @@ class Retention:
         if len(self._sessions) > 2 * self._num_kept + _NUM_LOST:
             self._forget_lost()
 
-    def _worth_of(self, shelf: int) -> Worth:
-        session = self._sessions.get(shelf)
-        return (GIVEN_UP,) if session is None else self._worth(session)
-
     def _is_expected(self, shelf: int) -> bool:
         """Whether a session is away that has come back before, or says that it will. Who is there has its own loads
         ordered, and need not wait for others."""
@@ -157,8 +153,11 @@ class Retention:
             return False
         return session.has_returned or bool(session.will_return) or session.retention_s > 0
 
-    def _worth(self, session: Session) -> Worth:
+    def _worth_of(self, shelf: int) -> Worth:
         """Whatever waits will use its blocks for certain, and sooner if it computes less."""
+        session = self._sessions.get(shelf)
+        if session is None:
+            return (GIVEN_UP,)
         if session.waiting:
             cursors = [group.cursor for group in session.waiting]
             return AWAITED, -min(cursor.num_missing_blocks if cursor else 0 for cursor in cursors)

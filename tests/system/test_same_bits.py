@@ -131,10 +131,13 @@ async def serve_and_kill(client: Client, system: System, requests: Sequence[Requ
 
 
 def assert_same(actual: Served, expected: Served) -> None:
-    """Says of the first difference where it is."""
+    """Says of every request that differs where it begins to: all of them, or from one time on, or one alone."""
+    found = []
     for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
         differing = [at for at, (ours, theirs) in enumerate(zip(one, other, strict=True)) if ours != theirs]
-        assert not differing, f"request {i}: {len(differing)} of {len(one)} tokens, from {differing[0]} on"
+        if differing:
+            found.append(f"request {i}: {len(differing)} of {len(one)} tokens, from {differing[0]} on")
+    assert not found, "; ".join(found)
 
 
 @pytest.fixture(scope="module", params=CASES)

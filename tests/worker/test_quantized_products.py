@@ -15,10 +15,10 @@ from tests.worker.checkpoints import make_checkpoint  # noqa: E402
 from tests.worker.packed_checkpoints import Case, fp8, make_mxfp4, make_quantized, w8a8  # noqa: E402
 from tests.worker.quantized_checkpoints import BY_NAME, CASES  # noqa: E402
 from tests.worker.test_triton_model import HEADS_OF_32, SHAPES, check_tokens, make_runner  # noqa: E402
-from worker_service.device.products import PackedProduct, RoundedProduct  # noqa: E402
+from worker_service.device.products import PackedExpertProduct, PackedProduct, RoundedProduct  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
 from worker_service.models.linear import ExpertLinear, Linear  # noqa: E402
-from worker_service.models.loading import load_model  # noqa: E402
+from worker_service.models.loading import load_model, prepare_model  # noqa: E402
 from worker_service.models.model import Model  # noqa: E402
 from worker_service.models.operations import DenseProduct, TorchOperations  # noqa: E402
 
@@ -96,7 +96,8 @@ def test_experts_are_products_of_codes(tmp_path: Path, name: str) -> None:
     found = [(name, layer) for name, layer in load(path).named_modules() if isinstance(layer, ExpertLinear)]
     assert found
     for layer_name, layer in found:
-        assert all(type(linear.product) is PackedProduct for linear in layer.linears)
+        assert type(layer.product) is PackedExpertProduct
+        assert all(linear.product is None for linear in layer.linears), "weights are held twice"
         x = torch.randn(7, HIDDEN if layer_name.endswith("up") else INTERMEDIATE, generator=generator).to(DEVICE)
         ids = torch.stack([torch.randperm(len(layer), generator=generator)[:2].sort().values for _ in x]).to(DEVICE)
         torch.testing.assert_close(layer(x, ids), plain.get_submodule(layer_name)(x, ids), rtol=1e-5, atol=1e-5)
@@ -116,6 +117,27 @@ def test_a_model_is_quantised_while_it_loads(tmp_path: Path, quantization: str) 
             check_product(layer, plain[name], generator)
     indexes = torch.tensor([150, 0, 3, 3], device=DEVICE)
     assert torch.equal(model.embedding(indexes), plain["head"].weight[indexes])
+
+
+@pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A16", "FP8 by channel", "MXFP4"])
+def test_what_a_gpu_will_hold_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It is no less than what is held, nor much more; and experts are held twice while a layer's are joined."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    sizes = SHAPES["qwen3_moe"] | {"num_experts": 64}  # a layer's take more than reading any one weight
+    path, _ = make_quantized(tmp_path, "qwen3_moe", BY_NAME[name], seed=22, **sizes)
+    cuda = torch.device("cuda")
+    unloaded = prepare_model(path, dtype=torch.float32, device=cuda, operations=TritonOperations(cuda))
+    footprint = unloaded.footprint()
+    model = load(path)
+    products = [getattr(layer, "product", None) for layer in model.modules()]
+    joined = [product.packed.num_bytes for product in products if isinstance(product, PackedExpertProduct)]
+    packed = [product.packed.num_bytes for product in products if isinstance(product, PackedProduct)]
+    floats = [product.weight.nbytes for product in products if isinstance(product, DenseProduct)]
+    tensors = [tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]]
+    actual = sum([*joined, *packed, *floats, *tensors])
+    assert joined
+    assert actual <= footprint.held <= 1.3 * actual
+    assert footprint.peak >= actual + max(joined)
 
 
 def test_float32_logits_of_codes_are_not_rounded(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.linear import Linear
+from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.loading import load_model, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import TorchOperations
@@ -63,9 +63,16 @@ def logits_of(model: Model, *, is_fused: bool = True) -> torch.Tensor:
 
 
 def products(model: Model) -> dict[str, Any]:
-    linears = {name: module.product for name, module in model.named_modules() if isinstance(module, Linear)}
-    assert all(isinstance(product, CpuProduct) for product in linears.values())
-    return linears
+    """Also of each expert, by name."""
+    kernels, found = load_cpu_kernels(), {}
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertLinear):
+            of_experts = enumerate(module.product.packed.linears)
+            found |= {f"{name}.{expert}": CpuProduct(kernels, packed, torch.float32) for expert, packed in of_experts}
+        elif isinstance(module, Linear) and module.product is not None:
+            found[name] = module.product
+    assert all(isinstance(product, CpuProduct) for product in found.values())
+    return found
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -1,13 +1,13 @@
 """Products of a GPU with weights that stay quantised, in the Triton kernels."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.triton import linear, scaled
+from pagewire.kernels.triton.experts import Assignment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,10 +22,24 @@ class PackedProduct:
         return linear.multiply(x, self.packed, self.bias)
 
     def to_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
-        return _written(linear.multiply(x, self.packed, self.bias, torch.float32), out)
+        if out is None:
+            out = x.new_empty(len(x), self.packed.out_size, dtype=torch.float32)
+        return linear.multiply(x, self.packed, self.bias, out)
 
     def take_rows(self, indexes: Tensor) -> Tensor:
         return linear.take_rows(self.packed, indexes, self.computed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedExpertProduct:
+    """Such products of experts with their slots."""
+
+    packed: linear.PackedWeight
+    biases: Tensor | None
+    assign: Callable[[Tensor, torch.dtype], Assignment]  # ids, for products of a dtype
+
+    def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
+        return linear.multiply_chosen(x, self.packed, self.assign(ids, x.dtype), self.biases)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,25 +53,5 @@ class RoundedProduct:
         return scaled.multiply(x, self.weight, self.bias)
 
     def to_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
-        return _written(scaled.multiply(x, self.weight, self.bias, torch.float32), out)
-
-
-def prepare_quantized(
-    weight: QuantizedWeight | Float8Weight,
-    bias: Tensor | None,
-    computed: torch.dtype,
-    device: torch.device,
-    *,
-    rounds_inputs: bool,
-) -> PackedProduct | RoundedProduct:
-    """Inputs are rounded where the weight was made for that, and there is such a product."""
-    values_dtype = torch.int8 if isinstance(weight, QuantizedWeight) else torch.float8_e4m3fn
-    if rounds_inputs and scaled.is_supported(device, values_dtype):
-        packed = scaled.pack(weight, device)
-        if packed is not None:
-            return RoundedProduct(packed, bias)
-    return PackedProduct(linear.pack(weight, device), bias, computed)
-
-
-def _written(values: Tensor, out: Tensor | None) -> Tensor:
-    return values if out is None else out.copy_(values)
+        values = scaled.multiply(x, self.weight, self.bias, torch.float32)
+        return values if out is None else out.copy_(values)

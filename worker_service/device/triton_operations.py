@@ -2,6 +2,7 @@
 which are cuBLAS's."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,11 +10,11 @@ from torch import Tensor
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
-from pagewire.kernels.triton import experts, fused, linear
+from pagewire.kernels.triton import experts, fused, linear, scaled
 from pagewire.kernels.triton.attention_arguments import FLOATS
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.cached_attend import CachedAttend
-from worker_service.device.products import PackedProduct, RoundedProduct, prepare_quantized
+from worker_service.device.products import PackedExpertProduct, PackedProduct, RoundedProduct
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import stack
 from worker_service.models.model import Attend
@@ -74,7 +75,13 @@ class TritonOperations:
         *,
         rounds_inputs: bool = False,
     ) -> Product:
-        return prepare_quantized(weight, bias, computed, self._device, rounds_inputs=rounds_inputs)
+        """Inputs are rounded where the weight was made for that, and there is such a product."""
+        values_dtype = torch.int8 if isinstance(weight, QuantizedWeight) else torch.float8_e4m3fn
+        if rounds_inputs and scaled.is_supported(self._device, values_dtype):
+            packed = scaled.pack(weight, self._device)
+            if packed is not None:
+                return RoundedProduct(packed, bias)
+        return PackedProduct(linear.pack(weight, self._device), bias, computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return False
@@ -87,7 +94,7 @@ class TritonOperations:
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         num_experts = len(weights)
-        return lambda x, ids: experts.multiply_chosen(x, weights, self._assign(ids, num_experts, x.dtype), biases)
+        return lambda x, ids: experts.multiply_chosen(x, weights, self._assign(num_experts, ids, x.dtype), biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
         """Of one kind: all are packed, or what was to be packed was found to be floats."""
@@ -99,10 +106,9 @@ class TritonOperations:
         packed = [product for product in products if isinstance(product, PackedProduct)]
         assert len(packed) == len(products)
         weights, biases = linear.join([product.packed for product in packed]), _joined([each.bias for each in packed])
-        num_experts = len(packed)
-        return lambda x, ids: linear.multiply_chosen(x, weights, self._assign(ids, num_experts, x.dtype), biases)
+        return PackedExpertProduct(weights, biases, partial(self._assign, len(packed)))
 
-    def _assign(self, ids: Tensor, num_experts: int, dtype: torch.dtype) -> experts.Assignment:
+    def _assign(self, num_experts: int, ids: Tensor, dtype: torch.dtype) -> experts.Assignment:
         """Both products of a layer have the same slots, which are sorted once."""
         if self._assigned is None or self._assigned[0] is not ids:
             self._assigned = ids, experts.assign(ids, num_experts, dtype)

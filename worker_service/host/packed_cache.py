@@ -12,8 +12,9 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import xxhash
 from torch import Tensor, nn
 
 from pagewire.kernels.cpu import CpuKernels, PackedLinear, QuantizedPanels
-from worker_service.host.operations import CpuProduct, floats
-from worker_service.models.linear import KeptProduct, Linear
+from worker_service.host.operations import CpuExpertProduct, CpuProduct, floats
+from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,7 @@ class PackedCache:
 
         A folder that cannot be written to is told in a warning.
         """
-        products = {name: module.product for name, module in model.named_modules() if isinstance(module, Linear)}
-        packed = {name: product.packed for name, product in products.items() if isinstance(product, CpuProduct)}
+        packed = dict(chain.from_iterable(starmap(_packed, model.named_modules())))
         quantized = {name: linear for name, linear in packed.items() if linear.quantized is not None}
         if self.num_read == len(quantized):
             return
@@ -182,6 +182,15 @@ class PackedCache:
             return all(identity[name] == self._identity[name] for name in _LASTING)
         except (OSError, ValueError, TypeError, KeyError):
             return False
+
+
+def _packed(name: str, module: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+    """Go through the packed weights of a module's own product, by the names of those that they were loaded for."""
+    if isinstance(module, Linear) and isinstance(module.product, CpuProduct):
+        yield name, module.product.packed
+    elif isinstance(module, ExpertLinear) and isinstance(module.product, CpuExpertProduct):
+        for expert, linear in enumerate(module.product.packed.linears):
+            yield f"{name}.{expert}", linear
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

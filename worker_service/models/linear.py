@@ -178,6 +178,8 @@ class ExpertLinear(nn.ModuleList):
         if products:
             assert len(products) == len(self)
             self.product = self._operations.join_experts(products)
+            for linear in self.linears:
+                linear.product = None  # or what was joined in one memory would be held twice
             return
         biases = [linear.added_bias() for linear in self.linears]
         added = [bias for bias in biases if bias is not None]

@@ -70,7 +70,7 @@ class Operations(Protocol):
         does. See `multiply_chosen` of `pagewire.kernels.experts`."""
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """The product of experts of which each has one, of `prepare_quantized`."""
+        """The product of experts of which each has one, of `prepare_quantized`, that nobody else needs any more."""
 
     def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `choose_experts` of `pagewire.kernels.experts`."""

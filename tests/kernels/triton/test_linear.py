@@ -97,7 +97,9 @@ def test_products_refuse(device):
         ("make it .* rows dense", (x.T.contiguous().T, packed)),
         (r"the bias is \[23\] .* make it \[24\] torch.float32", (x, packed, torch.zeros(23))),
         ("the bias is .* make it", (x, packed, torch.zeros(24).half())),
-        ("the output is to be torch.float16; make it torch.float32", (x, packed, None, torch.float16)),
+        (r"the output is \[2, 24\] torch.float16 .* make it", (x, packed, None, torch.zeros(2, 24).half())),
+        (r"the output is \[2, 23\] .* make it \[2, 24\]", (x, packed, None, torch.zeros(2, 23))),
+        ("the output is .* dense", (x, packed, None, torch.zeros(24, 2).T)),
     ):
         with pytest.raises(ValueError, match=text):
             linear.multiply(*arguments)

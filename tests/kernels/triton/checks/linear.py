@@ -101,8 +101,10 @@ def check_layer(device: torch.device, layer: Layer, seed: int) -> None:
     check_packed(packed, layer, f"{layer}, seed {seed}")
     x = make_rows(layer, layer.num_rows, generator)
     for dtype in {layer.dtype, torch.float32}:
-        actual = linear.multiply(x, packed, bias, dtype)
+        output = None if dtype == layer.dtype else x.new_empty(len(x), layer.out_size, dtype=dtype)
+        actual = linear.multiply(x, packed, bias, output)
         assert actual.dtype == dtype
+        assert output is None or actual is output
         check_product(actual, x, weight, bias, layer.is_exact, f"{layer}, {dtype}, seed {seed}")
 
 

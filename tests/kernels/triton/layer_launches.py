@@ -1,0 +1,112 @@
+"""What the host does for a GPU in a layer where no CUDA graph is replayed: Python's side of its launches, in
+microseconds. No GPU is needed.
+
+    python -m tests.kernels.triton.layer_launches
+
+Kernels are compiled for an H200, and a driver that does nothing takes the launches: Triton's launcher in C is not in
+the figures. The layers are Qwen3-0.6B's, in bfloat16. Medians go to bench/results/layer_launches.json.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from triton.runtime import driver
+
+from bench.record import RESULTS, machine, write
+from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.triton import fused
+from tests.kernels.triton.launching import Driver
+from worker_service.attention import AttentionBatch, AttentionShape, DeviceRows
+from worker_service.attention.backends.triton import TritonAttention
+
+NUM_LAYERS, BLOCK_SIZE, NUM_PROCESSORS = 28, 16, 132
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_BLOCKS = 16, 8, 128, 64
+CPU, DTYPE = torch.device("cpu"), torch.bfloat16
+# By name: positions of each row, its new tokens, and how many rows come first with one.
+STEPS = {
+    "64 decoding rows": ([512] * 64, [1] * 64, 64),
+    "4 prompts": ([512] * 4, [200] * 4, 0),
+    "60 decoding rows and 4 prompts": ([512] * 64, [1] * 60 + [20] * 4, 60),
+}
+
+
+def make_caches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    shape = (NUM_BLOCKS + 1, NUM_LAYERS, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    storage = torch.empty(shape, dtype=DTYPE)
+    return [(keys, values) for keys, values in (storage[:, layer].unbind(1) for layer in range(NUM_LAYERS))]
+
+
+def measure_attention(lengths: list[int], num_queries: list[int], num_decodes: int, num_steps: int) -> dict:
+    """Medians over steps: of what is done once in a step, and of what each layer does."""
+    caches = make_caches()
+    shape = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE, DTYPE, (0,) * NUM_LAYERS)
+    backend = TritonAttention(shape, NUM_PROCESSORS, CPU)
+    starts = torch.tensor([0, *num_queries]).cumsum(0)
+    num_tokens = int(starts[-1])
+    rows = DeviceRows(starts.int(), torch.tensor(lengths, dtype=torch.int32), num_decodes)
+    tables = torch.zeros((len(lengths), NUM_BLOCKS), dtype=torch.int32)
+    batch = AttentionBatch(starts.tolist(), lengths, tables, torch.zeros(num_tokens, dtype=torch.int64), rows)
+    query = torch.zeros(num_tokens, NUM_HEADS, HEAD_DIM, dtype=DTYPE)
+    prepared, layers = [], []
+    for _ in range(num_steps):
+        begun = time.perf_counter()
+        attend = backend.prepare(batch, caches)
+        ready = time.perf_counter()
+        for layer in range(NUM_LAYERS):
+            attend.attend_cached(layer, query, None)
+        prepared.append(ready - begun)
+        layers.append((time.perf_counter() - ready) / NUM_LAYERS)
+    step_us, layer_us = (statistics.median(seconds[num_steps // 5 :]) * 1e6 for seconds in (prepared, layers))
+    return {"once_a_step_us": step_us, "layer_us": layer_us, "step_us": step_us + NUM_LAYERS * layer_us}
+
+
+def measure_heads(num_tokens: int, num_steps: int) -> float:
+    """The median of turning a layer's heads and writing keys and values to the cache."""
+    caches, angles = make_caches(), torch.zeros(num_tokens, HEAD_DIM, dtype=DTYPE)
+    weight = torch.ones(HEAD_DIM, dtype=DTYPE)
+    preparation = HeadPreparation(NUM_HEADS, weight, weight, 1e-6, angles, angles.clone())
+    heads = torch.zeros(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, dtype=DTYPE)
+
+    def step() -> None:
+        caching = fused.HeadCaching(torch.zeros(num_tokens, dtype=torch.int64))
+        for layer in range(NUM_LAYERS):
+            caching.turn(heads, preparation, *caches[layer])
+
+    return _median_us(step, num_steps) / NUM_LAYERS
+
+
+def _median_us(step: Callable[[], None], num_steps: int) -> float:
+    seconds = []
+    for _ in range(num_steps):
+        begun = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[num_steps // 5 :]) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.kernels.triton.layer_launches", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--steps", type=int, default=300, help="of each kind, a fifth to warm up (default: 300)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "layer_launches.json", help="raw numbers")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    driver.set_active(Driver())
+    with torch.inference_mode():
+        attention = {name: measure_attention(*step, arguments.steps) for name, step in STEPS.items()}
+        heads_us = measure_heads(64, arguments.steps)
+    write(arguments.output, {"machine": machine(), "attention": attention, "heads_us": heads_us})
+    print(f"{'attention, us':32s} {'once a step':>12s} {'a layer':>8s} {f'{NUM_LAYERS} layers':>10s}")
+    for name, figures in attention.items():
+        once, layer, step = figures["once_a_step_us"], figures["layer_us"], figures["step_us"]
+        print(f"{name:32s} {once:12.1f} {layer:8.1f} {step:10.0f}")
+    print(f"turning and caching the heads of a layer, 64 tokens: {heads_us:.1f} us")
+
+
+if __name__ == "__main__":
+    main()
