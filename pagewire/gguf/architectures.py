@@ -131,13 +131,3 @@ def architecture_of(file: GgufFile) -> str:
             f"{file.path}: general.architecture is {name!r}, which is not served; {', '.join(ARCHITECTURES)} are"
         )
     return name
-
-
-def longrope(keys: Metadata, attention_factor: float) -> dict[str, Any]:
-    """Return the settings of LongRoPE but for its factors, which are in tensors."""
-    original = keys.whole("rope.scaling.original_context_length", keys.whole("context_length"))
-    return {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": original,
-        "attention_factor": attention_factor,
-    }

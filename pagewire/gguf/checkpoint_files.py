@@ -6,7 +6,7 @@ nobody computes is refused by its key, never ignored.
 
 from typing import Any
 
-from pagewire.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, Architecture, architecture_of, longrope
+from pagewire.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, Architecture, architecture_of
 from pagewire.gguf.file import GgufError, GgufFile
 from pagewire.gguf.metadata import Metadata
 from pagewire.gguf.special_tokens import SpecialTokens
@@ -132,8 +132,9 @@ def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str
     if architecture.turns_a_part:
         rope["partial_rotary_factor"] = keys.whole("rope.dimension_count", head_dim) / head_dim
     if architecture.has_rope_factors and not keys.file.tensors.keys().isdisjoint(ROPE_FACTORS.values()):
-        rope |= longrope(keys, scaling.number("attn_factor", 1.0))
-        return {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
+        rope |= {"rope_type": "longrope", "attention_factor": scaling.number("attn_factor", 1.0)}
+        original = scaling.whole("original_context_length", keys.whole("context_length"))
+        return {"original_max_position_embeddings": original, "rope_parameters": rope}
     if kind not in ("none", "linear", "yarn"):
         raise scaling.error("type", "none, linear or yarn")
     factor = scaling.number("factor", keys.number("rope.scale_linear", 1.0))

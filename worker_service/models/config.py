@@ -4,7 +4,7 @@ What a family's files say is read in `worker_service/models/families`. Importing
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ class RopeConfig:
     rope_type: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0  # linear, llama3, yarn
-    original_max_position_embeddings: int = 0  # llama3, yarn
+    original_max_position_embeddings: int = 0  # llama3, yarn, and where there are short_divisors
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     attention_factor: float = 1.0  # multiplies cos and sin, by any type
@@ -38,12 +38,20 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     divisors: tuple[float, ...] = ()  # [rotary_size / 2] of the frequencies, by any type; none: not divided
+    short_divisors: tuple[float, ...] = ()  # in their place where no sequence is longer than the original length
     rotary_share: float = 1.0  # of a head's values, the first of them; the others are left as they are
     is_interleaved: bool = False  # the checkpoint's pairs are neighbours, not elements of two halves
 
     def rotary_size(self, head_dim: int) -> int:
         """Return how many values of a head are turned."""
         return int(head_dim * self.rotary_share)
+
+    def serving(self, max_model_len: int) -> "RopeConfig":
+        """Return what turns sequences that are at most so long. One list of divisors serves all of them, however short
+        they are, since a key that is cached was turned before it is known how long its sequence becomes."""
+        if not self.short_divisors or max_model_len > self.original_max_position_embeddings:
+            return self
+        return replace(self, divisors=self.short_divisors, short_divisors=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,11 @@ class ModelConfig:
     def rope(self) -> RopeConfig | None:
         """That of the first layer that has one; None: there is none."""
         return next((rope for rope in self.ropes if rope is not None), None)
+
+    def serving(self, max_model_len: int | None) -> "ModelConfig":
+        """Return the model where no sequence is longer than that, or than its positions."""
+        served = self.max_position_embeddings if max_model_len is None else max_model_len
+        return replace(self, ropes=tuple(rope and rope.serving(served) for rope in self.ropes))
 
     @staticmethod
     def load(path: Path) -> "ModelConfig":

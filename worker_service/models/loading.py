@@ -53,6 +53,7 @@ def load_model(
     is_dummy: bool = False,
     communicator: Communicator | None = None,
     quantization: str | None = None,
+    max_model_len: int | None = None,
 ) -> Model:
     """Loads a model, or one rank's part of it, ready to run.
 
@@ -66,6 +67,7 @@ def load_model(
         is_dummy: the directory need hold nothing but config.json, and the weights are random.
         communicator: the rank whose part it is, of how many, and how they meet; by default there is one.
         quantization: "int8" or "int4", for one rank's weights of floats where `operations` multiply with codes.
+        max_model_len: the longest sequence that there will be; by default as many positions as the model has.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -79,6 +81,7 @@ def load_model(
         is_dummy=is_dummy,
         communicator=communicator,
         quantization=quantization,
+        max_model_len=max_model_len,
     )
     return unloaded.load(progress)
 
@@ -92,11 +95,12 @@ def prepare_model(
     is_dummy: bool = False,
     communicator: Communicator | None = None,
     quantization: str | None = None,
+    max_model_len: int | None = None,
 ) -> "UnloadedModel":
     """Return the model that `load_model` would load, compared with the headers of the files. Its arguments and errors
     are those of `load_model`."""
     communicator = communicator or SingleRank()
-    shard = Shard.of(load_config(path), communicator.rank, communicator.size)
+    shard = Shard.of(load_config(path).serving(max_model_len), communicator.rank, communicator.size)
     checkpoint = DummyTensors() if is_dummy else _open(path, shard.config)
     family = BY_ARCHITECTURE[shard.config.architecture]
     operations = operations or TorchOperations()

@@ -21,7 +21,7 @@ from worker_service.engine import LoadedWorker
 from worker_service.grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, SingleRank
-from worker_service.models.config import ModelConfig
+from worker_service.models.config import ModelConfig, RopeConfig
 from worker_service.models.loading import UnloadedModel, made_format, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
@@ -99,6 +99,7 @@ def _load_worker(
         is_dummy=config.load_format == "dummy",
         communicator=communicator,
         quantization=config.quantization,
+        max_model_len=max_model_len,
     )
     shape = CacheShape(
         num_layers=model_config.num_layers,
@@ -111,6 +112,8 @@ def _load_worker(
     sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // block_size))
     check_memory(unloaded, sizes)
     log_formats(unloaded)
+    if communicator.rank == 0:
+        log_stretch(unloaded.shard.config.rope, max_model_len)
     model = _load_weights(unloaded, report, _packed_cache(config, unloaded, kernels))
     streams = CudaDevice(device) if is_gpu else None
     assembly = _Assembly(
@@ -352,6 +355,20 @@ def log_formats(unloaded: UnloadedModel) -> None:
     description = unloaded.describe_quantization()
     if description is not None:
         logger.info("%s; the model takes %.2f GiB", description, unloaded.footprint().held / GIB)
+
+
+def log_stretch(rope: RopeConfig | None, max_model_len: int) -> None:
+    """Says of two lists of factors which one serves all sequences, where it is not that of short ones."""
+    if rope is not None and rope.short_divisors:
+        original = rope.original_max_position_embeddings
+        logger.warning(
+            "LongRoPE: the model has factors for sequences of at most %d tokens and others for longer ones; since "
+            "max_model_len is %d, those for longer ones serve all, so short sequences differ from what transformers "
+            "computes; --max-model-len %d serves those alone, as it does",
+            original,
+            max_model_len,
+            original,
+        )
 
 
 def _packed_cache(config: WorkerConfig, unloaded: UnloadedModel, kernels: CpuKernels | None) -> PackedCache | None:

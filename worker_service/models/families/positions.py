@@ -18,6 +18,7 @@ from worker_service.models.families.reading import (
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"
+_LONGROPE_ORIGINAL = 4096  # where config.json does not say
 
 
 def read_rope(
@@ -135,25 +136,31 @@ def read_longrope(
     config: Mapping[str, Any], rope: Mapping[str, Any], max_position_embeddings: int, share: float, head_dim: int
 ) -> RopeConfig:
     """LongRoPE (Ding et al., 2024, https://arxiv.org/abs/2402.13753). It has factors for sequences up to the original
-    length and others for longer ones, and keys that are cached can have but one: as in vLLM and llama.cpp, those for
-    long ones, unless the model serves no longer sequences."""
-    original = positive(
-        {"original_max_position_embeddings": config.get("original_max_position_embeddings"), **rope},
-        "original_max_position_embeddings",
-        max_position_embeddings,
-    )
-    key = "long_factor" if max_position_embeddings > original else "short_factor"
-    factors, num_pairs = rope.get(key), int(head_dim * share) // 2
-    if not isinstance(factors, list) or len(factors) != num_pairs:
-        raise unserved(key, factors, f"a list of {num_pairs} numbers, one for each pair of values that is turned")
+    length and others for longer ones (`RopeConfig.serving`); the factor of attention is that of the whole stretch for
+    both."""
+    short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
+    key = "original_max_position_embeddings"
+    original = positive(config, key, _LONGROPE_ORIGINAL)
+    if rope.get(key, original) != original:
+        raise unserved(f"rope_parameters.{key}", rope[key], f"{original}, as {key} is beside rope_parameters")
     factor = number(rope, "factor", max_position_embeddings / original)
     attention_factor = number(rope, "attention_factor", _longrope_attention_factor(factor, original))
+    is_stretched = max_position_embeddings > original
     return RopeConfig(
         theta=number(rope, "rope_theta", 10_000.0),
+        original_max_position_embeddings=original if is_stretched else 0,
         attention_factor=attention_factor,
-        divisors=tuple(checked_number(key, value) for value in factors),
+        divisors=_read_factors(rope, "long_factor", len(short)) if is_stretched else short,
+        short_divisors=short if is_stretched else (),
         rotary_share=share,
     )
+
+
+def _read_factors(rope: Mapping[str, Any], key: str, num_pairs: int) -> tuple[float, ...]:
+    factors = rope.get(key)
+    if not isinstance(factors, list) or len(factors) != num_pairs:
+        raise unserved(key, factors, f"a list of {num_pairs} numbers, one for each pair of values that is turned")
+    return tuple(checked_number(key, value) for value in factors)
 
 
 def read_share(config: Mapping[str, Any], rope: Mapping[str, Any], key: str, default: float) -> float:
