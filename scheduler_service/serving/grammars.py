@@ -46,11 +46,19 @@ class TooManyGrammarsError(Exception):
 
 
 @dataclass(slots=True)
+class _Same:
+    """Checks of one grammar that wait. One of them has the lock: the others wait for what it finds."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_waiting: int = 0
+
+
+@dataclass(slots=True)
 class _Turns:
     """One tenant's grammars that wait."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one that is on the thread, or next
-    num_waiting: int = 0
+    waiting: dict[_Key, _Same] = field(default_factory=dict)
 
 
 class GrammarChecks(Observer):
@@ -107,11 +115,8 @@ class GrammarChecks(Observer):
         key = (grammar.kind, grammar.end_token_ids, sha256(text).digest())
         verdict = self._verdicts.get(key)
         if verdict is None:
-            async with self._turn(tenant, len(text)):
-                # The grammar before it may have been the same.
-                verdict = self._verdicts.get(key)
-                if verdict is None:
-                    verdict = await self._compile(grammar)
+            async with self._turn(tenant, key, len(text)) as turns:
+                verdict = await self._first_verdict(grammar, key, turns)
         self._verdicts[key] = verdict
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > _MAX_VERDICTS:
@@ -120,12 +125,12 @@ class GrammarChecks(Observer):
             raise GrammarRefusedError(verdict)
 
     @asynccontextmanager
-    async def _turn(self, tenant: str, size: int) -> AsyncIterator[None]:
-        """Wait for the tenant's grammars that came before. Raises TooManyGrammarsError."""
+    async def _turn(self, tenant: str, key: _Key, size: int) -> AsyncIterator[_Turns]:
+        """Wait for the tenant's checks of the same grammar that came before. Raises TooManyGrammarsError."""
         turns = self._turns.get(tenant) or _Turns()
-        if turns.num_waiting >= MAX_TENANT_WAITING:
+        if key not in turns.waiting and len(turns.waiting) >= MAX_TENANT_WAITING:
             raise TooManyGrammarsError(
-                f"{turns.num_waiting} new grammars of this tenant wait to be checked, the limit is "
+                f"{len(turns.waiting)} new grammars of this tenant wait to be checked, the limit is "
                 f"{MAX_TENANT_WAITING}; try again later"
             )
         if self.num_waiting_bytes + size > MAX_WAITING_BYTES:
@@ -134,16 +139,27 @@ class GrammarChecks(Observer):
                 f"limit is {MAX_WAITING_BYTES}; try again later"
             )
         self._turns[tenant] = turns
-        turns.num_waiting += 1
+        same = turns.waiting.setdefault(key, _Same())
+        same.num_waiting += 1
         self.num_waiting_bytes += size
         try:
-            async with turns.lock:
-                yield
+            async with same.lock:
+                yield turns
         finally:
-            turns.num_waiting -= 1
             self.num_waiting_bytes -= size
-            if not turns.num_waiting:
+            same.num_waiting -= 1
+            if not same.num_waiting:
+                del turns.waiting[key]
+            if not turns.waiting:
                 del self._turns[tenant]
+
+    async def _first_verdict(self, grammar: Grammar, key: _Key, turns: _Turns) -> str:
+        """Return what a check before it has found of the same grammar, or check it behind the tenant's others."""
+        if key not in self._verdicts:
+            async with turns.lock:
+                if key not in self._verdicts:  # another tenant's may have been the same
+                    return await self._compile(grammar)
+        return self._verdicts[key]
 
     async def _compile(self, grammar: Grammar) -> str:
         """Return why a grammar cannot be used, or nothing."""

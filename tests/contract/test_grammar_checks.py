@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -93,6 +94,41 @@ async def test_equal_grammars_that_come_at_once_are_compiled_once(model_path: Pa
     async with checking(model_path) as checked:
         await asyncio.gather(*(checked.checks.check(regex("[a-z]+"), "t") for _ in range(10)))
         assert checked.told == [True]
+
+
+@pytest.mark.parametrize("num_tenants", [1, 3])
+async def test_those_that_wait_for_the_same_grammar_are_one_check(
+    model_path: Path, num_tenants: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 people open the same form, beside as many new grammars as a tenant may have waiting."""
+    monkeypatch.setattr(grammars, "MAX_TENANT_WAITING", 5)
+    async with checking(model_path) as checked:
+        others = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "0")) for number in range(4)]
+        same = [
+            asyncio.create_task(checked.checks.check(regex("form"), str(number % num_tenants))) for number in range(300)
+        ]
+        await asyncio.sleep(0)  # each has begun
+        with pytest.raises(TooManyGrammarsError, match="5 new grammars of this tenant"):
+            await checked.checks.check(regex("another"), "0")
+        for index in random.Random(num_tenants).sample(range(300), 200):
+            same[index].cancel()
+        results = await asyncio.gather(*others, *same, return_exceptions=True)
+        assert sum(result is None for result in results) == 104
+        assert len(checked.told) <= 4 + num_tenants
+    checked.assert_nothing_waits()
+
+
+async def test_who_waits_for_the_same_grammar_waits_for_no_other(model_path: Path) -> None:
+    order: list[str] = []
+
+    async def check(text: str) -> None:
+        await checked.checks.check(regex(text), "t")
+        order.append(text)
+
+    async with checking(model_path) as checked:
+        await asyncio.gather(*map(check, ["form", *(f"g{number}" for number in range(20)), *["form"] * 20]))
+        # Theirs is told at once, while the next grammar is on the thread.
+        assert set(order[:21]) == {"form"}
 
 
 async def test_the_oldest_verdicts_are_forgotten(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
