@@ -10,19 +10,26 @@ from scheduler_service.core.cost import CostModel
 from scheduler_service.core.grammars import NeededGrammars
 from scheduler_service.core.plan import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanDraft, PlannedRow, RowSlots
-from scheduler_service.core.sequence import Sequence, SequenceGroup, StepCount
+from scheduler_service.core.sequence import DropCount, Sequence, SequenceGroup, StepCount
 
 
 class Epoch:
     """One worker as the scheduler knows it, from the moment it joins until it is lost."""
 
     def __init__(
-        self, number: int, capacity: WorkerCapacity, cache: CacheManager, num_slots: int, cost: CostModel
+        self,
+        number: int,
+        capacity: WorkerCapacity,
+        cache: CacheManager,
+        num_slots: int,
+        cost: CostModel,
+        drops: DropCount,
     ) -> None:
         self.number = number
         self.capacity = capacity
         self.cache = cache
         self.cost = cost
+        self.drops = drops
         self.steps = StepCount()
         self.slots = RowSlots(num_slots)
         self.decoding = DecodeBatch(self.steps, capacity.block_size)
@@ -118,18 +125,11 @@ class Epoch:
         if group.beam is not None:
             group.beam.forget_step()
 
-    def drop(self, sequence: Sequence) -> None:
-        """Samples of the sequence that are on their way no longer count."""
-        if sequence.num_in_flight:
-            for dispatch in self.unacknowledged:
-                dispatch.dropped.add(sequence)
-            sequence.forget_in_flight()
-
     def rewind(self, group: SequenceGroup) -> None:
         """Forget what gated rows have reported, or are about to: each computes its last token again."""
         for sequence in group.sequences:
             if sequence.is_gated:
-                self.drop(sequence)
+                sequence.drop(self.num_steps)
                 sequence.start_from(min(sequence.num_computed_tokens, sequence.num_tokens - 1))
 
     def forget(self, group: SequenceGroup) -> None:
@@ -278,6 +278,7 @@ class Epoch:
                 rows=rows,
                 columns=self.decoding.columns(),
                 began_block=tuple(draft.began_block),
+                num_drops=self.drops.num_drops,
                 num_tokens=draft.num_tokens,
                 num_prompt_tokens=sum(
                     row.num_tokens for row in rows if row.start + row.num_tokens <= row.sequence.num_prompt_tokens

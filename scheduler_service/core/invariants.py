@@ -172,7 +172,7 @@ def _check_dispatches(epoch: Epoch, pipeline_depth: int, num_step_tokens: int) -
         assert dispatch.num_tokens == num_tokens
         assert len(slots) == len(set(slots)), f"two rows of step {dispatch.step} share a slot"
         for sequence in sampled:
-            if sequence not in dispatch.dropped:
+            if sequence.counts(dispatch.step):
                 in_flight[sequence] = in_flight.get(sequence, 0) + 1
     return in_flight
 

@@ -35,7 +35,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.retention import Expectation
-from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, SequenceGroup
+from scheduler_service.core.sequence import DropCount, GroupQueue, GroupState, Sequence, SequenceGroup
 from scheduler_service.core.waiting import Standings, WaitingQueue
 
 # Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
@@ -81,6 +81,7 @@ class Lifecycle:
         self.groups: dict[tuple[str, str], SequenceGroup] = {}  # by tenant and request id
         self.samples: dict[int, Sequence] = {}  # by sequence id
         self.num_tenant_requests: dict[str, int] = {}
+        self.drops = DropCount()
         self.waiting = WaitingQueue(policy)
         self.standings = Standings(policy, self.waiting, new_expectation)
         self.running = GroupQueue()
@@ -159,6 +160,7 @@ class Lifecycle:
             stop_token_ids=self._stop_set(tuple(sorted({*request.sampling.stop_token_ids, *group.end_token_ids}))),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
             is_gated=_is_gated(request, self.epoch),
+            drops=self.drops,
             num_charged_tokens=len(request.prompt_token_ids),
         )
         sequence.start_from(0)
@@ -326,18 +328,17 @@ class Lifecycle:
         """A sample ends with its first so many tokens, by default all, and its request with the last sample. What is on
         its way no longer counts."""
         group, epoch = sequence.group, self.epoch
+        sequence.finish()
         if epoch is not None:
             has_row = sequence.slot >= 0
             if has_row and reason in _COMPLETE:
                 epoch.cache.publish(sequence)
-            epoch.drop(sequence)
             if has_row:
                 epoch.vacate(sequence)
             epoch.cache.release(sequence)
         if num_output_tokens is not None:
             del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
         self.charge((sequence,))
-        sequence.is_finished = True
         del self.samples[sequence.sequence_id]
         end = _sequence_end(sequence, sequence.sequence_id, reason, sequence.num_output_tokens, stop_token_id, message)
         outputs.ended.append(replace(end, embedding=embedding) if embedding else end)
@@ -363,9 +364,6 @@ class Lifecycle:
             for sequence in group.live_sequences:
                 self.end(sequence, reason, outputs, message=message)
             return
-        if self.epoch is not None:
-            for sequence in group.sequences:
-                self.epoch.drop(sequence)
         for sequence_id in group.beam.output_ids:
             outputs.ended.append(_sequence_end(group.sequences[0], sequence_id, reason, 0, message=message))
         self._leave(group)

@@ -3,7 +3,7 @@
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plan import RowStatus
-from scheduler_service.core.plans import Dispatch, PlannedRow, SampledRow
+from scheduler_service.core.plans import Dispatch, PlannedRow, ResolvedResult, SampledRow
 from scheduler_service.core.request import EndReason, TokenLogprobs, TokenOutputs
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
@@ -37,7 +37,22 @@ class Results:
     def __init__(self, state: Lifecycle) -> None:
         self._state = state
 
-    def take_prompt_logprobs(self, row: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
+    def take(self, epoch: Epoch, dispatch: Dispatch, resolved: ResolvedResult, now: float) -> TokenOutputs:
+        """Say what comes of a plan. Each row is asked whether it counts when its turn comes: what went before may have
+        ended its sequence, or have it computed again."""
+        outputs, step = TokenOutputs(), dispatch.step
+        self._take_failures(epoch, dispatch, resolved.samples, outputs, now)
+        for row, entries in resolved.prompt_logprobs:
+            if not row.sequence.is_finished:
+                self._take_prompt_logprobs(row, entries, outputs)
+        for sample in resolved.samples:
+            if sample.status is RowStatus.OK and sample.sequence.counts(step):
+                self._take_sample(epoch, sample, outputs, now)
+        if resolved.decoded:
+            self._take_decoded(epoch, dispatch, resolved.decoded, outputs)
+        return outputs
+
+    def _take_prompt_logprobs(self, row: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
         """Hand on those entries of a row that nobody has had yet."""
         sequence = row.sequence
         new = entries[max(0, sequence.num_prompt_logprobs_sent - row.start) :]
@@ -45,13 +60,13 @@ class Results:
             sequence.num_prompt_logprobs_sent += len(new)
             outputs.prompt_logprobs.setdefault(sequence.sequence_id, []).extend(new)
 
-    def take_failures(
+    def _take_failures(
         self, epoch: Epoch, dispatch: Dispatch, samples: list[SampledRow], outputs: TokenOutputs, now: float
     ) -> None:
         """End the requests whose rows were not computed, or whose logits are not numbers, and have whatever was
         computed on top of their blocks redone. Blocks are no better if the sequence has ended by itself meanwhile."""
         for sample in samples:
-            if sample.status in _GRAMMAR_FAILURES and sample.sequence not in dispatch.dropped:
+            if sample.status in _GRAMMAR_FAILURES and sample.sequence.counts(dispatch.step):
                 reason, message = _GRAMMAR_FAILURES[sample.status]
                 self._state.end_group(sample.sequence.group, reason, outputs, message=message)
         failed = {sample.sequence: sample.status for sample in samples if sample.status in _FAILURES}
@@ -63,7 +78,7 @@ class Results:
             if sequence.has_failed:
                 continue
             # One that was preempted, and computes this row again, may do better; what it wrote is bad all the same.
-            group, ends = sequence.group, not sequence.is_finished and sequence not in dispatch.dropped
+            group, ends = sequence.group, sequence.counts(dispatch.step)
             written = group.sequences if ends else [sequence]
             for bad in written:
                 # Others may write the same content before its next row comes back.
@@ -81,13 +96,13 @@ class Results:
     def _redo(self, epoch: Epoch, group: SequenceGroup, now: float) -> None:
         """Have a group computed again: what it has computed is bad, and so are its samples on their way."""
         for sequence in group.sequences:
-            epoch.drop(sequence)
+            sequence.drop(epoch.num_steps)
         if group.state is GroupState.WAITING:
             group.resume_step = epoch.num_steps
         else:
             self._state.discard(group, epoch, now)
 
-    def take_sample(self, epoch: Epoch, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
+    def _take_sample(self, epoch: Epoch, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
         """Take the token, the candidates for one, or the embedding of a row that was planned by itself."""
         sequence, token_id = sample.sequence, sample.token_id
         self._state.quarantine.cleared(sequence.group)
@@ -130,14 +145,12 @@ class Results:
         self._state.charge_search(group, len(step.children))
         beam.branch(group, step.children, epoch)
 
-    def take_decoded(self, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs) -> None:
+    def _take_decoded(self, epoch: Epoch, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs) -> None:
         """Take one token for each decoding row. This is the hot loop of the scheduler: it looks at nothing but the
-        token and its stop set."""
+        token and its stop set, unless a sample of anybody was dropped since the plan was sent."""
         columns, quarantine = dispatch.columns, self._state.quarantine
-        if not token_ids:
-            return
-        if dispatch.dropped or quarantine.has_charges:
-            kept = [i for i, sequence in enumerate(columns.sequences) if sequence not in dispatch.dropped]
+        if dispatch.num_drops != epoch.drops.num_drops or quarantine.has_charges:
+            kept = [i for i, row in enumerate(columns.sequences) if row.counts(dispatch.step)]
             columns, token_ids = columns.take(kept), [token_ids[i] for i in kept]
             for sequence in columns.sequences:
                 quarantine.cleared(sequence.group)

@@ -23,7 +23,7 @@ from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.openings import Openings
-from scheduler_service.core.plan import RowStatus, StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.plans import PlanDraft, WorkerProtocolError, read_result
 from scheduler_service.core.policy import Policy, create_policy
 from scheduler_service.core.request import (
@@ -165,20 +165,12 @@ class Scheduler:
                 f"a result of epoch {result.epoch} step {result.step}, "
                 f"but epoch {epoch.number} step {dispatch.step} is the oldest unacknowledged"
             )
-        samples, decoded, prompt_logprobs = read_result(dispatch, result, epoch.capacity.vocab_size)
+        resolved = read_result(dispatch, result, epoch.capacity.vocab_size)
+        del epoch.unacknowledged[0]
         if not dispatch.has_moves:  # a worker may do them in the time of the step
             epoch.cost.observe_step(dispatch.num_tokens, dispatch.num_prompt_tokens, result.duration_us / 1e6)
-        outputs = TokenOutputs()
-        for row, entries in prompt_logprobs:
-            if row.sequence not in dispatch.dropped:
-                self._results.take_prompt_logprobs(row, entries, outputs)
-        self._results.take_failures(epoch, dispatch, samples, outputs, now)
-        del epoch.unacknowledged[0]
-        for sample in samples:
-            if sample.status is RowStatus.OK and sample.sequence not in dispatch.dropped:
-                self._results.take_sample(epoch, sample, outputs, now)
-        self._results.take_decoded(dispatch, decoded, outputs)
-        began_block = [row for row in dispatch.began_block if row.slot >= 0 and row not in dispatch.dropped]
+        outputs = self._results.take(epoch, dispatch, resolved, now)
+        began_block = [row for row in dispatch.began_block if row.slot >= 0 and row.counts(dispatch.step)]
         for sequence in began_block:
             epoch.cache.publish(sequence)
         state.charge(began_block)
@@ -271,7 +263,7 @@ class Scheduler:
             watermark=self._watermark,
         )
         cost = CostModel(self._preemption, capacity.block_bytes, capacity.swap_bandwidth)
-        joined = Epoch(epoch, capacity, cache, self._admission.num_slots(capacity), cost)
+        joined = Epoch(epoch, capacity, cache, self._admission.num_slots(capacity), cost, self._state.drops)
         self._state.join_worker(joined)
         self._openings = Openings(self._state, joined)
         outputs = TokenOutputs()

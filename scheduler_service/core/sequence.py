@@ -42,6 +42,15 @@ class StepCount:
         self.num_steps = 0
 
 
+class DropCount:
+    """How often samples on their way were dropped, of any sequence. While it stands still, all of them count."""
+
+    __slots__ = ("num_drops",)
+
+    def __init__(self) -> None:
+        self.num_drops = 0
+
+
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
     """A request until its last sequence has ended."""
@@ -141,7 +150,7 @@ class SequenceGroup:
         that both are freed when the last plan that knows them is, without a garbage collection."""
         self.num_unfinished = 0
         for sequence in self.sequences:
-            sequence.is_finished = True
+            sequence.finish()
         self.sequences.clear()
         if self.beam is not None:
             self.beam.beams.clear()
@@ -157,7 +166,7 @@ class SequenceGroup:
                 sequence.leave_decoding()
             sequence.slot = -1
             sequence.forget_cache()
-            sequence.forget_in_flight()
+            sequence.forget_epoch()
         if self.beam is not None:
             self.beam.forget_step()
 
@@ -177,7 +186,8 @@ class Sequence:
     num_prompt_logprobs: int | None
     # Nobody knows its next token when its row has sampled: the row rests until it is told what it goes on with.
     is_gated: bool
-    is_finished: bool = False
+    drops: DropCount  # of all sequences
+    is_finished: bool = False  # once and for ever: by `finish`
     has_failed: bool = False  # a row of it had bad logits, and what it wrote was unpublished
     slot: int = -1  # -1: no row on the worker
     block_table: list[int] = field(default_factory=list)  # device blocks; 0 where one fell out of the window
@@ -194,6 +204,7 @@ class Sequence:
     reports_prompt_logprobs: bool = False  # whether its row was opened with them
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
+    _first_step: int = 0  # the first step of the epoch whose sample counts; earlier ones were dropped
     # A row that decodes computes and samples one token in every plan. It is not visited: its two counters are those
     # it had when it joined the decoding rows, and the plans since then.
     _num_computed: int = 0
@@ -260,9 +271,31 @@ class Sequence:
         self.token_ids.append(token_id)
         self._num_expected = len(self.token_ids)
 
+    def counts(self, step: int) -> bool:
+        """Whether what its row sampled in the plan of `step` continues it."""
+        return step >= self._first_step and not self.is_finished
+
+    def drop(self, step: int) -> None:
+        """Let no sample of plans up to that of `step` count: it is computed again."""
+        self.drops.num_drops += self.num_in_flight > 0
+        self._first_step = step + 1
+        self.forget_in_flight()
+
+    def finish(self) -> None:
+        """Let it end: nothing that any plan computes of it is told from now on."""
+        if not self.is_finished:
+            self.drops.num_drops += self.num_in_flight > 0
+            self.is_finished = True
+            self.forget_in_flight()
+
     def forget_in_flight(self) -> None:
-        """Expect no more samples that are on their way: they will not count."""
+        """Expect no more samples that are on their way."""
         self._num_expected = len(self.token_ids) - self._num_decoded
+
+    def forget_epoch(self) -> None:
+        """Let samples count from the first step of the next epoch on."""
+        self._first_step = 0
+        self.forget_in_flight()
 
     def join_decoding(self, steps: StepCount) -> None:
         """Count one token and one sample for every plan from the next one on."""

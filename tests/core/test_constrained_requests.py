@@ -1,13 +1,16 @@
 """Requests with a grammar: who waits for it, who does not, and what becomes of them."""
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
 
 from scheduler_service.core import explain
-from scheduler_service.core.plan import Grammar, GrammarKind, SamplingParams, WorkerCapacity
+from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.plan import Grammar, GrammarKind, SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core.request import AdmissionError, EndReason, Request
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
+from tests.core.simulated_worker import SimulatedWorker
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+", (2,))
 CAPACITY = WorkerCapacity(
@@ -27,7 +30,7 @@ CAPACITY = WorkerCapacity(
 )
 
 
-def joined(capacity: WorkerCapacity = CAPACITY, **limits: int) -> Scheduler:
+def joined(capacity: WorkerCapacity = CAPACITY, **limits: object) -> Scheduler:
     scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, grammar_version="g", **limits)
     scheduler.worker_joined(capacity, 1, 0.0)
     return scheduler
@@ -97,3 +100,29 @@ def test_the_queue_counts_those_whose_grammar_is_prepared():
     scheduler.add(request("a"), 0.0)
     with pytest.raises(AdmissionError, match="3 prompt tokens are queued, with this request 6, the limit is 5"):
         scheduler.add(request("b", None), 0.0)
+
+
+def test_prompt_log_probabilities_outlive_a_swap_that_drops_the_sample_beside_them():
+    """A gated row is swapped while the step is on its way that computes its prompt and samples: the sample is made
+    again, but no position of the prompt is ever computed again."""
+    capacity = replace(CAPACITY, num_device_blocks=4, num_host_blocks=8, swap_bandwidth=1e9, gates_grammars=True)
+    scheduler = joined(capacity, watermark=0.0, preemption=PreemptionMode.SWAP)
+    worker = SimulatedWorker(4, 4, 97, 4, 64, num_host_blocks=8, gates_grammars=True)
+    toy = Grammar(GrammarKind.REGEX, "7 9 none 0", (2,))
+    constrained = Request("b", "t", (5, 6, 7, 8, 9, 10, 11), SamplingParams(num_prompt_logprobs=0), 3, grammar=toy)
+    scheduler.add(constrained, 0.0)
+    worker.execute(scheduler.schedule(0.0))
+    scheduler.complete(StepResult(1, 1), 0.0)
+    scheduler.grammar_ready(1, worker.prepare(1), 0.0)
+    scheduler.add(replace(constrained, request_id="a", prompt_token_ids=(3,) * 8, priority=-1, grammar=None), 0.0)
+    told = []
+    results = deque()
+    while scheduler.has_requests:
+        while (plan := scheduler.schedule(0.0)) is not None:
+            results.append(worker.execute(plan))
+        scheduler.moved(results[0].last_moved_step, 0.0)
+        outputs = scheduler.complete(results.popleft(), 0.0)
+        scheduler.check()
+        told += [entry.token_id for entry in outputs.prompt_logprobs.get(0, ())]
+    assert explain.stats(scheduler.state).num_swap_preemptions == 1
+    assert told == [6, 7, 8, 9, 10, 11]

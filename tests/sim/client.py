@@ -107,6 +107,7 @@ class _Sample:
         request = self.client.request
         assert request.sampling.num_prompt_logprobs is not None
         assert self.index == 0, "nobody asked for it"
+        assert self.end is None, "S6: prompt log-probabilities after the end"
         first = self._num_prompt_logprobs + 1
         tokens = request.prompt_token_ids[first : first + len(entries)]
         found = [(entry.token_id, entry.logprob) for entry in entries]

@@ -5,6 +5,9 @@ more; search a new seed for it with more `--seeds`.
 """
 
 KNOWN_SEEDS: dict[int, str] = {
+    240: "prompt log-probabilities outlive the end of their request",
+    1611: "prompt log-probabilities outlive the end of their request",
+    2969: "prompt log-probabilities outlive the end of their request",
     4997: "a group of which nothing is swapped any more is swapped in",
     16316: "a sample publishes on top of a block that nobody holds",
     60325: "a preempted beam's bad blocks stay published",

@@ -208,7 +208,7 @@ MUTANTS = (
         "a preempted beam's bad blocks stay published",
         "results",
         "            if sequence.has_failed:\n",
-        "            if sequence.has_failed or (sequence in dispatch.dropped and not sequence.is_finished):\n",
+        "            if sequence.has_failed or not (sequence.counts(dispatch.step) or sequence.is_finished):\n",
     ),
     Mutant(
         "a second bad row unpublishes what others wrote since the first",
@@ -366,9 +366,27 @@ MUTANTS = (
     ),
     _mutant(
         "tokens in flight outlive the end of their sequence",
-        "scheduler",
-        "            if sample.status is RowStatus.OK and sample.sequence not in dispatch.dropped:\n",
+        "results",
+        "            if sample.status is RowStatus.OK and sample.sequence.counts(step):\n",
         "            if sample.status is RowStatus.OK:\n",
+    ),
+    _mutant(
+        "prompt log-probabilities outlive the end of their request",
+        "results",
+        "            if not row.sequence.is_finished:\n",
+        "            if True:\n",
+    ),
+    _mutant(
+        "a sample that is made again counts twice",
+        "sequence",
+        "        self._first_step = step + 1\n",
+        "",
+    ),
+    _mutant(
+        "samples of the next epoch are taken for those of the last",
+        "sequence",
+        "        self._first_step = 0\n        self.forget_in_flight()\n",
+        "        self.forget_in_flight()\n",
     ),
     _mutant(
         "a stop text drops no tokens",
@@ -391,7 +409,7 @@ MUTANTS = (
     _mutant(
         "what was in flight is still awaited in the next epoch",
         "sequence",
-        "            sequence.forget_cache()\n            sequence.forget_in_flight()\n",
+        "            sequence.forget_cache()\n            sequence.forget_epoch()\n",
         "            sequence.forget_cache()\n",
     ),
     _mutant(

@@ -237,8 +237,10 @@ class Reach:
     def before_result(self, result: StepResult) -> None:
         epoch, count = self._epoch, self._count
         assert epoch is not None
-        if epoch.unacknowledged and epoch.unacknowledged[0].dropped:
-            count["a result has rows that no longer count"] += 1
+        for dispatch in epoch.unacknowledged[:1]:
+            sequences = [*dispatch.columns.sequences, *(row.sequence for row in dispatch.rows)]
+            is_partial = any(not sequence.counts(dispatch.step) for sequence in sequences)
+            count["a result has rows that no longer count"] += is_partial
         if result.statuses:
             count["bad logits while moves are under way"] += bool(len(epoch.cache.moves))
             count["bad logits while another request is swapped"] += bool(self._simulation.scheduler.state.swapped)

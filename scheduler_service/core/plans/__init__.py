@@ -1,7 +1,14 @@
 """A step's plan while it is made, and what is remembered of it until its result is there."""
 
 from scheduler_service.core.plans.decode_batch import DecodeBatch
-from scheduler_service.core.plans.dispatch import Dispatch, PlannedRow, SampledRow, WorkerProtocolError, read_result
+from scheduler_service.core.plans.dispatch import (
+    Dispatch,
+    PlannedRow,
+    ResolvedResult,
+    SampledRow,
+    WorkerProtocolError,
+    read_result,
+)
 from scheduler_service.core.plans.draft import PlanDraft
 from scheduler_service.core.plans.row_slots import RowSlots
 
@@ -10,6 +17,7 @@ __all__ = [
     "Dispatch",
     "PlanDraft",
     "PlannedRow",
+    "ResolvedResult",
     "RowSlots",
     "SampledRow",
     "WorkerProtocolError",

@@ -4,7 +4,7 @@ A result's rows are resolved here and never by slot alone: by the time it arrive
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter, gt, itemgetter
 from typing import NamedTuple
@@ -36,16 +36,16 @@ _slot = attrgetter("slot")
 
 @dataclass(slots=True)
 class Dispatch:
-    """A plan whose result is not here yet. `dropped` are sequences whose rows in it no longer count."""
+    """A plan whose result is not here yet. Which of its rows still count, their sequences say."""
 
     step: int
     rows: tuple[PlannedRow, ...]  # in the order they were planned: producers of shared blocks before consumers
     columns: DecodeColumns
     began_block: tuple[Sequence, ...]  # decoding rows whose block before is full when the result is here
+    num_drops: int  # of any sequence's samples, until it was sent
     num_tokens: int
     num_prompt_tokens: int
     has_moves: bool
-    dropped: set[Sequence] = field(default_factory=set)
 
     def sampling_rows(self) -> list[PlannedRow]:
         """The rows that were planned one by one and sample, in slot order."""
