@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from itertools import groupby
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import (
@@ -20,10 +21,9 @@ from google.protobuf.descriptor_pb2 import (
 )
 from prometheus_client.metrics_core import Metric
 
-from pagewire.compatibility import LLM_OPTIONS, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, Foreign
+from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.gguf import ARCHITECTURES, SERVED_TYPES
 from pagewire.kernels.rounding import BITS
-from pagewire.llm.options import MAPPED
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
@@ -64,13 +64,18 @@ Internal: no client needs it, and it may change with every release. Made from th
 [worker.proto](../protos/pagewire/worker/v1/worker.proto). Which versions go together is said in
 [upgrading.md](upgrading.md)."""
 
-LLM_TITLE = """# Options of `LLM` and `SamplingParams` for users of vLLM and nano-vllm
+LLM_TITLE = """# Options of other engines
 
-`LLM(model, **options)` takes the options of `pagewire serve` under their names in YAML (`max_num_seqs=64`), many of
-which have vLLM's name and meaning: `dtype`, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`,
-`gpu_memory_utilization`, `tensor_parallel_size`, `block_size`, `kv_cache_dtype`, `enable_prefix_caching`,
-`load_format`, `served_model_name`, `swap_space` (a number is in GiB). `seed` makes equal programs give equal outputs.
-The tables say what happens to the others. A name that is in none of them is a TypeError with the nearest known name."""
+For users of vLLM, nano-vllm and llama.cpp. `LLM(model, **options)` takes the options of `pagewire serve` under their
+names in YAML (`max_num_seqs=64`), many of which have vLLM's name and meaning: `dtype`, `max_model_len`,
+`max_num_seqs`, `max_num_batched_tokens`, `gpu_memory_utilization`, `tensor_parallel_size`, `block_size`,
+`kv_cache_dtype`, `enable_prefix_caching`, `load_format`, `served_model_name`, `swap_space` (a number is in GiB for
+`LLM`, and needs its unit as a flag). `seed` makes equal programs give equal outputs. Numbers may end in k or K:
+`--max-model-len 32k` is 32,000, and 32K 32,768.
+
+The tables say what happens to the others, as options of `LLM`, as flags of `pagewire serve` (`enable_lora` is
+`--enable-lora`) and as keys of its `--config` file. A name that is in none of them is an error, with the known name
+that it is a slip of."""
 
 FAMILIES_TITLE = """# Families, formats and devices
 
@@ -133,8 +138,10 @@ def llm_page() -> str:
     mapped = ["| theirs | ours |", "|---|---|"]
     # What 1 asks for: every option is mapped to the same ones, whatever its value.
     mapped += [f"| `{name}` | {', '.join(f'`{ours}`' for ours in convert(1))} |" for name, convert in MAPPED.items()]
+    short = ["| flag | option |", "|---|---|", *(f"| `{flag}` | `{name}` |" for flag, name in SYNONYMS.items())]
     parts = [LLM_TITLE, MADE, "## Mapped to options of ours", "\n".join(mapped)]
-    parts += ["## Other options of `LLM`", _foreign_table(LLM_OPTIONS)]
+    parts += ["## Other names of flags", "\n".join(short)]
+    parts += ["## Other options", _foreign_table(FOREIGN)]
     parts += ["## Fields of `SamplingParams` that are not ours", _foreign_table(SAMPLING_FIELDS)]
     parts += ["## Fields of `StructuredOutputs` that are not ours", _foreign_table(STRUCTURED_OUTPUTS_FIELDS)]
     return "\n\n".join(parts) + "\n"
@@ -178,10 +185,16 @@ def _foreign_table(options: Mapping[str, Foreign]) -> str:
         "| option | values that change nothing | any other value | why, or what to do instead |",
         "|---|---|---|---|",
     ]
-    for name, option in options.items():
-        harmless = ", ".join(f"`{value!r}`" for value in option.harmless)
-        treatment = "refused (ValueError)" if option.is_refused else "ignored, with a warning"
-        rows.append(f"| `{name}` | {harmless} | {treatment} | {option.text} |")
+    for _, group in groupby(options.items(), lambda each: id(each[1])):
+        members = list(group)
+        option = members[0][1]
+        names = ", ".join(f"`{name}`" for name, _ in members)
+        numbers = [value for value in option.harmless if type(value) is int]
+        is_range = len(numbers) > 2
+        shown = [f"`{value!r}`" for value in option.harmless if not (is_range and value in numbers[1:])]
+        harmless = ", ".join(shown) + (f" to `{numbers[-1]}`" if is_range else "")
+        treatment = "refused" if option.is_refused else "ignored, with a warning"
+        rows.append(f"| {names} | {harmless} | {treatment} | {option.text} |")
     return "\n".join(rows)
 
 

@@ -1,12 +1,19 @@
-"""Lists the options of vLLM and nano-vllm that Pagewire does not have, and says what becomes of each.
+"""Lists the options of vLLM, nano-vllm and llama.cpp that Pagewire does not have, and says what becomes of each.
 
-Options whose name and meaning are the same here stand in no table: they are simply options.
+One table serves `LLM`, the flags and files of `pagewire serve` and the pages. Options whose name, meaning and values
+are the same here stand in no table: they are simply options.
 """
 
+import difflib
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# Of what is alike in two names, as a share of both: below it, one is not taken for a slip of the other.
+_CLOSE = 0.75
+_MULTIPLES = {"k": 1e3, "m": 1e6, "g": 1e9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,57 +34,385 @@ def _refused(text: str, *harmless: object) -> Foreign:
 
 
 _NO_CODE = "Pagewire runs no code of checkpoints, and needs none for the architectures it knows"
-_ONE_MODEL = "Pagewire serves one model as it is"
+_ONE_MODEL = "Pagewire serves one model as it is, without adapters"
 _TEXT_ONLY = "Pagewire generates text, and makes embeddings, of text"
 _POOLING = "embeddings are pooled as the checkpoint's own modules.json says, else by the last token"
+_OWN_CONFIG = "config.json is the checkpoint's own: change it in a copy of the directory"
+_RANKS = "models are shared out by `tensor_parallel_size` only"
+_ON_THIS_MACHINE = "ranks are processes on this machine, which meet over NCCL, or gloo on CPUs"
+_MORE_SERVERS = "make an LLM for each, or put a gateway before several servers"
+_ON_DEVICE = "all weights are on the device; `swap_space` is for the KV cache"
+_GRAPHS = "see `max_graph_batch_size`"
+_METRICS = "what is counted stands in docs/metrics.md, always"
+_LOGS = "logs are chosen by `log_level`, `log_format` and `log_requests`"
+_GATEWAY = "the gateway is smg, which has no such option: put a proxy before it"
+_PARSERS = "the gateway knows by the model how calls of tools and reasoning are written"
+_TEMPLATE = "the chat template is the checkpoint's own: put another chat_template.jinja into a copy of its directory"
+_GUIDANCE = "grammars are read by llguidance"
+_STATES = "no architecture that keeps a state is served"
+_SPECULATION = "there is no speculative decoding"
+_REQUESTS_SAY = "requests say it themselves, as parameters of theirs"
+_DISK = "weights are mapped from the files, by each rank for itself"
+_KERNELS = "see `attention_backend` and `cpu_products`"
 
-LLM_OPTIONS: dict[str, Foreign] = {
-    "trust_remote_code": Foreign(_NO_CODE),
-    "skip_tokenizer_init": Foreign("the tokenizer takes no part in prompts of token ids"),
-    "disable_log_stats": Foreign("statistics are metrics, not log lines", (None, False, True)),
-    "disable_log_requests": Foreign("requests are logged with log_requests=True only", (None, False, True)),
-    "disable_custom_all_reduce": Foreign("ranks meet over NCCL, or gloo on CPUs", (None, False, True)),
-    "distributed_executor_backend": Foreign("ranks are processes on this machine", (None, "mp")),
-    "enable_chunked_prefill": Foreign("long prompts are always computed in chunks", (None, True)),
-    "async_scheduling": Foreign("plans are always made ahead of their results", (None, True)),
-    "compilation_config": Foreign("nothing is compiled by torch.compile"),
-    "max_seq_len_to_capture": Foreign("see max_graph_batch_size"),
-    "cuda_graph_sizes": Foreign("see max_graph_batch_size"),
-    "num_scheduler_steps": Foreign("see pipeline_depth", (None, 1)),
-    "model_impl": Foreign("models are Pagewire's own", (None, "auto", "vllm")),
-    "use_v2_block_manager": Foreign("there is one block manager", (None, False, True)),
-    "disable_cascade_attn": Foreign("there is no cascade attention", (None, False, True)),
-    "max_parallel_loading_workers": Foreign("weights are loaded by each rank for itself"),
-    "guided_decoding_backend": Foreign("grammars are read by llguidance", (None, "auto", "guidance")),
-    "structured_outputs_config": Foreign("grammars are read by llguidance, from the first token on"),
-    "limit_mm_per_prompt": Foreign(_TEXT_ONLY, (None, {})),
-    "mm_processor_kwargs": Foreign(_TEXT_ONLY, (None, {})),
-    "tokenizer_mode": _refused("the tokenizer is the checkpoint's tokenizer.json", "auto", "hf", "fast", "slow"),
-    "generation_config": _refused("give sampling_params: without them the checkpoint's own are used", "auto"),
-    "tokenizer": _refused("the tokenizer is the checkpoint's own: put another tokenizer.json into its directory"),
-    "tokenizer_revision": _refused("the tokenizer is the checkpoint's own, of its revision", "main"),
-    "code_revision": _refused(_NO_CODE, "main"),
-    "download_dir": _refused("set the variable HF_HOME, or give the checkpoint's directory"),
-    "hf_token": _refused("set the variable HF_TOKEN"),
-    "hf_config": _refused("config.json is the checkpoint's own: change it in a copy of the directory"),
-    "hf_overrides": _refused("config.json is the checkpoint's own: change it in a copy of the directory", {}),
-    "rope_scaling": _refused("config.json is the checkpoint's own: change it in a copy of the directory", {}),
-    "rope_theta": _refused("config.json is the checkpoint's own: change it in a copy of the directory"),
-    "pipeline_parallel_size": _refused("models are shared out by tensor_parallel_size only", 1),
-    "data_parallel_size": _refused("make an LLM for each, or put a gateway before several servers", 1),
-    "enable_expert_parallel": _refused("models are shared out by tensor_parallel_size only"),
-    "decode_context_parallel_size": _refused("models are shared out by tensor_parallel_size only", 1),
-    "cpu_offload_gb": _refused("all weights are on the device; swap_space is for the KV cache", 0),
-    "speculative_config": _refused("there is no speculative decoding"),
-    "enable_lora": _refused(_ONE_MODEL),
-    "runner": _refused(_TEXT_ONLY, "auto", "generate", "pooling"),
-    "task": _refused(_TEXT_ONLY, "auto", "generate", "embed"),
-    "convert": _refused(_TEXT_ONLY, "auto", "none", "embed"),
-    "pooler_config": _refused(_POOLING),
-    "override_pooler_config": _refused(_POOLING),
-    "logits_processors": _refused("tokens are chosen by SamplingParams alone; it has logit_bias", []),
-    "kv_transfer_config": _refused("a worker computes prompts and decodes them"),
-    "enable_sleep_mode": _refused("close the LLM to free its memory"),
+# Names, separated by spaces, and what becomes of them. A flag whose name ends in ! takes no value, in * several.
+_FOREIGN: tuple[tuple[str, Foreign], ...] = (
+    ("trust_remote_code!", Foreign(_NO_CODE)),
+    ("skip_tokenizer_init!", Foreign("the tokenizer takes no part in prompts of token ids")),
+    ("seed", Foreign("requests choose seeds; a request without one is random", (None, 0))),
+    ("disable_log_stats!", Foreign("statistics are metrics, not log lines", (None, False, True))),
+    ("disable_log_requests!", Foreign("requests are logged with `log_requests` only", (None, False, True))),
+    (
+        "max_log_len log_config_file uvicorn_log_level disable_uvicorn_access_log! disable_access_log_for_endpoints "
+        "enable_log_outputs! enable_log_deltas! log_error_stack! enable_logging_iteration_details! verbose!",
+        Foreign(_LOGS, (None, False)),
+    ),
+    (
+        "aggregate_engine_logging! show_hidden_metrics_for_version collect_detailed_traces* kv_cache_metrics! "
+        "kv_cache_metrics_sample cudagraph_metrics! enable_mfu_metrics! enable_layerwise_nvtx_tracing! "
+        "per_request_spec_decode_metrics! enable_per_request_metrics! enable_server_load_tracking! jit_monitor_mode "
+        "jit_monitor_verbose! metrics! slots!",
+        Foreign(_METRICS, (None, False, True)),
+    ),
+    ("disable_custom_all_reduce!", Foreign(_ON_THIS_MACHINE, (None, False, True))),
+    ("distributed_executor_backend data_parallel_backend", Foreign(_ON_THIS_MACHINE, (None, "mp"))),
+    (
+        "worker_use_ray! engine_use_ray! ray_workers_use_nsight! worker_cls worker_extension_cls numa_bind! "
+        "numa_bind_nodes* "
+        "numa_bind_cpus* distributed_timeout_seconds cpu_distributed_timeout_seconds enable_nccl_comm_suspend! "
+        "disable_nccl_for_dp_synchronization! mm_tensor_ipc",
+        Foreign(_ON_THIS_MACHINE, (None, False, "auto")),
+    ),
+    ("enable_chunked_prefill!", Foreign("long prompts are always computed in chunks", (None, True))),
+    (
+        "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold scheduler_delay_factor "
+        "prefill_schedule_interval max_num_scheduled_tokens scheduler_reserve_full_isl!",
+        Foreign("see `max_num_batched_tokens` and `max_decode_slowdown`", (None, False, 0, 1)),
+    ),
+    ("async_scheduling!", Foreign("plans are always made ahead of their results", (None, True))),
+    ("disable_async_output_proc!", Foreign("results are always read behind the next plan")),
+    ("num_scheduler_steps", Foreign("see `pipeline_depth`", (None, 1))),
+    ("num_lookahead_slots multi_step_stream_outputs!", Foreign("see `pipeline_depth`", (None, False, True, 0))),
+    ("stream_interval", Foreign("every token is streamed at once", (None, 1))),
+    ("scheduler_cls", Foreign("the scheduler is Pagewire's own; see `policy`")),
+    (
+        "compilation_config optimization_level performance_mode attention_config kernel_config ir_op_priority "
+        "enable_flashinfer_autotune! additional_config override_neuron_config",
+        Foreign("nothing is compiled by torch.compile", (None, False, {})),
+    ),
+    ("max_seq_len_to_capture cuda_graph_sizes* cudagraph_capture_sizes*", Foreign(_GRAPHS)),
+    ("model_impl", Foreign("models are Pagewire's own", (None, "auto", "vllm"))),
+    ("use_v2_block_manager!", Foreign("there is one block manager", (None, False, True))),
+    ("disable_hybrid_kv_cache_manager!", Foreign("there is one block manager", (None, False, True))),
+    ("disable_cascade_attn!", Foreign("there is no cascade attention", (None, False, True))),
+    ("moe_backend linear_backend enable_bf16x3_router_gemm!", Foreign(_KERNELS, (None, False, "auto"))),
+    ("flash_attn!", Foreign(_KERNELS, (None, False, True, "auto", "on"))),
+    (
+        "max_parallel_loading_workers safetensors_load_strategy safetensors_prefetch_num_threads use_tqdm_on_load! "
+        "safetensors_prefetch_block_size ignore_patterns* pt_load_map_location model_loader_extra_config",
+        Foreign(_DISK, (None, False, True, "auto", "lazy", {})),
+    ),
+    ("mmap!", Foreign(_DISK, (None, True))),
+    ("mlock!", Foreign("weights stay in memory where the system has enough", (None, False))),
+    ("guided_decoding_backend", Foreign(_GUIDANCE, (None, "auto", "guidance"))),
+    ("guided_decoding_disable_fallback!", Foreign(_GUIDANCE, (None, False, True))),
+    ("structured_outputs_config", Foreign(f"{_GUIDANCE}, from the first token on")),
+    (
+        "limit_mm_per_prompt mm_processor_kwargs media_io_kwargs mm_processor_cache_gb disable_mm_preprocessor_cache! "
+        "mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend "
+        "mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path skip_mm_profiling! "
+        "mm_encoder_fp8_scale_save_margin mm_hasher_algorithm interleave_mm_strings! video_pruning_rate "
+        "video_pruning_method mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize! "
+        "disable_chunked_mm_input! "
+        "allowed_local_media_path allowed_media_domains* enable_multimodal_encoder_data_parallel!",
+        Foreign(_TEXT_ONLY, (None, False, {}, 0)),
+    ),
+    ("language_model_only!", Foreign(_TEXT_ONLY, (None, True))),
+    ("prefix_caching_hash_algo prefix_match_unit", Foreign("blocks are named by the xxhash of all tokens up to them")),
+    ("calculate_kv_scales!", Foreign("fp8 has the scale 1; int8 has one for each head and position")),
+    ("max_logprobs", Foreign("requests may ask for up to 20", (None, *range(21)))),
+    (
+        "enable_prompt_tokens_details! enable_force_include_usage! enable_request_id_headers! "
+        "return_tokens_as_token_ids!",
+        Foreign(_REQUESTS_SAY),
+    ),
+    (
+        "enable_auto_tool_choice! tool_call_parser tool_parser_plugin reasoning_parser reasoning_parser_plugin "
+        "reasoning_config exclude_tools_when_tool_choice_none! jinja! reasoning_format",
+        Foreign(_PARSERS, (None, False, True)),
+    ),
+    ("chat_template_content_format", Foreign(_PARSERS, (None, "auto"))),
+    (
+        "disable_fastapi_docs! enable_offline_docs! h11_max_incomplete_event_size h11_max_header_count "
+        "fingerprint_mode "
+        "fingerprint_value disable_frontend_multiprocessing! fail_on_environ_validation! ssl_refresh",
+        Foreign("the gateway is smg, which has other limits and no such pages", (None, False, True)),
+    ),
+    ("api_server_count renderer_num_workers", Foreign("front ends do that: `pagewire frontend`", (None, 1))),
+    ("grpc!", Foreign("gRPC is always served", (None, False, True))),
+    ("n_gpu_layers", Foreign("all layers are on one device; see `device`")),
+    ("ubatch_size", Foreign("see `max_num_batched_tokens`")),
+    ("cont_batching!", Foreign("batches are always continuous", (None, True))),
+    ("warmup!", Foreign("a GPU's worker always warms up", (None, True))),
+    ("tokenizer_mode", _refused("the tokenizer is the checkpoint's tokenizer.json", "auto", "hf", "fast", "slow")),
+    ("generation_config", _refused("give sampling_params: without them the checkpoint's own are used", "auto")),
+    (
+        "override_generation_config temp top_k top_p min_p repeat_penalty predict",
+        _refused("give it with requests, or change generation_config.json in a copy of the directory", {}),
+    ),
+    ("tokenizer", _refused("the tokenizer is the checkpoint's own: put another tokenizer.json into its directory")),
+    (
+        "tokenizer_revision",
+        _refused("the tokenizer is the checkpoint's own, of its revision", "main"),
+    ),
+    ("tokenizer_pool_size", Foreign("texts become tokens on a thread of their own", (None, 0))),
+    ("tokenizer_pool_type tokenizer_pool_extra_config", Foreign("texts become tokens on a thread of their own")),
+    ("code_revision", _refused(_NO_CODE, "main")),
+    ("download_dir", _refused("set the variable HF_HOME, or give the checkpoint's directory")),
+    ("hf_token", _refused("set the variable HF_TOKEN")),
+    ("hf_repo hf_file model_url", _refused("give the id on the hub, or the file, as MODEL")),
+    ("hf_config hf_config_path hf_overrides model_class_overrides", _refused(_OWN_CONFIG, {})),
+    (
+        "rope_scaling rope_theta rope_freq_base rope_freq_scale yarn_orig_ctx disable_sliding_window!",
+        _refused(_OWN_CONFIG, {}),
+    ),
+    ("config_format", _refused("config.json, or a GGUF file, says what the model is", "auto", "hf")),
+    ("quantization_config", _refused("how weights are quantised is read from the checkpoint", {})),
+    ("allow_deprecated_quantization!", Foreign("how weights are quantised is read from the checkpoint")),
+    ("quantization_param_path", _refused("fp8 has the scale 1", {})),
+    ("kv_cache_dtype_skip_layers*", _refused("all layers have `kv_cache_dtype`", [])),
+    (
+        "cache_type_k cache_type_v",
+        _refused("give `kv_cache_dtype`, for keys and values: fp8, or int8 on a CPU", "f16", "bf16", "f32"),
+    ),
+    ("override_attention_dtype", _refused("attention is computed in `dtype`, with sums in float32")),
+    ("pipeline_parallel_size", _refused(_RANKS, 1)),
+    (
+        "enable_expert_parallel! all2all_backend enable_eplb! eplb_config expert_placement_strategy "
+        "num_redundant_experts "
+        "eplb_window_size eplb_step_interval eplb_log_balancedness! enable_dbo! dbo_decode_token_threshold "
+        "dbo_prefill_token_threshold enable_elastic_ep! enable_ep_weight_filter! enable_batch_sharded_sampling! "
+        "dcp_comm_backend dcp_q_replicate! dcp_kv_cache_interleave_size cp_kv_cache_interleave_size split_mode "
+        "tensor_split main_gpu",
+        _refused(_RANKS, {}),
+    ),
+    ("decode_context_parallel_size prefill_context_parallel_size", _refused(_RANKS, 1)),
+    ("data_parallel_size data_parallel_size_local", _refused(_MORE_SERVERS, 1)),
+    (
+        "data_parallel_rank data_parallel_start_rank data_parallel_address data_parallel_rpc_port "
+        "data_parallel_hybrid_lb! data_parallel_external_lb! data_parallel_multi_port_external_lb! "
+        "data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s "
+        "dp_supervisor_probe_failure_threshold dp_sync_interval headless!",
+        _refused(_MORE_SERVERS),
+    ),
+    (
+        "nnodes node_rank master_addr master_port",
+        _refused("start the ranks yourself: `pagewire worker --tensor-parallel-address`", 1, 0),
+    ),
+    ("device_ids", _refused("set the variable CUDA_VISIBLE_DEVICES")),
+    ("enable_fault_tolerance! fault_tolerance_config", Foreign("a worker that dies is always replaced")),
+    ("cpu_offload_gb cpu_offload_params*", _refused(_ON_DEVICE, 0, [])),
+    (
+        "offload_backend offload_group_size offload_num_in_group offload_prefetch_step offload_params* cpu_moe! "
+        "n_cpu_moe "
+        "override_tensor",
+        _refused(_ON_DEVICE, 0, "auto"),
+    ),
+    ("kv_offloading_backend", _refused("see `swap_space`", "native")),
+    (
+        "speculative_config speculative_model num_speculative_tokens speculative_model_quantization "
+        "speculative_draft_tensor_parallel_size speculative_disable_mqa_scorer! speculative_max_model_len "
+        "speculative_disable_by_batch_size ngram_prompt_lookup_max ngram_prompt_lookup_min spec_method spec_model "
+        "spec_tokens spec_decoding_acceptance_method typical_acceptance_sampler_posterior_threshold "
+        "typical_acceptance_sampler_posterior_alpha disable_logprobs_during_spec_decoding! use_fp64_gumbel! "
+        "model_draft draft_max draft_min",
+        _refused(_SPECULATION),
+    ),
+    (
+        "enable_lora! lora_modules* max_loras max_lora_rank lora_extra_vocab_size lora_dtype long_lora_scaling_factors "
+        "max_cpu_loras fully_sharded_loras! default_mm_loras enable_lora_bias! enable_tower_connector_lora! "
+        "lora_target_modules* specialize_active_lora! enable_mixed_moe_lora_format! enable_moe_shared_loras! "
+        "qlora_adapter_name_or_path enable_prompt_adapter! prompt_adapters* max_prompt_adapters "
+        "max_prompt_adapter_token lora lora_scaled control_vector",
+        _refused(_ONE_MODEL),
+    ),
+    ("runner", _refused(_TEXT_ONLY, "auto", "generate", "pooling")),
+    ("task", _refused(_TEXT_ONLY, "auto", "generate", "embed", "embedding")),
+    ("convert", _refused(_TEXT_ONLY, "auto", "none", "embed")),
+    ("enable_mm_embeds! enable_prompt_embeds! mm_encoder_only! mmproj", _refused(_TEXT_ONLY)),
+    ("io_processor_plugin diffusion_config ec_transfer_config ec_manager_config tool_server", _refused(_TEXT_ONLY)),
+    ("reranking! enable_flash_late_interaction!", _refused(_TEXT_ONLY)),
+    ("embedding!", Foreign("embeddings are always served", (None, True))),
+    ("pooler_config override_pooler_config pooling", _refused(_POOLING)),
+    (
+        "logits_processors* logits_processor_pattern",
+        _refused("tokens are chosen by SamplingParams alone; it has logit_bias", []),
+    ),
+    (
+        "logprobs_mode",
+        _refused("log-probabilities are those after penalties and bias, before temperature and filters"),
+    ),
+    (
+        "guided_decoding_disable_any_whitespace!",
+        _refused('say {"x-guidance": {"whitespace_flexible": false}} in the schema'),
+    ),
+    (
+        "guided_decoding_disable_additional_properties!",
+        _refused('say {"additionalProperties": false} in the schema'),
+    ),
+    ("kv_transfer_config", _refused("a worker computes prompts and decodes them")),
+    ("kv_events_config", _refused("clients subscribe to KV events on the public port")),
+    ("weight_transfer_config", _refused("start anew with the other weights")),
+    ("enable_sleep_mode! enable_cumem_allocator!", _refused("end the process, or close the LLM, to free its memory")),
+    ("kv_sharing_fast_prefill!", _refused("all positions of a prompt are computed in all layers")),
+    ("prefix_cache_retention_interval", _refused("see `retention`, and sessions in docs/serving.md")),
+    ("profiler_config", _refused("see `profile` and `profile_dir`")),
+    ("enable_return_routed_experts! return_sampling_mask! enable_trace_replay!", _refused("see `record`")),
+    (
+        "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_backend mamba_ssu_algorithm mamba_cache_mode "
+        "enable_mamba_cache_stochastic_rounding! mamba_cache_philox_rounds replayssm_buffer_len use_replayssm! "
+        "gdn_prefill_backend kda_prefill_backend",
+        Foreign(_STATES, (None, False, "auto")),
+    ),
+    ("api_key* api_key_file", _refused("clients' keys stand in a file of tenants: see `tenants` and docs/tenants.md")),
+    ("chat_template chat_template_file default_chat_template_kwargs cohere_format", _refused(_TEMPLATE)),
+    ("trust_request_chat_template!", _refused("clients over gRPC render the template themselves")),
+    ("response_role cohere_is_reasoning_model!", _refused("roles are those of the chat template", "assistant", True)),
+    (
+        "ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh! ssl_key_file "
+        "ssl_cert_file",
+        _refused("the gateway speaks plaintext: put a proxy before it; for gRPC see `tls_cert` and `tls_key`", 0),
+    ),
+    ("root_path middleware* allow_credentials! allowed_origins allowed_methods allowed_headers", _refused(_GATEWAY)),
+    ("enable_tokenizer_info_endpoint! tokens_only!", _refused("over gRPC, ServerInfo, Tokenize and Generate do it")),
+    ("uds", _refused("services listen on ports; see `host`, `port` and `gateway_port`")),
+)  # fmt: skip
+FOREIGN = {name.rstrip("!*"): foreign for names, foreign in _FOREIGN for name in names.split()}
+
+
+def _readable(value: Any) -> Any:
+    """Returns the number of "32k" (32,000) and "32K" (32,768), as vLLM reads them, and any other value as it is."""
+    if not isinstance(value, str) or value[-1:] not in _MULTIPLES:
+        return value
+    try:
+        return int(float(value[:-1]) * _MULTIPLES[value[-1]])
+    except ValueError:
+        return value
+
+
+def _without_prefix(value: Any) -> str:
+    """Returns "bfloat16" for `torch.bfloat16` and for "bfloat16"."""
+    return str(value).removeprefix("torch.")
+
+
+def _renamed(name: str, *unset: object) -> Callable[[Any], dict[str, Any]]:
+    """Makes options of ours of a value that means the same, but for those that leave it to the default."""
+    return lambda value: {} if value in unset else {name: _readable(value)}
+
+
+# What each value of an option of theirs asks for, by our names.
+MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "kvcache_block_size": _renamed("block_size"),
+    "num_kvcache_blocks": _renamed("num_device_blocks", -1),
+    "num_gpu_blocks_override": _renamed("num_device_blocks"),
+    "kv_cache_memory_bytes": lambda value: {"kv_cache_memory": str(_readable(value))},
+    "kv_offloading_size": lambda value: {"swap_space": f"{value}GiB"},
+    "enforce_eager": lambda value: {"max_graph_batch_size": 0} if value else {},
+    "max_cudagraph_capture_size": _renamed("max_graph_batch_size"),
+    "scheduling_policy": _renamed("policy"),
+    "preemption_mode": _renamed("preemption"),
+    "enable_log_requests": _renamed("log_requests"),
+    "max_num_queued_reqs": _renamed("max_waiting_requests", 0),
+    "max_num_queued_tokens": _renamed("max_waiting_tokens", 0),
+    "shutdown_timeout": _renamed("drain_timeout"),
+    "ctx_size": _renamed("max_model_len", 0),
+    "parallel": _renamed("max_num_seqs", -1),
+    "batch_size": _renamed("max_num_batched_tokens"),
+    "threads": _renamed("num_threads", -1),
+    "alias": _renamed("served_model_name"),
+}
+
+# Options of ours, where theirs of the same name have other values too.
+CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda value: {"float": "float32"}.get(_without_prefix(value), _without_prefix(value)),
+    "kv_cache_dtype": lambda value: {"fp8_e4m3": "fp8"}.get(_without_prefix(value), _without_prefix(value)),
+    "quantization": lambda value: value or None,
+    "load_format": lambda value: "auto" if value == "safetensors" else value,
+    "attention_backend": lambda value: value.lower() if isinstance(value, str) else value,
+    "served_model_name": lambda value: value[0] if isinstance(value, list | tuple) and value else value,
+    "max_model_len": lambda value: None if value in (-1, "-1", "auto") else _readable(value),
+    "max_num_batched_tokens": _readable,
+    "max_num_seqs": _readable,
+}
+# Values of options of ours that others have.
+_VALUES = {
+    "quantization": _refused(
+        "how weights are quantised is read from the checkpoint; int8 and int4 quantise weights of floats while they "
+        "load",
+        "int8",
+        "int4",
+    ),
+    "load_format": _refused("weights are read from safetensors, or a GGUF file", "auto", "safetensors", "dummy"),
+}
+_SECRETS = ("api_key", "hf_token")  # whose values no message shows
+# Which flags take no value, and which several.
+SWITCHES, LISTS = (
+    {name[:-1] for names in (*(each for each, _ in _FOREIGN), more) for name in names.split() if name[-1] == mark}
+    for mark, more in (("!", "enforce_eager! enable_log_requests!"), ("*", "served_model_name*"))
+)
+# Other names of flags: vLLM's, then llama.cpp's.
+SYNONYMS = {
+    "-tp": "tensor_parallel_size",
+    "-q": "quantization",
+    "-pp": "pipeline_parallel_size",
+    "-dcp": "decode_context_parallel_size",
+    "-pcp": "prefill_context_parallel_size",
+    "-dp": "data_parallel_size",
+    "-dpn": "data_parallel_rank",
+    "-dpr": "data_parallel_start_rank",
+    "-dpl": "data_parallel_size_local",
+    "-dpa": "data_parallel_address",
+    "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend",
+    "-dph": "data_parallel_hybrid_lb",
+    "-dpe": "data_parallel_external_lb",
+    "-dpm": "data_parallel_multi_port_external_lb",
+    "-ep": "enable_expert_parallel",
+    "-n": "nnodes",
+    "-r": "node_rank",
+    "-asc": "api_server_count",
+    "-O": "optimization_level",
+    "-cc": "compilation_config",
+    "-ac": "attention_config",
+    "-sc": "speculative_config",
+    "-dc": "diffusion_config",
+    "-spec-draft-tp": "speculative_draft_tensor_parallel_size",
+    "-m": "model",
+    "-c": "ctx_size",
+    "-ngl": "n_gpu_layers",
+    "--gpu-layers": "n_gpu_layers",
+    "-t": "threads",
+    "-np": "parallel",
+    "-b": "batch_size",
+    "-ub": "ubatch_size",
+    "-fa": "flash_attn",
+    "-a": "alias",
+    "-hf": "hf_repo",
+    "-hff": "hf_file",
+    "-mu": "model_url",
+    "-ctk": "cache_type_k",
+    "-ctv": "cache_type_v",
+    "-cb": "cont_batching",
+    "-md": "model_draft",
+    "-sm": "split_mode",
+    "-ts": "tensor_split",
+    "-mg": "main_gpu",
+    "-ot": "override_tensor",
+    "-ncmoe": "n_cpu_moe",
+    "-cmoe": "cpu_moe",
+    "--n-predict": "predict",
+    "--embeddings": "embedding",
+    "-v": "verbose",
 }
 
 SAMPLING_FIELDS: dict[str, Foreign] = {
@@ -103,14 +438,79 @@ STRUCTURED_OUTPUTS_FIELDS: dict[str, Foreign] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How options are written where a user gave them: the name of one, and a name with its value, if there is one."""
+
+    name: Callable[[str], str]
+    given: Callable[[str, Any], str]
+
+
+IN_PYTHON = Spelling(str, lambda name, value: name if value is None else f"{name}={value!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Options of ours by name, those that asked for them, and a line for each that was given and is ignored."""
+
+    values: Mapping[str, Any]
+    sources: Mapping[str, str]
+    ignored: Sequence[str]
+
+
+def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
+    """Makes options of ours of those that a user gave, of whatever engine they are. Names of no engine are as ours.
+
+    Raises ValueError for what is refused, and where two options ask for different values of one of ours.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    ignored: list[str] = []
+    for name, value in given.items():
+        shown = spelling.given(name, None if name in _SECRETS else value)
+        # The tokenizer of the model itself is the one that is taken anyway.
+        if name in FOREIGN | _VALUES and not (name == "tokenizer" and str(value) == given.get("model")):
+            ignored += _judged((FOREIGN | _VALUES)[name], value, shown, spelling.name)
+        if name in FOREIGN:
+            continue
+        if name == "served_model_name" and isinstance(value, list | tuple) and len(value) > 1:
+            ignored.append(f"{shown}: clients see the first of the names only")
+        for ours, new in _wanted(name, value).items():
+            if ours in values and values[ours] != new:
+                first = spelling.given(sources[ours], given[sources[ours]])
+                raise ValueError(f"{first} and {shown} say different things of {spelling.name(ours)}: give one")
+            values[ours], sources[ours] = new, name
+    return Translation(values, sources, ignored)
+
+
+def _wanted(name: str, value: Any) -> dict[str, Any]:
+    """Returns what an option asks for by our names. None leaves one of theirs to the default."""
+    if name in MAPPED:
+        return {} if value is None else MAPPED[name](value)
+    return {name: CONVERTED[name](value) if name in CONVERTED and value is not None else value}
+
+
 def judge(table: Mapping[str, Foreign], name: str, value: Any, stacklevel: int) -> None:
     """Ignores an option of another engine, with a warning where that matters. Raises ValueError if it is refused."""
-    foreign = table[name]
+    for line in _judged(table[name], value, IN_PYTHON.given(name, value), str):
+        warnings.warn(line, stacklevel=stacklevel + 1)
+
+
+def _judged(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], str]) -> list[str]:
+    """Returns a line if a value is ignored and that matters. Raises ValueError if it is refused."""
     # True is 1, but does not mean it.
     if any(
         isinstance(value, bool) == isinstance(harmless, bool) and value == harmless for harmless in foreign.harmless
     ):
-        return
+        return []
+    text = re.sub(r"`(\w+)`", lambda match: spelled(match[1]), foreign.text)
     if foreign.is_refused:
-        raise ValueError(f"{name}={value!r:.80} is not supported: {foreign.text}")
-    warnings.warn(f"{name}={value!r:.80} is ignored: {foreign.text}", stacklevel=stacklevel + 1)
+        raise ValueError(f"{shown} is not supported: {text}")
+    return [f"{shown} is ignored: {text}"]
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean X?" for the known word that a word is a slip of, or nothing if none is that close."""
+    by_letters = {name.strip("-/").replace("_", "-").lower(): name for name in known}
+    near = difflib.get_close_matches(word.strip("-/").replace("_", "-").lower(), by_letters, n=1, cutoff=_CLOSE)
+    return f"; did you mean {by_letters[near[0]]}?" if near else ""

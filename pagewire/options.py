@@ -6,21 +6,29 @@ becomes `--NAME/--no-NAME`. Flags win over the environment, over YAML, over defa
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
+from pagewire.compatibility import FOREIGN, LISTS, MAPPED, SWITCHES, SYNONYMS, Spelling, suggestion, translate
+
 ENV_PREFIX = "PAGEWIRE_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
+_SWITCH_WORDS = (*TRUE_WORDS, *FALSE_WORDS, "auto")
+_FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
 _DEFAULTS = "defaults"  # the origin of what nobody chose
 
 
@@ -41,11 +49,11 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return _flag_of(self.name)
 
     @property
     def variable(self) -> str:
-        return ENV_PREFIX + self.name.upper()
+        return _variable_of(self.name)
 
     @property
     def required(self) -> bool:
@@ -58,6 +66,7 @@ class Resolved:
 
     values: Mapping[str, Any]
     origins: Mapping[str, str]
+    ignored: Sequence[str] = ()  # a line for each option of another engine that makes no difference here
 
     def build(self, config_type: type, **overrides: Any) -> Any:
         """Make an instance of a config dataclass from the values that it has fields for."""
@@ -113,7 +122,8 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
 class Parser(argparse.ArgumentParser):
     """An argument parser that knows no abbreviations and answers an unknown flag with the nearest known one.
 
-    `explained` says of flags that other verbs have why this one has not.
+    `explained` says of flags that other verbs have why this one has not. Words in a flag may be joined by _ too, and
+    one that takes no value may have one that means yes or no.
     """
 
     def __init__(self, *, explained: Mapping[str, str] = types.MappingProxyType({}), **settings: Any) -> None:
@@ -121,18 +131,81 @@ class Parser(argparse.ArgumentParser):
         self._explained = explained
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parsed, unknown = self.parse_known_args(args, namespace)
+        given = list(sys.argv[1:] if args is None else args)
+        end = given.index("--") if "--" in given else len(given)
+        parsed, unknown = self.parse_known_args([*self._spelled(given[:end]), *given[end:]], namespace)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            if name in self._explained:
-                self.error(f"unknown flag {name}: {self._explained[name]}")
-            kind = "flag" if name.startswith("-") else "argument"
-            self.error(f"unknown {kind} {name}{suggestion(name, self._option_string_actions)}")
+            self.error(f"unknown argument {unknown[0]}")
         return parsed
+
+    def _spelled(self, given: Sequence[str]) -> list[str]:
+        """Write arguments as argparse takes them. Ends the command at the first flag that is unknown, since nobody
+        knows whether what follows it is its value."""
+        # Several values of a flag end where the next one begins: the model is not among them if it stands elsewhere.
+        is_model_named = bool(given) and (not given[0].startswith("-") or not {"--model", "-m"}.isdisjoint(given))
+        spelled: list[str] = []
+        flag, has_value = None, False
+        for argument in given:
+            if _FLAG.fullmatch(argument):
+                name, joint, value = argument.partition("=")
+                name, flag = self._known(name)
+                has_value = bool(joint)
+                if flag.nargs == 0 and value.lower() in _SWITCH_WORDS:
+                    spelled.append(_switch(flag, name, value))
+                else:
+                    spelled.append(name + joint + value)
+            elif flag is not None and flag.nargs == 0 and _is_foreign(flag) and argument.lower() in _SWITCH_WORDS:
+                spelled[-1] = _switch(flag, spelled[-1], argument)
+            elif isinstance(flag, _Several) and has_value and is_model_named:
+                spelled += [flag.option_strings[0], argument]
+            else:
+                spelled.append(argument)
+                has_value = True
+        return spelled
+
+    def _known(self, name: str) -> tuple[str, argparse.Action]:
+        """Write a flag as it is known, and find what it does. `--a.b` is a part of what `--a` of another engine is."""
+        known = self._option_string_actions
+        name = name.replace("_", "-") if name.startswith("--") else name
+        whole = name.partition(".")[0]
+        if name in known:
+            return name, known[name]
+        if whole in known and _is_foreign(known[whole]):
+            return whole, known[whole]
+        if not name.startswith("--") and name[:2] in known:
+            return name, known[name[:2]]  # with its value behind it
+        if name in self._explained:
+            self.error(f"unknown flag {name}: {self._explained[name]}")
+        self.error(f"unknown flag {name}{suggestion(name, known)}")
 
     def error(self, message: str) -> NoReturn:
         """Ends the command with one line and exit code 2."""
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help tells more)\n")
+
+
+def _switch(flag: argparse.Action, name: str, word: str) -> str:
+    """Write a flag that takes no value so that it says what the word with it says."""
+    off = [each for each in flag.option_strings if each.startswith("--no-")]
+    return off[0] if off and word.lower() in FALSE_WORDS else name
+
+
+def _is_foreign(flag: argparse.Action) -> bool:
+    return flag.help == argparse.SUPPRESS
+
+
+class _Several(argparse.Action):
+    """Stores a value, or a list of all if there are several."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, [])
+        both = [*(before if isinstance(before, list) else [before]), values]
+        setattr(namespace, self.dest, both if len(both) > 1 else values)
 
 
 class _Once(argparse.Action):
@@ -184,6 +257,28 @@ def add_flags(
                 _add_flag(group, option, is_positional=option.name == positional)
 
 
+def add_foreign_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
+    """Adds the flags of other engines, which no help shows, after those of some options."""
+    flags: dict[str, list[str]] = {name: [_flag_of(name)] for name in (*MAPPED, *FOREIGN)}
+    for flag, name in SYNONYMS.items():
+        flags.setdefault(name, []).append(flag)
+    for name, names in flags.items():
+        settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if name in SWITCHES:
+            parser.add_argument(*names, action=argparse.BooleanOptionalAction, **settings)
+        elif name in FOREIGN or name in MAPPED or name in options:
+            action: Any = _Several if name in LISTS else _Once if name == "model" else "store"
+            parser.add_argument(*names, action=action, **settings)
+
+
+def _variable_of(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_positional: bool) -> None:
     settings: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS}
     if is_positional:
@@ -192,7 +287,8 @@ def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_position
         parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=_help(option), **settings)
     else:
         metavar = "|".join(map(str, option.choices or ())) or option.value_type.__name__.upper()
-        parser.add_argument(option.flag, metavar=metavar, help=_help(option), **settings)
+        action: Any = _Several if option.name in LISTS else "store"
+        parser.add_argument(option.flag, action=action, metavar=metavar, help=_help(option), **settings)
 
 
 def _help(option: Option) -> str:
@@ -213,26 +309,64 @@ def _text(value: Any) -> str:
 
 def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
     """Find the value of every option and its origin. Raises OptionError for a bad key or value."""
-    path = arguments.config or environ.get(CONFIG_VARIABLE)
-    configured = _read_yaml(path, options) if path else {}
+    path: str = arguments.config or environ.get(CONFIG_VARIABLE) or ""
+    flags = {name: _typed(name, value) for name, value in vars(arguments).items() if name != "config"}
+    variables = {
+        name: environ[option.variable]
+        for name, option in options.items()
+        if name not in flags and environ.get(option.variable)
+    }
+    ignored: list[str] = []
+    # What each gives, the weaker first, with the name by which an error tells of it.
+    given: dict[str, tuple[Any, str, str]] = {}
+    for layer, origin, spelling in (
+        (_read_yaml(path, options) if path else {}, path, Spelling(str, partial(_in_file, path))),
+        (variables, "environment", Spelling(_variable_of, lambda name, _: _variable_of(name))),
+        (flags, "flags", Spelling(_flag_of, _in_flags)),
+    ):
+        try:
+            translation = translate(layer, spelling)
+        except ValueError as error:
+            raise OptionError(str(error)) from None
+        ignored += translation.ignored
+        for name, value in translation.values.items():
+            if name not in options:
+                raise OptionError(f"{spelling.name(name)} is no option of this service")
+            given[name] = value, spelling.given(translation.sources[name], None), origin
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name, option in options.items():
-        if name in arguments:
-            given, source, origin = getattr(arguments, name), option.flag, "flags"
-        elif environ.get(option.variable):
-            given, source, origin = environ[option.variable], option.variable, "environment"
-        elif name in configured:
-            given, source, origin = configured[name], f"{path}: {name}", str(path)
+        if name in given:
+            value, source, origins[name] = given[name]
+            values[name] = _convert(option, value, source)
         elif option.required:
             raise OptionError(
                 f"{name} is missing: give it as an argument, as {option.variable} or in the --config file"
             )
         else:
             values[name], origins[name] = option.default, _DEFAULTS
-            continue
-        values[name], origins[name] = _convert(option, given, source), origin
-    return Resolved(values, origins)
+    return Resolved(values, origins, ignored)
+
+
+def _in_flags(name: str, value: Any) -> str:
+    """Write a flag as it is given, or only its name for None."""
+    if value is False:
+        return f"--no{_flag_of(name)[1:]}"
+    if value is None or value is True:
+        return _flag_of(name)
+    return f"{_flag_of(name)} {' '.join(map(str, value)) if isinstance(value, list) else value!s:.80}"
+
+
+def _in_file(path: str, name: str, value: Any) -> str:
+    return f"{path}: {name}" if value is None else f"{path}: {name}: {value!s:.80}"
+
+
+def _typed(name: str, text: Any) -> Any:
+    """Read the value of a flag of another engine as YAML, which JSON is too."""
+    if name in FOREIGN or name in MAPPED:
+        with contextlib.suppress(yaml.YAMLError, TypeError, AttributeError):
+            return yaml.safe_load(text)
+    return text
 
 
 def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str]) -> list[str]:
@@ -262,7 +396,7 @@ def _read_yaml(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in document.items():
         name = str(key).replace("-", "_")
-        if name not in options:
+        if not (name in options or name in FOREIGN or name in MAPPED):
             raise OptionError(f"{path}: unknown key {key!r}{suggestion(name, options)}")
         if name in values:
             raise OptionError(f"{path}: the key {name} is there twice, with - and with _")
@@ -299,12 +433,6 @@ def _parse_bool(text: str) -> bool:
     if text.lower() not in TRUE_WORDS + FALSE_WORDS:
         raise ValueError
     return text.lower() in TRUE_WORDS
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' for the nearest known word, or nothing if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def to_flags(config: Any) -> list[str]:

@@ -1,12 +1,11 @@
 """The parameters by which tokens are chosen, with vLLM's names and defaults."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from pagewire.compatibility import SAMPLING_FIELDS, judge
+from pagewire.compatibility import SAMPLING_FIELDS, judge, suggestion
 from pagewire.structured_outputs import StructuredOutputs
 
 # Names of when a beam search ends, and transformers' values for the same.
@@ -110,9 +109,8 @@ class SamplingParams:
         """Returns parameters with other values of some fields. Raises TypeError for an unknown name."""
         for name in changes:
             if name not in SamplingFields.__annotations__:
-                near = difflib.get_close_matches(name, SamplingFields.__annotations__, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise TypeError(f"{name!r} is no sampling parameter and no other argument{hint}")
+                near = suggestion(name, SamplingFields.__annotations__)
+                raise TypeError(f"{name!r} is no sampling parameter and no other argument{near}")
         return replace(self, **changes)
 
     def _require(self, name: str, holds: bool, kind: str) -> None:

@@ -1,12 +1,11 @@
 """What an output must match, with vLLM's names."""
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-from pagewire.compatibility import STRUCTURED_OUTPUTS_FIELDS, judge
+from pagewire.compatibility import STRUCTURED_OUTPUTS_FIELDS, judge, suggestion
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -67,8 +66,7 @@ class StructuredOutputs:
         names = (*KINDS, *STRUCTURED_OUTPUTS_FIELDS)
         for name in given:
             if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(KINDS)}"
+                hint = suggestion(str(name), names) or f"; there are {', '.join(KINDS)}"
                 raise TypeError(f"structured_outputs have no {name!r}{hint}")
         return StructuredOutputs(**given)
 

@@ -12,6 +12,7 @@ _MUST_BE = "; it must be"
 ATTENTION_BACKENDS = {"cpu": "", "triton": "triton", "flash_attn": "flash-attn, and triton,", "torch": ""}
 _BLOCK_SIZE = 16
 _BLOCK_SIZES = {"flash_attn": 256}  # of backends that take no other
+_LEAST_BYTES = 1024  # of memory that is asked for in bytes: less is a number without its unit
 _MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -32,8 +33,9 @@ class WorkerConfig:
     )
     dtype: str = option(
         "auto",
-        "data type to compute in; auto: the checkpoint's, or float32 on a CPU without fast arithmetic for that",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "data type to compute in; auto: the checkpoint's, or float32 on a CPU without fast arithmetic for that; half: "
+        "float16 on a GPU, float32 on a CPU",
+        choices=("auto", "float32", "bfloat16", "float16", "half"),
     )
     load_format: str = option(
         "auto",
@@ -225,6 +227,8 @@ def parse_memory(flag: str, text: str, least: int = 1) -> int:
         num_bytes = int(float(number) * _MEMORY_UNITS[unit])
     except (ValueError, KeyError, OverflowError):
         num_bytes = -1
+    if not unit and num_bytes >= 0 and 0 < float(number) < _LEAST_BYTES:
+        raise ValueError(f"{flag} is {text!r}, which is in bytes; did you mean {number}GiB?")
     if num_bytes < least:
         size = "a positive size" if least else "0 or a size"
         raise ValueError(f"{flag} is {text!r}; it must be {size} such as 4GiB, 512MiB or a number of bytes")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from pagewire.cli import SUCCESS, USAGE
-from pagewire.options import suggestion
+from pagewire.compatibility import suggestion
 
 # What a verb does, and the module whose `main` does it.
 VERBS = {

@@ -11,7 +11,8 @@ from pagewire.bench.statistics import OBJECTIVES
 from pagewire.bench.table import LATENCIES
 from pagewire.bench.workload import LengthRange
 from pagewire.cli import number_flags, sampling_flags
-from pagewire.options import Parser, suggestion
+from pagewire.compatibility import suggestion
+from pagewire.options import Parser
 from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
 
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pagewire.cli import complete, connection, sampling_flags
 from pagewire.cli.chat_terminal import ChatTerminal, history_path
 from pagewire.client import Client
+from pagewire.compatibility import suggestion
 from pagewire.completion import Completion
 from pagewire.conversation import Session
 from pagewire.errors import CommandError, InvalidRequest, PagewireError
-from pagewire.options import Parser, suggestion
+from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
 from pagewire.server import ServerInfo
 

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pagewire {__version__}")
         return SUCCESS
     if name not in VERBS:
-        from pagewire.options import suggestion
+        from pagewire.compatibility import suggestion
 
         print(f"pagewire: error: unknown verb {name!r}{suggestion(name, VERBS)}\n{usage()}", file=sys.stderr)
         return USAGE

@@ -246,6 +246,7 @@ def _parser(
         prog=f"pagewire {verb}", usage=usage, description=description, epilog=epilog, explained=explained
     )
     options.add_flags(parser, known, positional="model", groups=GROUPS)
+    options.add_foreign_flags(parser, known)
     return parser
 
 
@@ -272,7 +273,7 @@ def _build(parser: options.Parser, resolved: options.Resolved, config_type: type
 def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolved) -> logs.LogConfig:
     config: logs.LogConfig = resolved.build(logs.LogConfig)
     logs.configure(config)
-    for line in options.unknown_variables(known, os.environ):
+    for line in [*resolved.ignored, *options.unknown_variables(known, os.environ)]:
         log.warning("%s", line)
     # What a supervisor's child is given was told by its parent.
     level = logging.DEBUG if is_child() else logging.INFO

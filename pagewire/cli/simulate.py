@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.cli.number_flags import count, count_or_zero, number, positive
+from pagewire.compatibility import suggestion
 from pagewire.errors import CommandError
-from pagewire.options import Parser, suggestion
+from pagewire.options import Parser
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES, create_policy
 from scheduler_service.simulation.driver import RETENTIONS, SimulatedRun, Simulation, SimulationSettings
 from scheduler_service.simulation.report import figures, table

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagewire.compatibility import suggestion
 from pagewire.errors import CommandError
 from pagewire.gguf import is_gguf
-from pagewire.options import suggestion
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ import pytest
 
 from pagewire import LLM, SamplingParams, StructuredOutputs, compatibility
 from pagewire.cli import services
-from pagewire.llm import options
 from pagewire.llm.options import serve_flags
 
 MODEL = "/models/some"
@@ -31,17 +30,16 @@ NANO_VLLM = (
 
 @pytest.mark.parametrize("name", sorted({*VLLM, *NANO_VLLM}))
 def test_every_option_of_theirs_is_known(name: str) -> None:
-    kinds = [options.MAPPED, compatibility.LLM_OPTIONS, services.serve_options(), {"seed"}]
+    kinds = [compatibility.MAPPED, compatibility.FOREIGN, services.serve_options(), {"seed"}]
     assert any(name in kind for kind in kinds)
 
 
 def test_the_tables_do_not_overlap() -> None:
     own = set(services.serve_options())
-    assert not own & {*compatibility.LLM_OPTIONS}
-    # The one option that both have, with values of different kinds.
-    assert own & set(options.MAPPED) == {"swap_space"}
-    assert not set(options.MAPPED) & set(compatibility.LLM_OPTIONS)
-    assert set(options.CONVERTED) <= own
+    assert not own & {*compatibility.FOREIGN}
+    assert not own & set(compatibility.MAPPED)
+    assert not set(compatibility.MAPPED) & set(compatibility.FOREIGN)
+    assert set(compatibility.CONVERTED) <= own
     assert not {field.name for field in fields(SamplingParams)} & set(compatibility.SAMPLING_FIELDS)
 
 
@@ -49,7 +47,9 @@ def test_the_tables_do_not_overlap() -> None:
     ("given", "flags"),
     [
         ({}, []),
-        ({"max_model_len": 4096, "dtype": "half"}, ["--max-model-len=4096", "--dtype=float16"]),
+        ({"max_model_len": 4096, "dtype": "half"}, ["--max-model-len=4096", "--dtype=half"]),
+        ({"max_model_len": "32k", "dtype": "float"}, ["--max-model-len=32000", "--dtype=float32"]),
+        ({"max_model_len": -1, "max_num_batched_tokens": "8K"}, ["--max-num-batched-tokens=8192"]),
         ({"dtype": "torch.bfloat16"}, ["--dtype=bfloat16"]),
         ({"enable_prefix_caching": False, "num_threads": 2}, ["--no-enable-prefix-caching", "--num-threads=2"]),
         ({"kvcache_block_size": 256, "num_kvcache_blocks": -1}, ["--block-size=256"]),
@@ -61,13 +61,13 @@ def test_the_tables_do_not_overlap() -> None:
         ({"swap_space": 4}, ["--swap-space=4GiB"]),
         ({"swap_space": 0.5}, ["--swap-space=0.5GiB"]),
         ({"swap_space": "512MiB"}, ["--swap-space=512MiB"]),
-        ({"swap_space": 0}, ["--num-host-blocks=0"]),
+        ({"swap_space": 0}, ["--swap-space=0GiB"]),
         ({"kv_cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype=fp8"]),
         ({"quantization": "int8"}, ["--quantization=int8"]),
         ({"quantization": False}, []),
         ({"load_format": "safetensors"}, ["--load-format=auto"]),
         ({"attention_backend": "FLASH_ATTN"}, ["--attention-backend=flash_attn"]),
-        ({"served_model_name": ["a", "b"]}, ["--served-model-name=a"]),
+        ({"served_model_name": ["a"]}, ["--served-model-name=a"]),
         ({"revision": "main"}, ["--revision=main"]),
         ({"scheduling_policy": "fcfs"}, ["--policy=fcfs"]),
         ({"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5},
@@ -84,32 +84,29 @@ def test_options_become_flags(given: dict[str, Any], flags: list[str]) -> None:
 
 def test_serve_takes_every_flag() -> None:
     """Of whatever an option of theirs becomes."""
-    examples = {"kv_cache_memory_bytes": 1 << 30, "scheduling_policy": "fcfs", "preemption_mode": "swap"}
-    given = {name: examples.get(name, 1) for name in options.MAPPED}
     flags = {option.flag for option in services.serve_options().values()}
-    made = {flag.partition("=")[0].replace("--no-", "--") for flag in serve_flags(MODEL, given)}
-    assert made
-    assert made <= flags
+    for name in compatibility.MAPPED:
+        [made] = serve_flags(MODEL, {name: 1})
+        assert made.partition("=")[0].replace("--no-", "--") in flags
 
 
-@pytest.mark.parametrize("name", [name for name, foreign in compatibility.LLM_OPTIONS.items() if foreign.is_refused])
+@pytest.mark.parametrize("name", [name for name, foreign in compatibility.FOREIGN.items() if foreign.is_refused])
 def test_what_pagewire_does_not_have_is_refused(name: str) -> None:
-    text = compatibility.LLM_OPTIONS[name].text
+    text = compatibility.FOREIGN[name].text.replace("`", "")
     with pytest.raises(ValueError, match="is not supported: ") as caught:
         serve_flags(MODEL, {name: "something"})
-    assert str(caught.value) == f"{name}='something' is not supported: {text}"
-    for harmless in compatibility.LLM_OPTIONS[name].harmless:
+    shown = name if name in ("api_key", "hf_token") else f"{name}='something'"
+    assert str(caught.value).replace("`", "") == f"{shown} is not supported: {text}"
+    for harmless in compatibility.FOREIGN[name].harmless:
         assert serve_flags(MODEL, {name: harmless}) == []
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, foreign in compatibility.LLM_OPTIONS.items() if not foreign.is_refused]
-)
+@pytest.mark.parametrize("name", [name for name, foreign in compatibility.FOREIGN.items() if not foreign.is_refused])
 def test_what_makes_no_difference_is_ignored_with_a_warning(name: str) -> None:
-    foreign = compatibility.LLM_OPTIONS[name]
+    foreign = compatibility.FOREIGN[name]
     with pytest.warns(UserWarning, match="is ignored") as caught:
         assert serve_flags(MODEL, {name: "something"}) == []
-    assert str(caught[0].message) == f"{name}='something' is ignored: {foreign.text}"
+    assert str(caught[0].message).replace("`", "") == f"{name}='something' is ignored: {foreign.text.replace('`', '')}"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for harmless in foreign.harmless:
@@ -128,6 +125,17 @@ def test_what_makes_no_difference_is_ignored_with_a_warning(name: str) -> None:
 def test_an_unknown_option_is_named(given: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         serve_flags(MODEL, given)
+
+
+def test_two_options_that_disagree_are_refused() -> None:
+    assert serve_flags(MODEL, {"max_model_len": 4096, "ctx_size": 4096}) == ["--max-model-len=4096"]
+    with pytest.raises(ValueError, match=r"^max_model_len=4096 and ctx_size=1 say different things of max_model_len"):
+        serve_flags(MODEL, {"max_model_len": 4096, "ctx_size": 1})
+
+
+def test_several_names_of_a_model_are_told() -> None:
+    with pytest.warns(UserWarning, match=r"^served_model_name=\['a', 'b'\]: clients see the first of the names only"):
+        assert serve_flags(MODEL, {"served_model_name": ["a", "b"]}) == ["--served-model-name=a"]
 
 
 def test_a_value_that_no_flag_can_give_is_refused() -> None:

@@ -87,6 +87,8 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     ("flags", "environ", "expected"),
     [
         ("--no-enable-magic", {}, False),
+        ("--no_enable_magic", {}, False),
+        ("--enable-magic=off", {}, False),
         ("--enable-magic", {"PAGEWIRE_ENABLE_MAGIC": "no"}, True),
         ("", {"PAGEWIRE_ENABLE_MAGIC": "No"}, False),
         ("", {"PAGEWIRE_ENABLE_MAGIC": "1"}, True),
@@ -142,7 +144,7 @@ def test_wrong_values() -> None:
 def test_unknown_flags_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, message in [
         ("--num-thing 4", "unknown flag --num-thing; did you mean --num-things?"),
-        ("--num_things=4", "unknown flag --num_things; did you mean --num-things?"),
+        ("--num_thing=4", "unknown flag --num-thing; did you mean --num-things?"),
         ("--max 4", "unknown flag --max"),
     ]:
         with pytest.raises(SystemExit) as ended:

@@ -163,6 +163,7 @@ ALLOWED_IMPORTS = {
     "pagewire.__main__": ("pagewire.cli",),
     "pagewire.hosting": (
         "pagewire.hosting",
+        "pagewire.compatibility",
         "pagewire.errors",
         "pagewire.gguf",
         "pagewire.options",

@@ -3,8 +3,10 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from worker_service.config import WorkerConfig, parse_memory
+from worker_service.startup.loader import choose_dtype
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_defaults_are_valid_and_the_budget_may_be_below_the_rows() -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("4GiB", 4 << 30), ("1.5 gib", 3 << 29), ("512MiB", 512 << 20), ("12KiB", 12 << 10), ("1000", 1000)],
+    [("4GiB", 4 << 30), ("1.5 gib", 3 << 29), ("512MiB", 512 << 20), ("12KiB", 12 << 10), ("10000", 10_000)],
 )
 def test_memory_is_read_in_binary_units(text: str, num_bytes: int) -> None:
     assert parse_memory("--flag", text) == num_bytes
@@ -91,3 +93,21 @@ def test_bad_memory_names_the_flag(text: str) -> None:
 def test_process_listens_before_it_imports_torch() -> None:
     code = "import sys, worker_service.config, worker_service.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_half_is_what_a_device_is_fast_in(caplog: pytest.LogCaptureFixture) -> None:
+    """The C kernels of a CPU compute in float32, which holds every float16."""
+    with caplog.at_level("INFO"):
+        assert choose_dtype("half", "float32", torch.device("cpu")) is torch.float32
+    assert [record.message for record in caplog.records] == [
+        "--dtype is half: computing in float32, in which a CPU is faster, and as exact at least"
+    ]
+    assert choose_dtype("half", "float32", torch.device("cuda")) is torch.float16
+    assert choose_dtype("float16", "float32", torch.device("cpu")) is torch.float16
+
+
+@pytest.mark.parametrize("flag", ["--swap-space", "--kv-cache-memory"])
+@pytest.mark.parametrize("text", ["4", "0.5", " 512 "])
+def test_a_size_without_its_unit_is_asked_for(flag: str, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{flag} is '{text}', .*; did you mean {text.strip()}GiB\?$"):
+        parse_memory(flag, text, least=0)

@@ -50,7 +50,7 @@ from worker_service.step import WorkerCapacity
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 _CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -208,6 +208,9 @@ def choose_dtype(
 ) -> torch.dtype:
     """The named dtype; for "auto" the checkpoint's, or float32 where the CPU would only emulate that. `kernels`: the
     CPU's, where they compute the products."""
+    if name == "half" and device.type == "cpu":
+        logger.info("--dtype is half: computing in float32, in which a CPU is faster, and as exact at least")
+        return torch.float32
     if name != "auto":
         return _DTYPES[name]
     dtype = _DTYPES[checkpoint_dtype]

@@ -18,7 +18,7 @@ from worker_service.startup.host_memory import available_bytes
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # one of them is there where torch can find a GPU
 _32_BITS = ("float32", "F32")
-_16_BITS = ("bfloat16", "float16", "BF16", "F16")
+_16_BITS = ("bfloat16", "float16", "half", "BF16", "F16")
 
 
 def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
