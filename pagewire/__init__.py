@@ -1,11 +1,16 @@
 """This package is the client of a Pagewire scheduler. It needs grpc and protobuf, never torch or numpy."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# Type checkers know the name. The module of that name is not imported: `python -m pagewire` would take a file of the
+# working directory for it, see `pagewire/__main__.py`.
+TYPE_CHECKING = False
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from pagewire.client import Client
     from pagewire.completion import Completion, CompletionOutput, Output, PromptEmbedding, Result, TokenLogprobs, Usage
     from pagewire.conversation import Session
@@ -82,7 +87,7 @@ __all__ = [
 _MODULES = ("errors", "sampling", "server", "completion", "conversation", "client", "llm")
 
 
-def _load(name: str) -> Any:
+def _load(name: str) -> "Any":
     """Imports a name when it is first used, since the command makes settings that gRPC reads when it is imported."""
     if name in __all__:
         for module in _MODULES:

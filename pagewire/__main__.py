@@ -1,7 +1,17 @@
 """The command as a process of its own: what `pagewire` and `python -m pagewire` run."""
 
-import signal
+import os
 import sys
+
+# `python -m` looks for modules in the working directory first, where a file may have the name of any of them. Only a
+# source tree that is run where it lies is found there: it comes last, and children find it too.
+if __name__ == "__main__" and not sys.flags.safe_path and os.path.isdir(sys.path[0]):
+    _folder = sys.path.pop(0)
+    if os.path.samefile(_folder, os.path.join(os.path.dirname(__file__), os.pardir)):
+        sys.path.append(_folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _folder)))
+
+import signal
 
 # While modules load, Ctrl-C ends the process without a word: an exception might come out of any line of theirs, and
 # some would swallow it. Verbs choose for themselves what it does (`pagewire.cli.command`).

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import secrets
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,7 +28,14 @@ from pagewire.hosting.model_source import (
 )
 from pagewire.hosting.runtime_directory import RuntimeDirectory
 from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ, free_port
-from pagewire.transport.process import EXIT_REFUSED, REFUSAL_PREFIX, announce_ready, exit_with_parent, is_child
+from pagewire.transport.process import (
+    EXIT_REFUSED,
+    REFUSAL_PREFIX,
+    announce_ready,
+    exit_with_parent,
+    is_child,
+    python_command,
+)
 from pagewire.transport.signals import stops
 
 log = logging.getLogger(__name__)
@@ -97,7 +103,7 @@ def serve(arguments: Sequence[str]) -> int:
     for rank, config in enumerate(ranks):
         flags = [*options.to_flags(config), *options.to_flags(replace(log_config, termination_log=""))]
         name = "worker" if len(ranks) == 1 else f"worker's rank {rank}"
-        workers.append(Supervisor([sys.executable, "-m", "pagewire", "worker", *flags], environ, name=name))
+        workers.append(Supervisor(python_command("pagewire", "worker", *flags), environ, name=name))
 
     def gateway_of(url: str) -> Supervisor:
         command = gateway_command(gateway_config, url, log_config.log_level, free_port)

@@ -16,6 +16,7 @@ from ctypes import addressof, create_string_buffer
 from typing import IO
 
 from pagewire.grammars.matcher import GrammarCompiler, GrammarError
+from pagewire.transport.process import python_command
 
 MAX_CPU_SECONDS = 0.1
 MAX_BYTES = 64 * 1024 * 1024
@@ -59,7 +60,7 @@ class Trials:
     def _start(self) -> None:
         if self._is_closed:
             raise GrammarError(_ENDED)
-        command, pipe = [sys.executable, "-m", "pagewire.grammars.trial"], subprocess.PIPE
+        command, pipe = python_command("pagewire.grammars.trial"), subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
         if error := self._ask(self._first):
             self.close()

@@ -7,13 +7,13 @@ It is smg (PyPI, the extra `gateway`) as a process of its own. It speaks HTTP to
 import importlib.util
 import logging
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.transport.addresses import join
 from pagewire.transport.listening import check_port
 from pagewire.transport.option_limits import PORT, between, check_options, option
+from pagewire.transport.process import python_command
 
 REQUIREMENT = "pagewire[gateway]"
 # The variable with the key that the gateway's administration asks for: adding workers, tokenizers, flushing caches.
@@ -82,4 +82,4 @@ def gateway_command(
         "log-level": _LOG_LEVELS[log_level],
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "pagewire.hosting.gateway_process", config.url, *flags]
+    return python_command("pagewire.hosting.gateway_process", config.url, *flags)

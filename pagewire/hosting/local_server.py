@@ -17,7 +17,7 @@ from types import FrameType
 from typing import IO
 
 from pagewire.errors import CommandError, StartError
-from pagewire.transport.process import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX
+from pagewire.transport.process import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX, python_command
 
 # Ports of its own choice, so that it runs beside anything.
 SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--metrics-port=0", "--log-level=warning")
@@ -46,7 +46,7 @@ class LocalServer:
 
     def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
         """Prepares a server, which `start` starts. `flags` are those of `pagewire serve`."""
-        self._command = [sys.executable, "-m", "pagewire", "serve", model, *SERVE_FLAGS, *flags]
+        self._command = python_command("pagewire", "serve", model, *SERVE_FLAGS, *flags)
         self.owner = os.getpid()
         self._url: Future[str] = Future()
         self._tail: deque[str] = deque(maxlen=MAX_TAIL_CHARS)

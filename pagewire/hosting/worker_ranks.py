@@ -8,13 +8,12 @@ import asyncio
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagewire.hosting.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
 from pagewire.transport.addresses import join
-from pagewire.transport.process import announce_ready, exit_with_parent
+from pagewire.transport.process import announce_ready, exit_with_parent, python_command
 from pagewire.transport.signals import stop_at_signals
 from worker_service.config import WorkerConfig
 
@@ -66,7 +65,7 @@ def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str]
     ready = _Ready(config)
     ranks = []
     for rank, own in enumerate(configs):
-        command = [sys.executable, "-m", "pagewire", "worker", *arguments, *_own_flags(own)]
+        command = python_command("pagewire", "worker", *arguments, *_own_flags(own))
         environ = child_environ(os.environ, [])
         name = f"worker's rank {rank}"
         ranks.append(Supervisor(command, environ, _POLICY, name=name, on_ready=ready.noting(rank)))

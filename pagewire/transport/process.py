@@ -11,6 +11,8 @@ logger = logging.getLogger(__name__)
 READY_PREFIX = "ready on "
 # What a child prints before it ends with `EXIT_REFUSED`, and the reason behind it.
 REFUSAL_PREFIX = "cannot start: "
+# What a child prints before it takes much memory, and what of: all that is known of one that the system kills for it.
+MEMORY_PREFIX = "takes memory: "
 EXIT_ERROR = 1
 # Trying again will not help: EX_CONFIG of sysexits.h, by which systemd too may be told not to restart.
 EXIT_REFUSED = 78
@@ -19,9 +21,20 @@ EXIT_WITH_PARENT = "PAGEWIRE_EXIT_WITH_PARENT"
 _PR_SET_PDEATHSIG = 1
 
 
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Make the command of a child that runs a module of ours in this Python, and no file of the working directory."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
 def announce_ready(url: str) -> None:
     """Tell on standard output that the service at `url` can be called."""
     print(f"{READY_PREFIX}{url}", flush=True)
+
+
+def announce_memory(demand: str) -> None:
+    """Tell a parent on standard output what memory this process is about to take, and what there is."""
+    if is_child():
+        print(f"{MEMORY_PREFIX}{demand}", flush=True)
 
 
 def is_child() -> bool:

@@ -83,10 +83,10 @@ class Environment:
     def pip(self, *arguments: str) -> None:
         pip("--python", str(self.python), *arguments)
 
-    def run(self, program: str, path: str = "") -> None:
+    def run(self, program: str, path: str = "", folder: Path = Path("/")) -> None:
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": path}
         command = [str(self.python), "-c", program]
-        done = subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
 
@@ -160,6 +160,16 @@ def test_editable_install_leaves_the_name_to_others(source: Path, other_wheel: P
     environment.run(f"{OURS}\n{ABSENT}")
     environment.pip("install", *OFFLINE, str(other_wheel))
     environment.run(f"{OURS}\n{THEIRS}")
+
+
+@pytest.mark.parametrize("is_editable", [False, True], ids=["wheel", "editable"])
+def test_an_installed_package_wins_over_a_clone_of_its_name(
+    is_editable: bool, source: Path, wheel: Path, environment: Environment, tmp_path: Path
+) -> None:
+    clone = tmp_path / "pagewire"
+    shutil.copytree(source, clone, symlinks=True)
+    environment.pip("install", *OFFLINE, *(["-e", str(clone)] if is_editable else [str(wheel)]))
+    environment.run(f"import pagewire; pagewire.LLM, pagewire.__version__\n{OURS}", folder=tmp_path)
 
 
 def test_source_tree_on_the_path_leaves_the_name_to_others(other_wheel: Path, environment: Environment) -> None:

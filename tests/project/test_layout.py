@@ -38,7 +38,7 @@ ALLOWED_IMPORTS = {
     "pagewire.kernels": ("pagewire.kernels",),
     "pagewire.transport": ("pagewire.transport",),
     "pagewire.gguf": ("pagewire.gguf",),
-    "pagewire.grammars": ("pagewire.grammars",),
+    "pagewire.grammars": ("pagewire.grammars", "pagewire.transport.process"),
     "scheduler_service": (
         "scheduler_service",
         "pagewire.gguf",
@@ -86,7 +86,13 @@ ALLOWED_IMPORTS = {
         "pagewire.protos.gen.pagewire.worker",
         "pagewire.transport",
     ),
-    "worker_service.startup": ("worker_service", "pagewire.gguf", "pagewire.grammars", "pagewire.kernels.cpu"),
+    "worker_service.startup": (
+        "worker_service",
+        "pagewire.gguf",
+        "pagewire.grammars",
+        "pagewire.kernels.cpu",
+        "pagewire.transport.process",
+    ),
     "worker_service.grammars": ("worker_service.grammars", "worker_service.step", "pagewire.grammars"),
     "worker_service.step": (),
     "worker_service.streams": (),
@@ -442,6 +448,18 @@ def test_nothing_runs_what_it_reads() -> None:
         return {name.split(".")[0] for name in imports(tree)} & DENIED_MODULES | calls & DENIED_CALLS
 
     assert offenders(EVERY_SOURCE, dangerous) == []
+
+
+def test_one_place_makes_the_command_of_a_child() -> None:
+    """It runs no files of the working directory, see `pagewire.transport.process.python_command`."""
+
+    def commands(path: Path) -> list[str]:
+        sequences = [node for node in ast.walk(parse(path)) if isinstance(node, ast.List | ast.Tuple)]
+        texts = [ast.unparse(node) for node in sequences]
+        return [text for text in texts if "sys.executable" in text]
+
+    (line,) = offenders(PACKAGES, commands)
+    assert "pagewire/transport/process.py" in line
 
 
 def loaded_after(code: str) -> set[str]:

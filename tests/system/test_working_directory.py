@@ -1,0 +1,68 @@
+"""Files of the working directory, which may have the name of any module, are run by none of our processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from pagewire.errors import StartError
+from pagewire.hosting.local_server import LocalServer
+from pagewire.hosting.supervisor import free_port
+from tests.system.services import ENVIRON, HOST
+
+MODEL = Path(__file__).parents[2] / "models" / "storyteller"
+# What a Python that runs a module has loaded before the first line of it.
+LOADED = "import runpy, sys; print(*sys.modules)"
+OURS = ("pagewire", "scheduler_service", "worker_service")
+PROCESSES = ("pagewire worker", "pagewire.hosting.gateway_process", "pagewire.grammars.trial")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A folder with a file for each module that could be meant, which writes its name to `executed`."""
+    loaded = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True).stdout.split()
+    installed = {name for name in packages_distributions() if name.isidentifier()}
+    for name in {*sys.stdlib_module_names, *installed, *OURS} - {*loaded, "pagewire"}:
+        (tmp_path / f"{name}.py").write_text(f"print({name!r}, file=open({str(tmp_path / 'executed')!r}, 'a'))\n")
+    return tmp_path
+
+
+def command_lines(group: list[int]) -> list[str]:
+    """Of processes and their descendants."""
+    lines = []
+    for pid in group:
+        lines.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        lines += command_lines([int(child) for task in tasks for child in (task / "children").read_text().split()])
+    return lines
+
+
+def test_no_process_of_a_server_runs_files_of_the_working_directory(hostile: Path) -> None:
+    flags = ["--port=0", "--metrics-port=0", "--tensor-parallel-size=2", "--num-device-blocks=64"]
+    flags += ["--gateway", f"--gateway-port={free_port(HOST)}", "--log-level=warning"]
+    command = [sys.executable, "-m", "pagewire", "serve", str(MODEL), *flags]
+    with subprocess.Popen(command, cwd=hostile, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ready = [process.stdout.readline().split("://")[0] for _ in range(2)]
+        running = " ".join(command_lines([process.pid]))
+        process.send_signal(signal.SIGTERM)
+    assert ready == ["ready on grpc", "ready on http"]
+    assert [running.count(name) for name in PROCESSES] == [2, 1, 1]
+    assert not (hostile / "executed").exists(), (hostile / "executed").read_text()
+    assert process.returncode == 0
+
+
+def test_a_server_of_a_program_runs_no_files_of_the_working_directory(
+    hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends once it has read its options, at a model that is not there."""
+    (hostile / "pagewire.py").write_text((hostile / "random.py").read_text())
+    monkeypatch.chdir(hostile)
+    monkeypatch.setitem(os.environ, "PYTHONPATH", ENVIRON["PYTHONPATH"])
+    with pytest.raises(StartError, match="no such directory|not a directory|does not exist|there is no"):
+        LocalServer(str(hostile / "absent")).start()
+    assert not (hostile / "executed").exists(), (hostile / "executed").read_text()
