@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pagewire.transport.process import EXIT_REFUSED, EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX
+from pagewire.transport.process import EXIT_REFUSED, EXIT_WITH_PARENT, MEMORY_PREFIX, READY_PREFIX, REFUSAL_PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +37,22 @@ class RestartPolicy:
 @dataclass(frozen=True, slots=True)
 class Exit:
     """How a run of the worker ended. `code` is negative for a signal; `refusal` says why it cannot start, if so, and
-    `failure` why it was not started this time."""
+    `failure` why it was not started this time. `memory` is what it said of the memory that it takes. `was_replaced`:
+    its supervisor has killed it."""
 
     code: int
     was_ready: bool
     ran_s: float
     refusal: str = ""
     failure: str = ""
+    memory: str = ""
+    was_replaced: bool = False
 
     def __str__(self) -> str:
         if self.refusal or self.failure:
             return self.refusal or self.failure
+        if self.code == -signal.SIGKILL and self.memory and not self.was_replaced:
+            return f"signal SIGKILL, by which the system ends what it has no memory for; {self.memory}"
         return f"signal {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
 
 
@@ -65,7 +70,7 @@ class Restarts:
         self._ever_ready |= ended.was_ready
         if ended.code == EXIT_REFUSED and not self._ever_ready:
             return None
-        failed = ended.code > 0 and not self._ever_ready
+        failed = not self._ever_ready and not ended.was_replaced
         self._num_failed_starts = self._num_failed_starts + 1 if failed else 0
         if self._num_failed_starts >= self._policy.max_failed_starts:
             return None
@@ -110,12 +115,14 @@ class Supervisor:
         self._on_ready = on_ready
         self._level_of = level_of
         self._process: asyncio.subprocess.Process | None = None
-        self._refusal = ""
+        self._refusal = self._memory = ""
+        self._was_replaced = False
 
     def restart(self, reason: str) -> None:
         """End a child that is of no use any more; `run` starts the next one."""
         if self._process is not None and self._process.returncode is None:
             log.warning("killing the %s, process %d: %s", self._name, self._process.pid, reason)
+            self._was_replaced = True
             self._process.kill()
 
     async def run(self) -> "GivenUp":
@@ -140,7 +147,7 @@ class Supervisor:
         except OSError as error:
             # No descriptor, process or memory is left: that may change, as it may for a child that ends by itself.
             return Exit(1, was_ready=False, ran_s=0.0, failure=f"it could not be started: {error}")
-        self._process, self._refusal = process, ""
+        self._process, self._refusal, self._memory, self._was_replaced = process, "", "", False
         log.info("the %s is process %d", self._name, process.pid)
         ready = asyncio.Event()
         watching = asyncio.create_task(self._watch(process, ready))
@@ -152,7 +159,14 @@ class Supervisor:
             watching.cancel()
             await self._terminate(process)
         code = EXIT_REFUSED if self._refusal else code
-        return Exit(code, ready.is_set(), time.monotonic() - started_at, self._refusal)
+        return Exit(
+            code,
+            ready.is_set(),
+            time.monotonic() - started_at,
+            self._refusal,
+            memory=self._memory,
+            was_replaced=self._was_replaced,
+        )
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -172,6 +186,8 @@ class Supervisor:
                 self._refusal = text.removeprefix(REFUSAL_PREFIX)
                 process.kill()  # all that is left for it is to take itself apart, which takes seconds
                 continue
+            if text.startswith(MEMORY_PREFIX):
+                self._memory = text.removeprefix(MEMORY_PREFIX)
             is_ready = text.startswith(READY_PREFIX)
             log.log(logging.DEBUG if is_ready else self._level_of(text), "%s: %s", self._name, text)
             if is_ready:

@@ -41,8 +41,9 @@ def test_the_delay_doubles_until_a_run_was_steady() -> None:
 def test_giving_up_takes_three_failed_starts_in_a_row() -> None:
     failure = Exit(1, was_ready=False, ran_s=1.0)
     killed = Exit(-signal.SIGKILL, was_ready=False, ran_s=1.0)
+    replaced = Exit(-signal.SIGKILL, was_ready=False, ran_s=1.0, was_replaced=True)
     restarts = Restarts(RestartPolicy())
-    verdicts = [restarts.delay_after(ended) for ended in (failure, failure, killed, failure, failure, failure)]
+    verdicts = [restarts.delay_after(ended) for ended in (failure, failure, replaced, failure, killed, killed)]
     assert [verdict is None for verdict in verdicts] == [False] * 5 + [True]
 
 
@@ -179,6 +180,40 @@ async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
         reason = await asyncio.wait_for(task, 20)
     assert reason == GivenUp("the worker failed to start 3 times in a row (exit code 1): giving up", 1)
     assert len(child.pids()) == 3
+
+
+async def test_a_child_that_the_system_kills_for_its_memory_is_given_up(tmp_path: Path) -> None:
+    body = """
+        print("takes memory: 9 GiB of weights; 8 GiB were available", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    child = Child(tmp_path, body)
+    async with supervised(child) as task:
+        given_up = await asyncio.wait_for(task, 20)
+    ended = "signal SIGKILL, by which the system ends what it has no memory for; 9 GiB of weights; 8 GiB were available"
+    assert given_up == GivenUp(f"the worker failed to start 3 times in a row ({ended}): giving up", 1)
+    assert len(child.pids()) == 3
+
+
+async def test_a_child_that_is_replaced_while_it_starts_is_no_failed_start(
+    tmp_path: Path, ready: ReadyLines, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often its supervisor kills it before it is ready."""
+    first = "if len(list(starts.iterdir())) < 6:\n print('waiting', flush=True); signal.pause()\n"
+    child = Child(tmp_path, first + textwrap.dedent(READY_FOREVER))
+    supervisor = Supervisor(child.command, os.environ, QUICK, level_of=lambda line: replace())
+
+    def replace() -> int:
+        asyncio.get_running_loop().call_soon(supervisor.restart, "it is of no use")
+        return logging.INFO
+
+    task = asyncio.create_task(supervisor.run())
+    await ready.next()
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait({task})
+    assert len(child.pids()) == 6
+    assert "the worker ended (signal SIGKILL) after" in caplog.text
 
 
 @contextlib.contextmanager

@@ -63,6 +63,6 @@ def test_a_server_of_a_program_runs_no_files_of_the_working_directory(
     (hostile / "pagewire.py").write_text((hostile / "random.py").read_text())
     monkeypatch.chdir(hostile)
     monkeypatch.setitem(os.environ, "PYTHONPATH", ENVIRON["PYTHONPATH"])
-    with pytest.raises(StartError, match="no such directory|not a directory|does not exist|there is no"):
+    with pytest.raises(StartError, match=r"absent"):
         LocalServer(str(hostile / "absent")).start()
     assert not (hostile / "executed").exists(), (hostile / "executed").read_text()

@@ -1,5 +1,6 @@
 """The runner on real checkpoints: the same tokens as transformers, whatever the chunks, the batch and the blocks."""
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from pagewire.transport.process import EXIT_WITH_PARENT, MEMORY_PREFIX
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.plans import Row, num_blocks_needed, plan_steps
@@ -173,6 +175,21 @@ def test_largest_step_fits_its_limits(
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     result = load(checkpoints["qwen2"], num_device_blocks=num_blocks, **options).runner.execute(plan)
     assert len(result.token_ids) == len(plan.work_slots) == min(max_num_seqs, max_num_batched_tokens)
+
+
+def test_a_parent_hears_what_memory_is_taken(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before it is taken: the system may end the worker for it."""
+    load(checkpoints["qwen2"])
+    assert capfd.readouterr().out == ""
+    monkeypatch.setenv(EXIT_WITH_PARENT, str(os.getppid()))
+    worker = load(checkpoints["qwen2"], kv_cache_memory="512MiB", num_device_blocks=None)
+    (line,) = capfd.readouterr().out.splitlines()
+    assert line.startswith(MEMORY_PREFIX)
+    assert "GiB of weights" in line
+    cache_gib = worker.ready.num_device_blocks * worker.ready.block_bytes / (1 << 30)
+    assert f"and {cache_gib:.2f} GiB of KV cache; " in line
 
 
 def test_bfloat16_tokens_are_near_the_choice(checkpoints: dict[str, Path]) -> None:

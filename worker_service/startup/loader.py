@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from pagewire.kernels.cpu import BuildError, CpuKernels
+from pagewire.transport.process import announce_memory
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig
@@ -22,7 +23,7 @@ from worker_service.grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig, RopeConfig
-from worker_service.models.loading import UnloadedModel, made_format, prepare_model
+from worker_service.models.loading import Footprint, UnloadedModel, made_format, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.ranks import RankGroup
@@ -343,7 +344,8 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
         available = available_bytes()
         held_in = unloaded.describe_dtypes()
         check_cpu_weights(available=available, held=footprint.held, peak=footprint.peak, held_in=held_in)
-        sizes.num_blocks_of_cpu(available - footprint.held)
+        num_blocks = sum(sizes.num_blocks_of_cpu(available - footprint.held))
+        announce_memory(describe_demand(footprint, num_blocks * sizes.block_bytes, available))
         return
     free, total = torch.cuda.mem_get_info(device)
     if footprint.held > free:
@@ -351,6 +353,15 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
     sizes.num_host_blocks(available_bytes())
     least = DeviceMemory(total=total, others=total - free, weights=footprint.held, step=0, graphs=0, staging=0)
     sizes.num_gpu_blocks(least, largest_step_size(sizes.config))
+
+
+def describe_demand(footprint: Footprint, cache_bytes: int, available: int) -> str:
+    """Return what a worker takes of a CPU's memory, and what there is, in words."""
+    return (
+        f"{footprint.held / GIB:.2f} GiB of weights, {footprint.peak / GIB:.2f} GiB while they load, and "
+        f"{cache_bytes / GIB:.2f} GiB of KV cache; {available / GIB:.2f} GiB were available: take a smaller model, "
+        "lower --kv-cache-memory, or end what else uses the memory"
+    )
 
 
 def log_formats(unloaded: UnloadedModel) -> None:
