@@ -4,8 +4,9 @@
 
 Both services run as processes, with the 54M shape, `--max-decode-slowdown` and a file of tenants in which the hostile
 one has quotas and the polite one has none. In turns the polite one streams alone and beside each attack, then beside
-all of them at once. The attackers are one process of the lowest priority: on one machine, that is as near as they come
-to one of their own. Raw numbers go to bench/results/hostile.json.
+all of them at once. What memory the scheduler takes meanwhile, beyond what it took before, is measured too. The
+attackers are one process of the lowest priority: on one machine, that is as near as they come to one of their own. Raw
+numbers go to bench/results/hostile.json.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from pagewire import Client, SamplingParams
 from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from tests.system.services import running
+from tests.system import rapid_resets
+from tests.system.services import Service, running
 
 TOKENIZER = Path("models/storyteller/tokenizer.json")
 # Ids that the tokenizer knows, past single bytes.
@@ -39,6 +41,7 @@ QUOTA = {"max_requests": 8, "max_sequences": 4, "max_queued_tokens": 8000, "max_
 NUM_STREAMS, INPUT_LEN, OUTPUT_LEN = 4, 100, 400
 MAX_DECODE_SLOWDOWN = 1.5
 GOAL = 2.0
+MAX_GROWTH_MIB = 200
 PAUSE_S = 0.01
 # What an attacker is to hear. Any other failure ends it, and with it the benchmark.
 REFUSALS = (
@@ -136,6 +139,12 @@ class Attacker:
 
         await together(2, hold)
 
+    async def reset_calls(self) -> None:
+        """Opens calls without a key and resets each at once, on 2 connections and on 16."""
+        while True:
+            for num_connections in (2, 16):
+                await rapid_resets.flood(self._url, rapid_resets.CHECK, num_connections, 100_000)
+
     async def _complete_tokens(self, num_tokens: int, *, priority: int = 0, **sampling: int) -> None:
         prompt = self._rng.choices(TOKEN_IDS, k=num_tokens)
         with refused():
@@ -177,6 +186,7 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     "detached results": Attacker.hoard_results,
     "unread answers": Attacker.never_read,
     "connections": Attacker.open_connections,
+    "rapid resets": Attacker.reset_calls,
 }
 ARMS = {"calm": (), **{name: (name,) for name in ATTACKS}, "all of them": tuple(ATTACKS)}
 
@@ -234,16 +244,20 @@ async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_u
     return gap_quantiles(streams)
 
 
-async def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+async def measure(url: str, scheduler: Service, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     rng = random.Random(0)
     await run_round(url, (), rng, 0.0)  # warms up
+    resident_bytes = scheduler.resident_bytes
     for _ in range(arguments.rounds):
         for arm, names in ARMS.items():
             await until_idle(url)
-            rounds[arm].append(await run_round(url, names, rng, arguments.warm_up))
-            p99, longest = (rounds[arm][-1][key] * 1000 for key in ("p99", "max"))
-            print(f"  {arm:16} p99 {p99:6.1f} ms, longest {longest:6.1f} ms", flush=True)
+            scheduler.forget_peak()
+            gaps = await run_round(url, names, rng, arguments.warm_up)
+            growth_mib = (scheduler.peak_bytes - resident_bytes) / 2**20
+            rounds[arm].append(gaps | {"growth_mib": growth_mib})
+            p99, longest = (gaps[key] * 1000 for key in ("p99", "max"))
+            print(f"  {arm:16} p99 {p99:6.1f} ms, longest {longest:6.1f} ms, {growth_mib:4.0f} MiB", flush=True)
     return rounds
 
 
@@ -253,8 +267,10 @@ def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, flo
     print(f"gaps between tokens of {NUM_STREAMS} streams of the polite tenant, in ms, medians of the rounds")
     for arm, median in found.items():
         ratio = median["p99"] / found["calm"]["p99"]
-        gaps = ", ".join(f"{key} {value * 1000:.1f}" for key, value in median.items())
+        gaps = ", ".join(f"{key} {median[key] * 1000:.1f}" for key in ("p50", "p99", "max"))
         print(f"  {arm:16} {gaps}; p99 {ratio:.2f} times calm {verdict(ratio, GOAL, at_least=False)}")
+        growth = median["growth_mib"]
+        print(f"  {'':16} memory {growth:.0f} MiB more {verdict(growth, MAX_GROWTH_MIB, at_least=False)}")
     return found
 
 
@@ -275,7 +291,7 @@ def main() -> None:
         worker = ["--num-device-blocks", 2048, "--num-threads", arguments.num_threads]
         model = tokenized_checkpoint("54M", TOKENIZER, directory / "model")
         with running(model, worker=worker, scheduler=scheduler) as system:
-            rounds = asyncio.run(measure(system.url, arguments))
+            rounds = asyncio.run(measure(system.url, system.scheduler, arguments))
     load = {"model": "54M", "streams": NUM_STREAMS, "quota": QUOTA, "max_decode_slowdown": MAX_DECODE_SLOWDOWN}
     found = report(rounds)
     write(RESULTS / "hostile.json", {"machine": machine(), "load": load, "median": found, "rounds": rounds})

@@ -240,6 +240,9 @@ def decode_error(error: Any, url: str) -> PagewireError:
         message = f"no server answers at {url} ({message})"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and "Deadline Exceeded" in message:
         message = TIMEOUT_PASSED
+    if code is grpc.StatusCode.CANCELLED and message == code.name:
+        # The word of gRPC itself where too many calls wait already. Pagewire says why it cancels one.
+        code, message = grpc.StatusCode.UNAVAILABLE, f"too many calls wait at {url}; try again later"
     field_violations, retry_delay = _decode_details(error.trailing_metadata() or ())
     error_type = ERRORS.get(code, PagewireError)
     return error_type(message, code=code, field_violations=field_violations, retry_delay=retry_delay)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Coroutine
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import grpc.aio
-
 from pagewire.transport.addresses import join
 from pagewire.transport.draining import cancel, drain
 from pagewire.transport.health import Health
-from pagewire.transport.listening import COMMON_OPTIONS, connections_option, listen
+from pagewire.transport.listening import create_server, listen
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
 from pagewire.transport.tls import server_credentials
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
@@ -35,12 +33,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
 _SERVER_OPTIONS = (
-    *COMMON_OPTIONS,
     ("grpc.max_receive_message_length", 4 * 1024 * 1024),
     ("grpc.keepalive_permit_without_calls", 1),
-    # By default gRPC cancels calls at random when more than 1,000 come at once; here the queue caps answer them.
-    ("grpc.server.max_pending_requests", 1 << 20),
-    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
     # A client that is gone without a word loses its requests.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -81,7 +75,7 @@ class RequestService:
         self._authentication = Authentication(self.tenants) if self.tenants is not None else None
         callers = self._authentication or Anybody()
         interceptors = [Interception([callers.enter, note_trace_context, note_session])]
-        self._server = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option()), interceptors=interceptors)
+        self._server = create_server(*_SERVER_OPTIONS, interceptors=interceptors)
 
     def listen(self, servicer: RequestServicer, make_vllm: Callable[[ModuleType], "VllmServicer"]) -> None:
         """Bind the ports for the servicer, and for that of VllmEngine, which is made from its module if it can be

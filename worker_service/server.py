@@ -22,7 +22,7 @@ from pagewire import __version__
 from pagewire.transport.addresses import join
 from pagewire.transport.health import Health
 from pagewire.transport.link_secret import LinkSecret
-from pagewire.transport.listening import COMMON_OPTIONS, connections_option, listen, listen_on_socket
+from pagewire.transport.listening import create_server, listen, listen_on_socket
 from pagewire.transport.process import announce_ready, exit_with_parent
 from pagewire.transport.signals import stop_at_signals
 from pagewire.transport.tls import server_credentials
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _SERVER_OPTIONS = (
-    *COMMON_OPTIONS,
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
 )
@@ -92,7 +91,7 @@ class _WorkerProcess:
         """Serve until told to stop, and return the exit status. Raises OSError for what a person can put right, such as
         a taken port."""
         stop = stop_at_signals(lambda number: os._exit(128 + number))
-        server = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option()))
+        server = create_server(*_SERVER_OPTIONS)
         servicer = WorkerServicer(
             self.engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
         )

@@ -152,6 +152,7 @@ def scheduler(arguments: Sequence[str]) -> int:
     from scheduler_service import server
 
     freed_memory.give_back_large()
+    freed_memory.share_small()
     garbage_collection.keep_short()
     return server.serve(config, logs.num_dropped_lines)
 
@@ -165,6 +166,7 @@ def frontend(arguments: Sequence[str]) -> int:
     from scheduler_service import front_end
 
     freed_memory.give_back_large()
+    freed_memory.share_small()
     garbage_collection.keep_short()
     return front_end.serve(config)
 
@@ -181,6 +183,7 @@ def worker(arguments: Sequence[str]) -> int:
         return worker_ranks.serve(config, arguments, _refuse)
     from worker_service import server
 
+    freed_memory.share_small()
     garbage_collection.keep_short()
     try:
         return server.serve(config, _refuse)
@@ -294,6 +297,7 @@ async def _run(
 ) -> int:
     """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
     freed_memory.give_back_large()
+    freed_memory.share_small()
     garbage_collection.keep_short()
     stop, stop_now = stops()
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from pagewire.transport.listening import connections_option, listen
+from pagewire.transport.listening import create_server, listen
 
 LIVENESS = "liveness"
 MAX_PROBES = 16  # connections of the port that answers probes alone
@@ -41,7 +41,7 @@ class Health:
     def listen(self, host: str, port: int, options: Sequence[tuple[str, int]]) -> None:
         """Answer probes that know no certificates on a port of their own, unless that is 0. Raises OSError."""
         if port:
-            self._probed = grpc.aio.server(options=(*options, connections_option(MAX_PROBES)))
+            self._probed = create_server(*options, max_connections=MAX_PROBES)
             self._add_to(self._probed)
             listen(self._probed, host, port, None, "--health-port")
 

@@ -1,10 +1,12 @@
-"""Ports and Unix sockets to listen on, how many connections they take, and what to say of one that cannot be had."""
+"""Ports and Unix sockets to listen on, how many connections and calls they take, and what to say of one that cannot be
+had."""
 
 import errno
 import os
 import resource
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -12,11 +14,21 @@ import grpc.aio
 
 from pagewire.transport.addresses import UNIX_SCHEME, join, target
 
-# What every server says of its port and of its clients' pings.
-COMMON_OPTIONS = (
+# Calls that one connection may have at once, and calls of all connections that wait for the event loop to take them. A
+# call costs about 14 KiB before it is taken, also one that its client has reset. More calls of a connection wait at its
+# client. gRPC counts a call until its last object is gone: beyond the limit it refuses some for which a client thinks
+# that there is room.
+_MAX_CALLS_OF_CONNECTION = 5_000
+_MAX_PENDING_CALLS = 8_192
+# What every server says of its port, of its clients' pings and of their calls.
+_COMMON_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.max_concurrent_streams", _MAX_CALLS_OF_CONNECTION),
+    # Between the two gRPC cancels calls at random.
+    ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
 )
 _MAX_CONNECTIONS = 65_536
 # File descriptors that are kept for the service itself: its links, its files, metrics, probes.
@@ -24,13 +36,22 @@ _MAX_RESERVED = 256
 _CONNECT_TIMEOUT_S = 1.0
 
 
-def connections_option(max_connections: int | None = None) -> tuple[str, int]:
-    """Make the option of a gRPC server that closes connections beyond so many at once. By default these are as many as
-    this process may open, so that clients never take the descriptors that the service needs."""
-    return ("grpc.max_allowed_incoming_connections", max_connections or _max_connections())
+def create_server(
+    *options: tuple[str, int],
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    max_connections: int | None = None,
+) -> grpc.aio.Server:
+    """Make a gRPC server whose connections and calls are bounded, which every port of a service is.
+
+    Connections beyond `max_connections` at once are closed. By default these are as many as this process may open, so
+    that clients never take the descriptors that the service needs.
+    """
+    connections = ("grpc.max_allowed_incoming_connections", max_connections or max_open_connections())
+    return grpc.aio.server(options=(*_COMMON_OPTIONS, connections, *options), interceptors=interceptors)
 
 
-def _max_connections() -> int:
+def max_open_connections() -> int:
+    """Return how many connections a port may have without taking what the service itself opens."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS

@@ -155,8 +155,7 @@ def test_what_may_be_opened_is_raised_and_mostly_for_connections(monkeypatch: py
         limits = before
         command.raise_descriptor_limit()
         assert limits == after
-        assert listening.connections_option() == ("grpc.max_allowed_incoming_connections", num_connections)
-    assert listening.connections_option(5) == ("grpc.max_allowed_incoming_connections", 5)
+        assert listening.max_open_connections() == num_connections
 
 
 def test_a_limit_that_may_not_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -> None:

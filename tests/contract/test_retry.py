@@ -39,13 +39,15 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def refusing(num_times: int, code: grpc.StatusCode, *details: object) -> scripted_scheduler.Script:
+def refusing(
+    num_times: int, code: grpc.StatusCode, *details: object, reason: str = "not now"
+) -> scripted_scheduler.Script:
     """Refuses so many calls, then tells the story."""
     remaining = iter(range(num_times))
 
     def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         if next(remaining, None) is not None:
-            scripted_scheduler.abort(context, code, "not now", *details)
+            scripted_scheduler.abort(context, code, reason, *details)
         yield from scripted_scheduler.tell_story(request, context)
 
     return answer
@@ -77,6 +79,18 @@ def test_what_is_refused_for_now_is_tried_again(way: str, code: grpc.StatusCode)
         with pytest.raises(pagewire.PagewireError, match="not now") as caught:
             WAYS[way](Client(url))
         assert caught.value.code is code
+
+
+@ways
+def test_a_server_at_which_too_many_calls_wait_is_tried_again(way: str) -> None:
+    """What gRPC answers then is seen in `tests/system/test_rapid_resets.py`."""
+    scheduler = ScriptedScheduler()
+    scheduler.script = refusing(2, grpc.StatusCode.CANCELLED, reason="CANCELLED")
+    with serving(scheduler) as url:
+        with pytest.raises(pagewire.Unavailable, match="too many calls wait at 127"):
+            WAYS[way](Client(url, retry=0))
+        assert WAYS[way](Client(url, retry=60)) == STORY
+    assert len(scheduler.requests) == 3
 
 
 @ways

@@ -358,6 +358,17 @@ def functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
 
 
+def test_every_port_is_bounded() -> None:
+    """A gRPC server is made in one place alone, which bounds its connections and its calls."""
+
+    def made(path: Path) -> list[str]:
+        calls = [ast.unparse(node.func) for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
+        return [call for call in calls if call in {"grpc.server", "grpc.aio.server"}]
+
+    [found] = offenders(PACKAGES, made)
+    assert found.endswith("pagewire/transport/listening.py: grpc.aio.server")
+
+
 def test_questions_go_from_the_servicer_to_the_core_at_once() -> None:
     """Nothing on the way repeats them, so a new one is written down in few places."""
     questions = {node.name for node in functions(ROOT / "scheduler_service/core/explain.py") if node.name[0] != "_"}

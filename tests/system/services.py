@@ -80,6 +80,23 @@ class Service:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def resident_bytes(self) -> int:
+        return self._memory("VmRSS")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that it has had resident since `forget_peak`."""
+        return self._memory("VmHWM")
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def _memory(self, name: str) -> int:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        (kib,) = (int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+        return kib * 1024
+
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
         self._is_terminated |= number == signal.SIGTERM
@@ -115,6 +132,7 @@ class System:
     ) -> None:
         ports = [free_port(HOST) for _ in range(num_ranks)]
         self._start = start
+        self._addresses = [f"{HOST}:{port}" for port in ports]
         self._flags = [["--model", model, "--port", port, "--log-level", "warning", *worker] for port in ports]
         if num_ranks > 1:
             # Not one that an outgoing connection may take while rank 0 is away.
@@ -125,8 +143,7 @@ class System:
         try:
             for flags in self._flags:
                 self.workers.append(Service("worker", flags, start))
-            addresses = ",".join(f"{HOST}:{port}" for port in ports)
-            link = ["--worker", addresses, "--model", model, "--port", 0, "--metrics-port", 0]
+            link = ["--worker", ",".join(self._addresses), "--model", model, "--port", 0, "--metrics-port", 0]
             self.scheduler = Service("scheduler", [*link, "--log-level", "error", *scheduler], start)
             try:
                 for service in self.workers:
@@ -144,6 +161,11 @@ class System:
     def worker(self) -> Service:
         """Rank 0."""
         return self.workers[0]
+
+    @property
+    def worker_address(self) -> str:
+        """HOST:PORT of rank 0."""
+        return self._addresses[0]
 
     def restart_worker(self, rank: int = 0) -> None:
         """Without waiting until it is ready."""
