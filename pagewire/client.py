@@ -606,7 +606,8 @@ class Client:
         num_failures = 0
         while True:
             call = self._channels.of_loop.stub.Attach(
-                pb.AttachRequest(
+                wire.message(
+                    pb.AttachRequest,
                     request_id=request_id,
                     tenant=tenant,
                     from_token=from_token,
@@ -634,12 +635,12 @@ class Client:
 
     async def result(self, request_id: str, *, tenant: str = "") -> Result:
         """Returns the state of a detached request and all of its output so far. Raises NotFound for an unknown id."""
-        request = pb.GetResultRequest(request_id=request_id, tenant=tenant)
+        request = wire.message(pb.GetResultRequest, request_id=request_id, tenant=tenant)
         return wire.decode_result(await self._call(self._channels.of_loop.stub.GetResult, request))
 
     async def get_request(self, request_id: str, *, tenant: str = "") -> RequestReport:
         """Reports the state of an unfinished request and why it waits. Raises NotFound if none of this id runs."""
-        request = pb.GetRequestRequest(request_id=request_id, tenant=tenant)
+        request = wire.message(pb.GetRequestRequest, request_id=request_id, tenant=tenant)
         return wire.decode_report(await self._call(self._channels.of_loop.stub.GetRequest, request))
 
     async def blocks(self) -> BlockMap:
@@ -649,7 +650,8 @@ class Client:
     async def abort(self, request_id: str, *, tenant: str = "") -> None:
         """Ends a running request of the tenant; its stream ends with finish_reason "abort". Raises NotFound if none
         runs."""
-        await self._call(self._channels.of_loop.stub.Abort, pb.AbortRequest(request_id=request_id, tenant=tenant))
+        request = wire.message(pb.AbortRequest, request_id=request_id, tenant=tenant)
+        await self._call(self._channels.of_loop.stub.Abort, request)
 
     async def server_info(self) -> ServerInfo:
         """Describes the model that is served, and the limits of the server."""
@@ -832,7 +834,7 @@ def one_each(
 def _tokenize_requests(text: str | Sequence[str], add_special_tokens: bool) -> Iterator[pb.TokenizeRequest]:
     """Yields the messages that have a text, or the texts of a list, tokenized."""
     for part in _parts([text] if isinstance(text, str) else text, MAX_TOKENIZED_CHARS):
-        yield pb.TokenizeRequest(texts=part, add_special_tokens=add_special_tokens)
+        yield wire.message(pb.TokenizeRequest, texts=part, add_special_tokens=add_special_tokens)
 
 
 def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:

@@ -34,8 +34,13 @@ class PagewireError(Exception):
         self.retry_delay = retry_delay
 
 
-class InvalidRequest(PagewireError):
+class InvalidRequest(PagewireError, ValueError):
     """INVALID_ARGUMENT: a field is out of its range, or the request can never fit."""
+
+    @classmethod
+    def of_field(cls, field: str, text: str) -> "InvalidRequest":
+        """Returns the error of a field that is refused before it is sent."""
+        return cls(text, code=grpc.StatusCode.INVALID_ARGUMENT, field_violations=(FieldViolation(field, text),))
 
 
 class NotFound(PagewireError):

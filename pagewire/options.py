@@ -29,6 +29,7 @@ TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
 _SWITCH_WORDS = (*TRUE_WORDS, *FALSE_WORDS, "auto")
 _FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
+_NO_UTF8 = re.compile("[\ud800-\udfff]")
 _DEFAULTS = "defaults"  # the origin of what nobody chose
 
 
@@ -413,6 +414,8 @@ def _convert(option: Option, given: Any, source: str) -> Any:
     except ValueError:
         article = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}[option.value_type]
         raise OptionError(f"{source}: {given!r} is not {article}") from None
+    if isinstance(value, str) and not value.isascii() and _NO_UTF8.search(value):
+        raise OptionError(f"{source}: {value!r} is not UTF-8, which it must be")
     if option.choices is not None and value not in option.choices:
         choices = ", ".join(map(str, option.choices))
         raise OptionError(f"{source}: {given!r} is none of {choices}{suggestion(str(value), map(str, option.choices))}")

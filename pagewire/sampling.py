@@ -6,7 +6,9 @@ from numbers import Integral, Real
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from pagewire.compatibility import SAMPLING_FIELDS, judge, suggestion
+from pagewire.errors import InvalidRequest
 from pagewire.structured_outputs import StructuredOutputs
+from pagewire.transport.sampling_ranges import LOGIT_BIAS, RANGES, Range
 
 # Names of when a beam search ends, and transformers' values for the same.
 EARLY_STOPPING = ("heuristic", "first", "never", False, True)
@@ -28,7 +30,8 @@ def _flag(default: Value, help_text: str, *, is_benched: bool = False) -> Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of a request. The server checks ranges; here only types are checked (TypeError).
+    """Sampling parameters of a request. Types are checked at once (TypeError), and ranges too (InvalidRequest, which is
+    a ValueError); what hangs on the model or the prompt the server checks.
 
     None leaves a field to the server: the checkpoint's generation_config.json, then the default that the public
     proto names, which for `max_tokens` is as many tokens as fit. `top_k` takes 0 and -1 for off. `logprobs=k` asks for
@@ -100,10 +103,19 @@ class SamplingParams:
         self._require("stop_token_ids", is_list(ids, is_integer), "a list of integers")
         is_bias = isinstance(bias, Mapping) and all(is_integer(i) and is_real(v) for i, v in bias.items())
         self._require("logit_bias", is_bias, "a mapping from token ids to numbers")
+        for name, legal in RANGES.items():
+            self._check(name, getattr(self, name), legal)
+        for token_id, value in (bias or {}).items():
+            self._check(f"logit_bias[{token_id}]", value, LOGIT_BIAS)
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         is_known = isinstance(self.early_stopping, str | bool) and self.early_stopping in EARLY_STOPPING
         self._require("early_stopping", is_known, f"one of {', '.join(map(repr, EARLY_STOPPING))}")
+
+    def _check(self, name: str, value: float | None, legal: Range) -> None:
+        if value is None or legal.holds(value) or (name == "top_k" and value == -1):
+            return
+        raise InvalidRequest.of_field(f"sampling.{name}", f"{name} is {value}, but must be {legal}")
 
     def updated(self, **changes: Unpack["SamplingFields"]) -> "SamplingParams":
         """Returns parameters with other values of some fields. Raises TypeError for an unknown name."""

@@ -12,9 +12,8 @@ import grpc.aio
 from pagewire import wire
 from pagewire.errors import DeadlineExceeded, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.transport.sampling_ranges import MAX_SAMPLES
 
-# A server refuses more samples; the request then has one stream.
-MAX_SAMPLES = 16
 # What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
 FAILED_WRITE = "Internal error from Core"
 
@@ -113,9 +112,10 @@ class _Connection:
     def submit(self, request: pb.GenerateRequest, timeout: float | None) -> _Reader:
         num_samples = wire.num_samples(request)
         reader = _Reader(self._next_stream_id, num_samples, timeout)
+        # A server refuses more samples; the request then has one stream.
         self._next_stream_id += min(num_samples, MAX_SAMPLES)
         self._readers[reader.stream_id] = reader
-        submission = pb.Submission(stream_id=reader.stream_id, request=request, timeout_seconds=timeout)
+        submission = wire.message(pb.Submission, stream_id=reader.stream_id, request=request, timeout_seconds=timeout)
         self._outbox.put_nowait(pb.GenerateManyRequest(submit=submission))
         return reader
 

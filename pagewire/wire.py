@@ -1,10 +1,12 @@
 """Translates the client's data to and from `pagewire.scheduler.v1`. It is pure."""
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from pagewire.completion import Output, Result, TokenLogprobs
 from pagewire.conversation import Session
@@ -22,9 +24,10 @@ from pagewire.errors import (
     Unavailable,
 )
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams, is_integer
+from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams, is_integer, is_real
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.structured_outputs import StructuredOutputs
+from pagewire.transport.sampling_ranges import UINT32, UINT64, Range
 from pagewire.transport.translation import decoder, enum_names
 
 try:
@@ -33,6 +36,20 @@ except ImportError:  # a machine with a grpcio of its own may lack googleapis-co
     error_details_pb2 = status_pb2 = None
 
 FINISH_REASONS = {pb.FINISH_REASON_UNSPECIFIED: None} | enum_names(pb.FinishReason.DESCRIPTOR)
+# What the kinds of fields take, and of integers, which.
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: Range(-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: UINT32,
+    FieldDescriptor.CPPTYPE_INT64: Range(-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: UINT64,
+}
+_KINDS: dict[int, tuple[str, Callable[[object], bool]]] = {
+    **dict.fromkeys(_INTEGERS, ("an integer", is_integer)),
+    FieldDescriptor.CPPTYPE_FLOAT: ("a number", is_real),
+    FieldDescriptor.CPPTYPE_DOUBLE: ("a number", is_real),
+    FieldDescriptor.CPPTYPE_BOOL: ("a bool", lambda value: isinstance(value, bool)),
+    FieldDescriptor.CPPTYPE_STRING: ("a text", lambda value: isinstance(value, str)),
+}
 EARLY_STOPPING = {name: number for number, name in enum_names(pb.EarlyStopping.DESCRIPTOR).items()} | {
     False: pb.EARLY_STOPPING_HEURISTIC,
     True: pb.EARLY_STOPPING_FIRST,
@@ -78,15 +95,12 @@ def encode_request(
         raise TypeError(f"sampling must be SamplingParams, such as SamplingParams(max_tokens=4); got {sampling!r:.80}")
     if session is not None and not isinstance(session, Session):
         raise TypeError(f"session must be a Session, such as Session('chat-7'); got {session!r:.80}")
-    request = pb.GenerateRequest(tenant=tenant, cache_salt=cache_salt)
-    if request_id is not None:
-        request.request_id = request_id
-    _assign("priority", partial(setattr, request, "priority", priority))
+    request = message(
+        pb.GenerateRequest, tenant=tenant, cache_salt=cache_salt, request_id=request_id, priority=priority, text=prompt
+    )
     if prompt_token_ids is not None:
         request.token_ids.SetInParent()
-        _assign("token_ids.ids", lambda: request.token_ids.ids.extend(prompt_token_ids))
-    if prompt is not None:
-        request.text = prompt
+        put(request.token_ids, "ids", prompt_token_ids, "token_ids.ids")
     if sampling is not None:
         _encode_sampling(sampling, request.sampling)
     if session is not None:
@@ -122,8 +136,8 @@ def as_prompts(token_ids: Iterable[Any]) -> tuple[list[Sequence[int]], bool]:
 def encode_detokenize(prompts: Iterable[Sequence[int]], skip_special_tokens: bool) -> pb.DetokenizeRequest:
     """Makes the message of lists of token ids. Raises InvalidRequest for an id that the wire cannot hold."""
     request = pb.DetokenizeRequest(skip_special_tokens=skip_special_tokens)
-    for prompt in prompts:
-        _assign("prompts.ids", partial(request.prompts.add().ids.extend, prompt))
+    for index, prompt in enumerate(prompts):
+        put(request.prompts.add(), "ids", prompt, f"prompts[{index}].ids")
     return request
 
 
@@ -136,11 +150,10 @@ def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
 
 
 def _encode_session(session: Session, request: pb.GenerateRequest) -> None:
-    request.session_id = session.id
-    if session.will_return is not None:
-        request.will_return = session.will_return
-    if session.retention_seconds is not None:
-        _assign("retention_seconds", partial(setattr, request, "retention_seconds", session.retention_seconds))
+    put(request, "session_id", session.id, "session.id")
+    for name in ("will_return", "retention_seconds"):
+        if getattr(session, name) is not None:
+            put(request, name, getattr(session, name), f"session.{name}")
 
 
 def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> None:
@@ -152,13 +165,13 @@ def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> No
         if sampling.beam_width is not None and isinstance(value, Default):
             value = None
         if value is not None:
-            _assign(f"sampling.{name}", partial(setattr, message, name, value))
+            put(message, name, value, f"sampling.{name}")
     if sampling.early_stopping is not None:
         message.early_stopping = EARLY_STOPPING[sampling.early_stopping]
     stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or ()
-    message.stop.extend(stop)
-    _assign("sampling.stop_token_ids", lambda: message.stop_token_ids.extend(sampling.stop_token_ids or ()))
-    _assign("sampling.logit_bias", lambda: message.logit_bias.update(sampling.logit_bias or {}))
+    put(message, "stop", stop, "sampling.stop")
+    put(message, "stop_token_ids", sampling.stop_token_ids or (), "sampling.stop_token_ids")
+    put(message, "logit_bias", sampling.logit_bias or {}, "sampling.logit_bias")
     if sampling.structured_outputs is not None:
         _encode_structured_outputs(StructuredOutputs.of(sampling.structured_outputs), message)
 
@@ -167,20 +180,70 @@ def _encode_structured_outputs(given: StructuredOutputs, message: pb.SamplingPar
     if given.kind == "json_object":
         message.json_object = True
     elif given.kind == "choice":
-        _assign("sampling.choice", lambda: message.choice.texts.extend(given.choice or ()))
+        put(message.choice, "texts", given.choice or (), "sampling.choice")
     else:
         field = "json_schema" if given.kind == "json" else given.kind
-        _assign(f"sampling.{field}", lambda: setattr(message, field, given.text))
+        put(message, field, given.text, f"sampling.{field}")
 
 
-def _assign(field: str, assign: Callable[[], object]) -> None:
-    """Assigns a field. Protobuf refuses an integer outside its type; the server could say nothing else of it."""
+def message(kind: type[Any], **fields: Any) -> Any:
+    """Makes a message of a kind, without the fields that are None. Raises as `put` does."""
+    made = kind()
+    for name, value in fields.items():
+        if value is not None:
+            put(made, name, value)
+    return made
+
+
+def put(message: Message, name: str, value: Any, path: str = "") -> None:
+    """Sets a field of a message, which users know by its `path`. This is the one place where their values enter one.
+
+    Raises TypeError for a value of another kind, and InvalidRequest for one that the field cannot hold: protobuf's own
+    errors name no field, and the server never sees the value.
+    """
+    held = getattr(message, name)
     try:
-        assign()
-    except ValueError as error:
-        text = f"{field}: {error}"
-        violations = (FieldViolation(field, str(error)),)
-        raise InvalidRequest(text, code=grpc.StatusCode.INVALID_ARGUMENT, field_violations=violations) from None
+        if hasattr(held, "extend"):
+            held.extend(value)
+        elif hasattr(held, "update"):
+            held.update(value)
+        elif hasattr(held, "CopyFrom"):
+            held.CopyFrom(value)
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        field, path = message.DESCRIPTOR.fields_by_name[name], path or name
+        for place, part, part_path in _parts(field, value, path):
+            _check(place, part, part_path)
+        raise TypeError(f"{path} cannot be {value!r:.80}: {error}") from None
+
+
+def _parts(field: FieldDescriptor, value: Any, path: str) -> Iterator[tuple[FieldDescriptor, Any, str]]:
+    """Yields the fields that hold the parts of a value, such as the elements of a list."""
+    if isinstance(value, Mapping) and field.message_type is not None:
+        key, part = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+        for each in value:
+            yield key, each, f"{path}[{each}]"
+            yield part, value[each], f"{path}[{each}]"
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for index, each in enumerate(value):
+            yield field, each, f"{path}[{index}]"
+    else:
+        yield field, value, path
+
+
+def _check(field: FieldDescriptor, value: Any, path: str) -> None:
+    """Raises TypeError or InvalidRequest unless a field can hold a value."""
+    kind, is_of_kind = _KINDS.get(field.cpp_type, ("", lambda value: True))
+    if not is_of_kind(value):
+        raise TypeError(f"{path} must be {kind}, got {value!r:.80}")
+    legal = _INTEGERS.get(field.cpp_type)
+    if legal is not None and not legal.holds(value):
+        raise InvalidRequest.of_field(path, f"{path} is {value}, but must be {legal}")
+    halves = re.search("[\ud800-\udfff]", value) if isinstance(value, str) else None
+    if halves is not None:
+        text = f"{path} has {halves[0]!r} at {halves.start()}, half a character, which cannot be sent; remove it"
+        raise InvalidRequest.of_field(path, text)
 
 
 _decode_token = decoder(

@@ -4,11 +4,12 @@ import os
 from dataclasses import dataclass
 
 from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
-from pagewire.transport.option_limits import PORT, URL, Limit, at_least, check_options, flag, option
+from pagewire.transport.option_limits import PORT, URL, Limit, at_least, between, check_options, flag, option
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES
 from scheduler_service.core.retention import EXPECTATIONS
 
+_MAX_COUNT = 2**31 - 1  # of what GetServerInfo tells
 # What the texts of prompts may take, at the scheduler as at a front end.
 _PROMPT_BYTES = (1_048_576, "how long the text of one prompt can be, in bytes", at_least(1))
 _WAITING_TEXT_BYTES = (67_108_864, "how many bytes of prompts can wait to be tokenized", at_least(1))
@@ -33,17 +34,19 @@ class SchedulerConfig:
         None, "model name that clients see (default: the hub id, or the name of the directory)"
     )
     max_model_len: int | None = option(
-        None, "longest sequence, prompt and output together, in tokens (default: the checkpoint's limit)", at_least(2)
+        None,
+        "longest sequence, prompt and output together, in tokens (default: the checkpoint's limit)",
+        between(2, _MAX_COUNT),
     )
-    max_num_seqs: int = option(256, "how many sequences can run at the same time", at_least(1))
-    max_num_batched_tokens: int = option(2048, "how many tokens one step can compute", at_least(1))
+    max_num_seqs: int = option(256, "how many sequences can run at the same time", between(1, _MAX_COUNT))
+    max_num_batched_tokens: int = option(2048, "how many tokens one step can compute", between(1, _MAX_COUNT))
     max_decode_slowdown: float | None = option(
         None,
         "how many times longer a decoding step may take because prompts are computed in it (default: no limit)",
         at_least(1),
     )
     pipeline_depth: int = option(
-        2, "how many steps are sent to the worker before the first of them is done", at_least(1)
+        2, "how many steps are sent to the worker before the first of them is done", between(1, _MAX_COUNT)
     )
     worker_timeout: float = option(
         60.0, "how long requests wait for a lost worker before they fail, in seconds", at_least(0)

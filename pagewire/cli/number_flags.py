@@ -2,6 +2,11 @@
 
 import argparse
 import math
+from collections.abc import Callable
+from typing import Any
+
+from pagewire.errors import InvalidRequest
+from pagewire.sampling import INTEGER_FIELDS, SamplingParams
 
 
 def count(text: str) -> int:
@@ -33,11 +38,30 @@ def positive(text: str) -> float:
     return value
 
 
-def _integer(text: str, minimum: int) -> int:
+def sampled(name: str) -> Callable[[str], float]:
+    """Makes a parser of the numbers that `SamplingParams` takes for a field."""
+
+    def parse(text: str) -> float:
+        value = _whole(text) if name in INTEGER_FIELDS else number(text)
+        given: Any = {name: value}
+        try:
+            SamplingParams(**given)
+        except InvalidRequest as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    return parse
+
+
+def _whole(text: str) -> int:
     try:
-        value = int(text)
+        return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def _integer(text: str, minimum: int) -> int:
+    value = _whole(text)
     if value < minimum:
         raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
     return value

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from pagewire.cli.number_flags import sampled
+from pagewire.errors import InvalidRequest
 from pagewire.sampling import BOOLEAN_FIELDS, EARLY_STOPPING, FLAGS, INTEGER_FIELDS, SamplingParams
 from pagewire.structured_outputs import KINDS, StructuredOutputs
 from pagewire.transport.option_limits import flag
@@ -37,27 +39,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_number_flag(
     parser: argparse._ActionsContainer, name: str, help_text: str, default: float | None = None
 ) -> None:
-    value_type = int if name in INTEGER_FIELDS else float
-    parser.add_argument(
-        flag(name), type=value_type, metavar=value_type.__name__.upper(), default=default, help=help_text
-    )
+    metavar = "INT" if name in INTEGER_FIELDS else "FLOAT"
+    parser.add_argument(flag(name), type=sampled(name), metavar=metavar, default=default, help=help_text)
 
 
 def add_sample_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `add_flags` leaves out."""
-    parser.add_argument("--n", type=int, metavar="INT", help="how many outputs to generate (default: 1)")
+    parser.add_argument("--n", type=sampled("n"), metavar="INT", help="how many outputs to generate (default: 1)")
     parser.add_argument(
         "--logprobs",
-        type=int,
+        type=sampled("logprobs"),
         metavar="K",
         help="with --json: log-probabilities of the output, and of the K most likely tokens",
     )
-    parser.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt")
+    parser.add_argument(
+        "--prompt-logprobs", type=sampled("prompt_logprobs"), metavar="K", help="the same for the prompt"
+    )
     group = parser.add_argument_group("beam search", "Find the --n most likely outputs instead of sampling them.")
-    group.add_argument("--beam-width", type=int, metavar="INT", help="number of beams; turns beam search on")
+    group.add_argument(
+        "--beam-width", type=sampled("beam_width"), metavar="INT", help="number of beams; turns beam search on"
+    )
     group.add_argument(
         "--length-penalty",
-        type=float,
+        type=sampled("length_penalty"),
         metavar="FLOAT",
         help="scores are log-probability / length ** this; above 1 favours longer outputs (default: 1)",
     )
@@ -121,6 +125,10 @@ def token_ids(text: str) -> Sequence[int]:
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
     try:
-        return int(token_id), float(bias)
+        parsed = int(token_id), float(bias)
+        SamplingParams(logit_bias=dict([parsed]))
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no bias such as 42=-1.5") from None
+    return parsed

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pagewire.gguf import GgufFile, config_json, generation_config_json, is_gguf, tokenizer_config_json
+from pagewire.transport.sampling_ranges import RANGES
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.chat_template import ChatTemplate, read_chat_template
 from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
-from scheduler_service.serving.sampling_options import API_DEFAULTS, SAMPLING_OPTIONS
+from scheduler_service.serving.sampling_options import API_DEFAULTS, CHECKPOINTS_OPTIONS
 
 # The keys under which the families of models give their greatest length.
 # What published files of Gemma 3 with vision leave out.
@@ -256,14 +257,14 @@ def _token_id(config: dict[str, Any], key: str) -> int | None:
 def _sampling_defaults(generation: dict[str, Any], file: Path) -> SamplingParams:
     """generation_config.json's values, else the API's own."""
     values: dict[str, Any] = {}
-    for key, option in SAMPLING_OPTIONS.items():
-        value = generation.get(key)
-        if value is None or not option.is_checkpoints:
+    for key in CHECKPOINTS_OPTIONS:
+        value, legal = generation.get(key), RANGES[key]
+        if value is None:
             continue
         takes_whole = _is_whole(getattr(API_DEFAULTS, key))
         is_number = _is_whole(value) or (isinstance(value, float) and not takes_whole)
-        if not is_number or not option.holds(value):
-            expected = f"a {'whole ' if takes_whole else ''}number {'' if option.excludes_low else 'from '}{option}"
+        if not is_number or not legal.holds(value):
+            expected = f"a {'whole ' if takes_whole else ''}number {'' if legal.excludes_low else 'from '}{legal}"
             raise _error(file, key, value, expected)
         values[key] = value
     return replace(API_DEFAULTS, **values)

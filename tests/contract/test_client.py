@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,12 +13,15 @@ from typing import Any, get_type_hints
 
 import grpc
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 import pagewire
-from pagewire import Client, Output, SamplingParams, Session, StructuredOutputs
+from pagewire import Client, Output, SamplingParams, Session, StructuredOutputs, wire
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling import SamplingFields
+from pagewire.sampling import INTEGER_FIELDS, SamplingFields
 from pagewire.structured_outputs import KINDS
+from pagewire.transport.sampling_ranges import RANGES
 from tests.contract import scripted_scheduler
 from tests.contract.certificates import self_signed
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
@@ -179,7 +184,8 @@ async def test_a_grammar_that_the_wire_cannot_hold_is_an_invalid_request(url: st
     for name, given in (("regex", "\udc80"), ("choice", ["\udc80"])):
         with pytest.raises(pagewire.InvalidRequest) as caught:
             await collect(url, "Once", structured_outputs={name: given})
-        assert caught.value.field_violations[0].field == f"sampling.{name}"
+        assert caught.value.field_violations[0].field.startswith(f"sampling.{name}")
+        assert "has '\\udc80' at 0, half a character" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +201,85 @@ def test_types_are_checked(wrong: dict[str, object]) -> None:
         SamplingParams(**wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": -1}, {"seed": 2**64}, {"stop_token_ids": [2**32]}])
-async def test_what_the_wire_cannot_hold_is_an_invalid_request(url: str, wrong: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            {"sampling": SamplingParams(max_tokens=2**32)},
+            "sampling.max_tokens is 4294967296, but must be 0 to 4294967295",
+        ),
+        ({"stop_token_ids": [1, -1]}, "sampling.stop_token_ids[1] is -1, but must be 0 to 4294967295"),
+        ({"logit_bias": {2**32: 1.0}}, "sampling.logit_bias[4294967296] is 4294967296, but must be 0 to 4294967295"),
+        ({"stop": ["a", "b\ud800"]}, "sampling.stop[1] has '\\ud800' at 1, half a character"),
+        ({"prompt_token_ids": [5, -1]}, "token_ids.ids[1] is -1, but must be 0 to 4294967295"),
+        ({"prompt": "\udfffa"}, "text has '\\udfff' at 0, half a character"),
+        ({"priority": 2**31}, "priority is 2147483648, but must be -2147483648 to 2147483647"),
+        ({"tenant": "\udc80"}, "tenant has '\\udc80' at 0"),
+        ({"session": pagewire.Session("a", retention_seconds=-1)}, "session.retention_seconds is -1, but must be 0 to"),
+    ],
+)
+async def test_what_the_wire_cannot_hold_is_an_invalid_request(url: str, wrong: dict[str, object], text: str) -> None:
+    prompt = None if "prompt_token_ids" in wrong else wrong.pop("prompt", "Once")
     with pytest.raises(pagewire.InvalidRequest) as caught:
-        await collect(url, "Once", SamplingParams(**wrong))
-    assert caught.value.field_violations[0].field == f"sampling.{next(iter(wrong))}"
+        await collect(url, prompt, **wrong)
+    assert str(caught.value).startswith(text)
+    assert caught.value.field_violations[0].field == text.split()[0]
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("wrong", [{"priority": "high"}, {"tenant": 5}, {"cache_salt": 1.5}, {"request_id": 7}])
+async def test_what_is_of_another_kind_names_its_argument(url: str, wrong: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=f"^{next(iter(wrong))} must be an? (integer|text), got "):
+        await collect(url, "Once", **wrong)
+
+
+def integer_fields() -> list[tuple[type[Message], FieldDescriptor]]:
+    """Returns all fields of the public proto that hold integers."""
+    kinds = [getattr(pb, name) for name in pb.DESCRIPTOR.message_types_by_name]
+    return [(kind, field) for kind in kinds for field in kind.DESCRIPTOR.fields if field.cpp_type in wire._INTEGERS]
+
+
+def test_every_integer_is_told_its_range() -> None:
+    """Protobuf is the oracle for what a field holds."""
+    assert len(integer_fields()) > 40
+    for kind, field in integer_fields():
+        legal = wire._INTEGERS[field.cpp_type]
+        is_list = hasattr(getattr(kind(), field.name), "extend")
+        for value in (legal.low, legal.high):
+            made = wire.message(kind, **{field.name: [value] if is_list else value})
+            assert getattr(made, field.name) == ([value] if is_list else value)
+        for value in (legal.low - 1, legal.high + 1):
+            path = f"{field.name}[0]" if is_list else field.name
+            with pytest.raises(pagewire.InvalidRequest, match=rf"^{re.escape(path)} is {value}, but must be {legal}$"):
+                wire.message(kind, **{field.name: [value] if is_list else value})
+        with pytest.raises(TypeError, match=rf"^{field.name}(\[0\])? must be an integer, got 'x'$"):
+            wire.message(kind, **{field.name: ["x"] if is_list else "x"})
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges_are_checked_at_construction(name: str) -> None:
+    """The server's own ranges: it says the same of what another client sends."""
+    legal, is_whole = RANGES[name], name in INTEGER_FIELDS
+    step = 1 if is_whole else 1e-6
+    inside = [legal.low + (step if legal.excludes_low else 0), min(legal.high, 2**32 - 1)]
+    for value in inside:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+    outside = [legal.low - 2, legal.high + step] if legal.high != math.inf else [legal.low - 1]
+    outside += [legal.low] * legal.excludes_low + ([] if is_whole else [math.nan, math.inf, -math.inf])
+    for value in outside:
+        with pytest.raises(ValueError, match=rf"^{name} is {re.escape(str(value))}, but must be {legal}$") as caught:
+            SamplingParams(**{name: value})
+        assert isinstance(caught.value, pagewire.InvalidRequest)
+        assert caught.value.field_violations[0].field == f"sampling.{name}"
+        with pytest.raises(ValueError, match=f"^{name} is "):
+            SamplingParams().updated(**{name: value})
+
+
+def test_biases_are_checked_at_construction() -> None:
+    assert SamplingParams(top_k=-1).top_k == -1
+    for value in (-101, 100.5, math.nan):
+        with pytest.raises(ValueError, match=rf"^logit_bias\[7\] is {value}, but must be -100 to 100$"):
+            SamplingParams(logit_bias={5: 100, 7: value})
 
 
 async def test_one_prompt_is_needed(url: str) -> None:

@@ -15,6 +15,7 @@ from pagewire.hosting.gateway import GatewayConfig
 from pagewire.hosting.logs import LogConfig
 from pagewire.hosting.model_source import ModelSourceConfig
 from pagewire.options import OptionError, Parser, Resolved
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from worker_service.config import WorkerConfig
 
@@ -204,6 +205,19 @@ def test_ten_flags_stand_first_in_the_help_of_serve() -> None:
     known = options.options_of(SchedulerConfig, WorkerConfig, GatewayConfig, without=LINK_OPTIONS)
     assert next(iter(GROUPS)) == MOST_USED
     assert len([name for name in GROUPS[MOST_USED] if name in known]) == 10
+
+
+def test_what_the_wire_tells_fits_into_it() -> None:
+    told = scheduler_pb2.GetServerInfoResponse.DESCRIPTOR.fields_by_name
+    names = [name for name, option in options.options_of(SchedulerConfig).items() if option.value_type is int]
+    shared = [name for name in names if name in told]
+    assert len(shared) == 4
+    for name in shared:
+        with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} is 4294967296, but must be [12] to "):
+            replace(SchedulerConfig(), model="m", **{name: 2**32}).validate()
+    known = options.options_of(Other)
+    with pytest.raises(OptionError, match=r"^--name: 'a\\udcff' is not UTF-8, which it must be"):
+        options.resolve(known, argparse.Namespace(config=None, name="a\udcff"), {})
 
 
 def test_a_union_of_configs_sets_shared_fields_once() -> None:

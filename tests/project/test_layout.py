@@ -30,6 +30,7 @@ PUBLIC_IMPORTS = (
     "scheduler_service.rpc.tenants",
     "scheduler_service.rpc.status",
     "pagewire.protos.gen.pagewire.scheduler",
+    "pagewire.transport.sampling_ranges",
     "pagewire.transport.translation",
 )
 # What the modules under a prefix may import of ours. The longest prefix that fits a module decides; a module that fits
@@ -52,6 +53,7 @@ ALLOWED_IMPORTS = {
         "scheduler_service.serving",
         "pagewire.gguf",
         "pagewire.grammars",
+        "pagewire.transport.sampling_ranges",
     ),
     "scheduler_service.simulation": ("scheduler_service.core", "scheduler_service.simulation"),
     # What several of the packages beside it need, and no more.

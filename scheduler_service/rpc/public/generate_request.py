@@ -1,6 +1,6 @@
 """A GenerateRequest, checked field by field and made a core Request with nothing left to choose.
 
-The legal ranges of its numbers stand in `serving/sampling_options.py`.
+The legal ranges of its numbers stand in `pagewire/transport/sampling_ranges.py`.
 """
 
 import secrets
@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.transport.sampling_ranges import LOGIT_BIAS, RANGES
 from scheduler_service.core.plan import Grammar, SamplingParams
 from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.rpc.public.beam_search import check_beam_search, num_candidates, resolve_beam
@@ -17,7 +18,7 @@ from scheduler_service.rpc.public.prompt_text import too_many_tokens
 from scheduler_service.rpc.public.structured_output import check_structured_output, resolve_grammar
 from scheduler_service.rpc.status import invalid
 from scheduler_service.serving.model_info import ModelInfo
-from scheduler_service.serving.sampling_options import FILTERS_OFF, SAMPLING_OPTIONS
+from scheduler_service.serving.sampling_options import FILTERS_OFF
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_TEXTS = 16
@@ -139,10 +140,10 @@ def _session(request: scheduler_pb2.GenerateRequest) -> dict[str, Any]:
 
 
 def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) -> None:
-    for field, option in SAMPLING_OPTIONS.items():
+    for field, legal in RANGES.items():
         value = getattr(sampling, field)
-        if sampling.HasField(field) and not option.holds(value):
-            raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {option}")
+        if sampling.HasField(field) and not legal.holds(value):
+            raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {legal}")
     check_beam_search(sampling)
     check_structured_output(sampling, model)
     _check_stop(sampling, model)
@@ -152,10 +153,10 @@ def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) ->
     _check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
     for token_id, bias in sampling.logit_bias.items():
         _check_token_id(f"sampling.logit_bias[{token_id}]", token_id, model)
-        if not -100 <= bias <= 100:
+        if not LOGIT_BIAS.holds(bias):
             raise invalid(
                 f"sampling.logit_bias[{token_id}]",
-                f"the logit bias of token {token_id} is {bias:g}, but must be -100 to 100",
+                f"the logit bias of token {token_id} is {bias:g}, but must be {LOGIT_BIAS}",
             )
 
 

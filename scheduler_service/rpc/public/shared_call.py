@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.transport.sampling_ranges import MAX_SAMPLES
 from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.intake import Intake
@@ -22,7 +23,6 @@ from scheduler_service.rpc.public.output import OutputReader
 from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import check_forwarded
 from scheduler_service.rpc.trace_context import continue_trace
-from scheduler_service.serving.sampling_options import MAX_SAMPLES
 from scheduler_service.serving.token_stream import Outlet
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from smg_grpc_proto import vllm_engine_pb2
 
 from scheduler_service.serving.engine import DescribedWorker
 from scheduler_service.serving.model_info import ModelInfo
-from scheduler_service.serving.sampling_options import API_DEFAULTS, SAMPLING_OPTIONS
+from scheduler_service.serving.sampling_options import API_DEFAULTS, CHECKPOINTS_OPTIONS
 
 SERVER_TYPE = "vllm-grpc"
 
@@ -15,11 +15,7 @@ def model_info(
     model: ModelInfo, served_model_name: str, max_sequence_tokens: int
 ) -> vllm_engine_pb2.GetModelInfoResponse:
     """Paths are this machine's: a gateway that does not find them asks for the files."""
-    values = {
-        name: getattr(model.sampling_defaults, name)
-        for name, option in SAMPLING_OPTIONS.items()
-        if option.is_checkpoints
-    }
+    values = {name: getattr(model.sampling_defaults, name) for name in CHECKPOINTS_OPTIONS}
     chosen = {name: value for name, value in values.items() if value != getattr(API_DEFAULTS, name)}
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=str(model.directory),
