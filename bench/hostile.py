@@ -1,18 +1,20 @@
-"""Measures the gaps between tokens of a polite tenant's streams, alone and beside a hostile tenant.
+"""Measures the gaps between tokens of a polite tenant's streams, and what it finds cached of a prompt that it repeats,
+alone and beside a hostile tenant.
 
     python -m bench.hostile
 
 Both services run as processes, with the 54M shape, `--max-decode-slowdown` and a file of tenants in which the hostile
 one has quotas and the polite one has none. In turns the polite one streams alone and beside each attack, then beside
-all of them at once. What memory the scheduler takes meanwhile, beyond what it took before, is measured too. The
-attackers are one process of the lowest priority: on one machine, that is as near as they come to one of their own. Raw
-numbers go to bench/results/hostile.json.
+all of them at once; it sends one prompt before the attack, and again behind its streams. What memory the scheduler
+takes meanwhile, beyond what it took before, is measured too. The attackers are one process of the lowest priority: on
+one machine, that is as near as they come to one of their own. Raw numbers go to bench/results/hostile.json.
 """
 
 import argparse
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import socket
@@ -26,7 +28,7 @@ import grpc.aio
 from bench.checkpoint import tokenized_checkpoint
 from bench.interference import gap_quantiles, random_prompt, stream
 from bench.record import RESULTS, machine, medians, verdict, write
-from pagewire import Client, SamplingParams
+from pagewire import Client, SamplingParams, Session
 from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
@@ -39,6 +41,8 @@ TOKEN_IDS = range(300, 1000)
 KEYS = {"polite": "key-of-the-polite", "hostile": "key-of-the-hostile", "watcher": "key-of-the-watcher"}
 QUOTA = {"max_requests": 8, "max_sequences": 4, "max_queued_tokens": 8000, "max_blocks": 400}
 NUM_STREAMS, INPUT_LEN, OUTPUT_LEN = 4, 100, 400
+REPEATED_LEN = 405  # tokens of the prompt that is sent again
+NUM_HOARDED, HOARDED_LEN = 30, 1500  # sessions, and tokens of each of their prompts: together more than the pool
 MAX_DECODE_SLOWDOWN = 1.5
 GOAL = 2.0
 MAX_GROWTH_MIB = 200
@@ -109,6 +113,16 @@ class Attacker:
 
         await together(4, hoard)
 
+    async def hoard_cache(self) -> None:
+        """Says of many sessions with long prompts that they will return, and are worth keeping for ever."""
+        sent = itertools.count()
+
+        async def hoard() -> None:
+            session = Session(f"session {next(sent) % NUM_HOARDED}", will_return=True, retention_seconds=2**32 - 1)
+            await self._complete_tokens(HOARDED_LEN, session=session, max_tokens=1)
+
+        await together(4, hoard)
+
     async def never_read(self) -> None:
         """Opens calls of many requests each, most of them invalid, and never reads the answers."""
 
@@ -145,11 +159,17 @@ class Attacker:
             for num_connections in (2, 16):
                 await rapid_resets.flood(self._url, rapid_resets.CHECK, num_connections, 100_000)
 
-    async def _complete_tokens(self, num_tokens: int, *, priority: int = 0, **sampling: int) -> None:
+    async def _complete_tokens(
+        self, num_tokens: int, *, priority: int = 0, session: Session | None = None, **sampling: int
+    ) -> None:
         prompt = self._rng.choices(TOKEN_IDS, k=num_tokens)
         with refused():
             await self._client.acomplete(
-                None, SamplingParams(ignore_eos=True, **sampling), prompt_token_ids=prompt, priority=priority
+                None,
+                SamplingParams(ignore_eos=True, **sampling),
+                prompt_token_ids=prompt,
+                priority=priority,
+                session=session,
             )
 
     async def _complete(self, text: str, max_tokens: int) -> None:
@@ -184,6 +204,7 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     "leaving early": Attacker.leave_early,
     "wrong keys": Attacker.guess_keys,
     "detached results": Attacker.hoard_results,
+    "hoarded cache": Attacker.hoard_cache,
     "unread answers": Attacker.never_read,
     "connections": Attacker.open_connections,
     "rapid resets": Attacker.reset_calls,
@@ -233,15 +254,25 @@ async def until_idle(url: str) -> None:
 
 
 async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_up_s: float) -> dict[str, float]:
-    """Returns the gaps of the polite tenant's streams, in seconds."""
+    """Returns the gaps of the polite tenant's streams, in seconds, and how many tokens of its repeated prompt were
+    cached."""
     async with Client(url, api_key=KEYS["polite"]) as client:
+        repeated = random_prompt(rng, REPEATED_LEN)
+        await num_cached_tokens(client, repeated)
         attackers = (
             attacked("bench.hostile", json.dumps([url, *names]), warm_up_s) if names else contextlib.nullcontext()
         )
         async with attackers:
             prompts = [random_prompt(rng, INPUT_LEN) for _ in range(NUM_STREAMS)]
             streams = await asyncio.gather(*(stream(client, prompt, OUTPUT_LEN) for prompt in prompts))
-    return gap_quantiles(streams)
+            num_cached = await num_cached_tokens(client, repeated)
+    return {**gap_quantiles(streams), "cached": num_cached}
+
+
+async def num_cached_tokens(client: Client, prompt: list[int]) -> int:
+    """Sends a prompt, and returns how many of its tokens were cached."""
+    completion = await client.acomplete(None, SamplingParams(max_tokens=1), prompt_token_ids=prompt)
+    return completion.usage.cached_tokens
 
 
 async def measure(url: str, scheduler: Service, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
@@ -253,22 +284,27 @@ async def measure(url: str, scheduler: Service, arguments: argparse.Namespace) -
         for arm, names in ARMS.items():
             await until_idle(url)
             scheduler.forget_peak()
-            gaps = await run_round(url, names, rng, arguments.warm_up)
+            found = await run_round(url, names, rng, arguments.warm_up)
             growth_mib = (scheduler.peak_bytes - resident_bytes) / 2**20
-            rounds[arm].append(gaps | {"growth_mib": growth_mib})
-            p99, longest = (gaps[key] * 1000 for key in ("p99", "max"))
-            print(f"  {arm:16} p99 {p99:6.1f} ms, longest {longest:6.1f} ms, {growth_mib:4.0f} MiB", flush=True)
+            rounds[arm].append(found | {"growth_mib": growth_mib})
+            p99, longest = (found[key] * 1000 for key in ("p99", "max"))
+            cached = f"{found['cached']:.0f} of {REPEATED_LEN} tokens cached"
+            print(
+                f"  {arm:16} p99 {p99:6.1f} ms, longest {longest:6.1f} ms, {growth_mib:4.0f} MiB, {cached}", flush=True
+            )
     return rounds
 
 
 def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Prints the medians of the rounds, and returns them."""
     found = medians(rounds)
-    print(f"gaps between tokens of {NUM_STREAMS} streams of the polite tenant, in ms, medians of the rounds")
+    print(f"gaps between tokens of {NUM_STREAMS} streams of the polite tenant, in ms, and the tokens of {REPEATED_LEN}")
+    print("that it found cached again, medians of the rounds")
     for arm, median in found.items():
         ratio = median["p99"] / found["calm"]["p99"]
         gaps = ", ".join(f"{key} {median[key] * 1000:.1f}" for key in ("p50", "p99", "max"))
-        print(f"  {arm:16} {gaps}; p99 {ratio:.2f} times calm {verdict(ratio, GOAL, at_least=False)}")
+        cached = f"{median['cached']:.0f} cached {verdict(median['cached'], found['calm']['cached'], at_least=True)}"
+        print(f"  {arm:16} {gaps}; p99 {ratio:.2f} times calm {verdict(ratio, GOAL, at_least=False)}; {cached}")
         growth = median["growth_mib"]
         print(f"  {'':16} memory {growth:.0f} MiB more {verdict(growth, MAX_GROWTH_MIB, at_least=False)}")
     return found

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from scheduler_service.core.cache import BlockPool, Move, MoveLedger, Node, PrefixIndex, ShelfOrder, Worth, no_worth
+from scheduler_service.core.cache import (
+    BlockPool,
+    Move,
+    MoveLedger,
+    Node,
+    PrefixIndex,
+    ShelfOrder,
+    Worth,
+    no_owner,
+    no_worth,
+)
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
@@ -63,18 +73,28 @@ class CacheManager:
         self.index = PrefixIndex(capacity.block_size, capacity.num_device_blocks, capacity.num_host_blocks)
         self.moves = MoveLedger(self.pool, self.host_pool, self.index)
         self.enable_prefix_caching = enable_prefix_caching
-        self.value_shelves_by(no_worth, lambda shelf: False)
+        self.value_shelves_by(no_worth, no_owner, lambda shelf: False)
         self._num_watermark_blocks = int(watermark * capacity.num_device_blocks)
 
-    def value_shelves_by(self, worth_of: Callable[[int], Worth], is_expected: Callable[[int], bool]) -> None:
-        """Let somebody say what a shelf is worth, and whether its owner is away and expected back."""
-        self.order.worth_of = self.host_order.worth_of = worth_of
+    def value_shelves_by(
+        self,
+        worth_of: Callable[[int], Worth],
+        owner_of: Callable[[int], str],
+        is_expected: Callable[[int], bool],
+    ) -> None:
+        """Let somebody say what a shelf is worth, whose it is, and whether that session is away and expected back."""
+        for order in (self.order, self.host_order):
+            order.worth_of, order.owner_of = worth_of, owner_of
         self._is_expected = is_expected
+
+    def expose_below(self, horizon: Worth) -> None:
+        """Let no tenant's share of the cache protect what is worth less than this."""
+        self.order.horizon = self.host_order.horizon = horizon
 
     def dissolve(self) -> None:
         """The cache is needed no more: see `PrefixIndex.dissolve`. Nor does it hold whoever valued its shelves."""
         self.index.dissolve()
-        self.value_shelves_by(no_worth, lambda shelf: False)
+        self.value_shelves_by(no_worth, no_owner, lambda shelf: False)
 
     def shelf_changed(self, shelf: int) -> None:
         """A shelf may be worth something else."""
@@ -489,19 +509,24 @@ class CacheManager:
         swaps: list[tuple[int, int]] = []
         if len(self.moves):
             return swaps
-        for worth, shelf in self.host_order.best(_PROMOTION_WINDOW):
-            if not self._is_expected(shelf):
+        for shelf in self.host_order.best(_PROMOTION_WINDOW):
+            if not self._is_expected(shelf) or not self._has_room(shelf):
                 continue
             for node in self._missing_nodes(self.host_pool.next_of(shelf)):
-                target = self.pool.next_without_loss()
-                is_worse = self.index.is_cached(target) and self.order.worth_of(self.pool.shelf_of(target)) >= worth
-                if not target or is_worse or len(swaps) == _MAX_PROMOTIONS:
+                if len(swaps) == _MAX_PROMOTIONS:
                     return swaps
+                if not self._has_room(shelf):
+                    break
                 host_block, block = node.host_block, self._allocate()
                 self.moves.add(Move(step, block, host_block, False, node, shelf))
                 self.pool.free(block, cached=False)  # the move holds it
                 swaps.append((host_block, block))
         return swaps
+
+    def _has_room(self, shelf: int) -> bool:
+        """Whether a block of a shelf may come to the device: over what is worth less there, and is not lost."""
+        target = self.pool.next_without_loss()
+        return target > 0 and (not self.index.is_cached(target) or self.order.yields(self.pool.shelf_of(target), shelf))
 
     def _missing_nodes(self, host_block: int) -> list[Node]:
         """Go from a host block's content back to what the device has; what the host alone has, first ones first. None

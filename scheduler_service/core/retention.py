@@ -3,6 +3,9 @@
 A session is a conversation, an agent's work, or whatever else sends requests of which each begins with the one before.
 Its idle blocks stand on a shelf of their own, in both tiers, and the shelf that is worth least is emptied first. Blocks
 without which nothing is lost, because the host has them too, are not on shelves: they go before all others.
+
+Tenants share the cache: what one has used lately, or hinted to keep, is lost to others only while it has as many idle
+blocks as any of them. So hints and waiting requests order a tenant's own sessions, and empty nobody else's cache.
 """
 
 import math
@@ -18,6 +21,7 @@ from scheduler_service.core.sequence import SequenceGroup
 GIVEN_UP, IDLE, PRESENT, AWAITED = 0.0, 1.0, 2.0, 3.0
 # A request that names no session goes on with one if it begins with at least this part of what that has computed.
 _CONTINUED_SHARE = 0.5
+_SHARED_S = 300.0  # after its last use, or the end of its hinted retention, a session's tenant has no share for it
 _NUM_LOST = 64  # sessions without blocks that are kept before anybody looks which these are
 _MIN_GAP_S = 0.1
 _PRIOR_GAPS = 3  # the gaps of everybody count as many as these of a session's own
@@ -105,7 +109,11 @@ class Retention:
         self._named: dict[tuple[str, str], Session] = {}  # by tenant and name
         self._free_shelves: list[int] = []
         self._num_kept = 0
-        cache.value_shelves_by(self._worth_of, self._is_expected)
+        cache.value_shelves_by(self._worth_of, self._tenant_of, self._is_expected)
+
+    def update(self, now: float) -> None:
+        """Let sessions that nobody has used for long go before those that are used."""
+        self._cache.expose_below((IDLE, now - _SHARED_S))
 
     def arrived(self, group: SequenceGroup, now: float) -> None:
         """A group is there that this worker has not seen. Its cursor, if it may have one, has its place."""
@@ -153,6 +161,10 @@ class Retention:
             return False
         return session.has_returned or bool(session.will_return) or session.retention_s > 0
 
+    def _tenant_of(self, shelf: int) -> str:
+        session = self._sessions.get(shelf)
+        return "" if session is None else session.tenant
+
     def _worth_of(self, shelf: int) -> Worth:
         """Whatever waits will use its blocks for certain, and sooner if it computes less."""
         session = self._sessions.get(shelf)
@@ -195,8 +207,10 @@ class Retention:
     def _forget_lost(self) -> None:
         """Forget sessions that have neither requests nor blocks."""
         pools = self._cache.pool, self._cache.host_pool
+        moving = {move.shelf for move in self._cache.moves}
         for session in list(self._sessions.values()):
-            if not session.num_groups and not any(pool.has_shelf(session.shelf) for pool in pools):
+            has_blocks = session.shelf in moving or any(pool.has_shelf(session.shelf) for pool in pools)
+            if not session.num_groups and not has_blocks:
                 del self._sessions[session.shelf]
                 self._free_shelves.append(session.shelf)
                 if session.name:

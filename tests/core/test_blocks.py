@@ -1,6 +1,7 @@
 """The block pool and the prefix index by themselves."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -183,46 +184,103 @@ def test_the_shelf_that_is_worth_least_is_emptied_first():
     assert (pool.shelf_of(blocks[1]), pool.shelf_of(blocks[0])) == (1, 0)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_shelves_against_lists(seed):
-    """Random calls; the model is a plain list for each shelf, and the worths of these."""
+class ShelfModel:
+    """Plain lists: what a pool's free blocks are, and in which order they are taken."""
+
+    def __init__(self, num_blocks: int, owners: dict[int, str]) -> None:
+        self.owners = owners
+        self.worths: dict[int, tuple[float, ...]] = dict.fromkeys(owners, (0.0,))
+        self.horizon: tuple[float, ...] = ()
+        self.empty = list(range(1, num_blocks + 1))
+        self.shelves: dict[int, list[int]] = {shelf: [] for shelf in owners}
+
+    def remove(self, block: int) -> None:
+        for blocks in (self.empty, *self.shelves.values()):
+            if block in blocks:
+                blocks.remove(block)
+
+    def next_blocks(self) -> set[int]:
+        """Those of which one is taken next: several where owners have as many."""
+        if self.empty:
+            return {self.empty[0]}
+        filled = sorted((self.worths[shelf], shelf) for shelf, blocks in self.shelves.items() if blocks)
+        if not filled:
+            return set()
+        if filled[0][0] < self.horizon:
+            return {self.shelves[filled[0][1]][0]}
+        counts = Counter(self.owners[shelf] for shelf, blocks in self.shelves.items() for _ in blocks)
+        most = {owner for owner, count in counts.items() if count == max(counts.values())}
+        firsts = {owner: next(shelf for _, shelf in filled if self.owners[shelf] == owner) for owner in most}
+        return {self.shelves[shelf][0] for shelf in firsts.values()}
+
+
+def assert_order(pool: BlockPool, model: ShelfModel) -> None:
+    """The pool says of all its free blocks in which order they would be taken."""
+    taken: list[tuple[list[int], int]] = []
+    for block in pool.free_blocks():
+        assert block in model.next_blocks()
+        [blocks] = [blocks for blocks in (model.empty, *model.shelves.values()) if block in blocks]
+        taken.append((blocks, blocks.pop(0)))
+    assert not model.next_blocks()
+    for blocks, block in reversed(taken):
+        blocks.insert(0, block)
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_shelves_against_lists(seed, num_owners):
+    """Random calls; the model is a plain list for each shelf, and the worths and owners of these."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    worths: dict[int, tuple[float, ...]] = dict.fromkeys(range(4), (0.0,))
-    order = ShelfOrder(worths.__getitem__)
+    model = ShelfModel(30, {shelf: f"owner {rng.randrange(num_owners)}" for shelf in range(6)})
+    order = ShelfOrder(model.worths.__getitem__, model.owners.__getitem__)
     pool = BlockPool(30, order)
-    empty, held = list(range(1, 31)), []
-    shelves: dict[int, list[int]] = {shelf: [] for shelf in range(4)}
-
-    def expected() -> list[int]:
-        return empty + [block for shelf in sorted(shelves, key=lambda s: (worths[s], s)) for block in shelves[shelf]]
-
-    for _ in range(3000):
+    held: list[int] = []
+    for _ in range(1500):
         draw = rng.random()
         if draw < 0.2:
-            shelf = rng.randrange(4)
-            worths[shelf] = (float(rng.randrange(3)), rng.random())
+            shelf = rng.randrange(6)
+            model.worths[shelf] = (float(rng.randrange(3)), rng.random())
             order.changed(shelf)
-        elif draw < 0.6 and expected():
-            block = rng.choice(expected()) if rng.random() < 0.3 else expected()[0]
-            if block == expected()[0]:
-                assert pool.allocate() == block
-            else:
+        elif draw < 0.25:
+            order.horizon = model.horizon = rng.choice([(), (1.0, rng.random()), (5.0,)])
+        elif draw < 0.6 and pool.num_free:
+            block = rng.choice(list(pool.free_blocks()))
+            if rng.random() < 0.3:
                 pool.share(block)
-            for blocks in (empty, *shelves.values()):
-                if block in blocks:
-                    blocks.remove(block)
+            else:
+                block = next(pool.free_blocks())
+                assert pool.allocate() == block
+            model.remove(block)
             held.append(block)
         elif held:
             block = held.pop(rng.randrange(len(held)))
             if rng.random() < 0.3:
                 pool.free(block, cached=False)
-                empty.insert(0, block)
+                model.empty.insert(0, block)
             else:
-                shelf = rng.randrange(4)
+                shelf = rng.randrange(6)
                 pool.free(block, cached=True, shelf=shelf)
-                shelves[shelf].append(block)
-        assert list(pool.free_blocks()) == expected()
+                model.shelves[shelf].append(block)
+        assert_order(pool, model)
+
+
+def test_what_is_worth_something_goes_from_the_owner_who_has_most():
+    """Down to as much as the next one has; what is below the horizon goes first, whose ever it is."""
+    worths = {1: (1.0, 90.0), 2: (1.0, 80.0), 3: (1.0, 50.0), 4: (1.0, 10.0)}
+    order = ShelfOrder(worths.__getitem__, {1: "hoarder", 2: "hoarder", 3: "other", 4: "other"}.__getitem__)
+    order.horizon = (1.0, 20.0)
+    pool = BlockPool(9, order)
+    blocks = [pool.allocate() for _ in range(9)]
+    for block, shelf in zip(blocks, [1, 1, 1, 2, 2, 3, 3, 4, 4], strict=True):
+        pool.free(block, cached=True, shelf=shelf)
+    taken = [pool.shelf_of(block) for block in pool.free_blocks()]
+    assert taken == [4, 4, 2, 2, 1, 3, 1, 3, 1]
+    assert [pool.allocate() for _ in range(5)] == [blocks[i] for i in (7, 8, 3, 4, 0)]
+    assert order.yields(2, 1)
+    assert not order.yields(1, 2)
+    assert not order.yields(3, 1), "another owner's"
+    assert order.yields(4, 1)
 
 
 # Cursors

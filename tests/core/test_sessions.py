@@ -5,6 +5,7 @@ import random
 import pytest
 
 from scheduler_service.core import explain, retention
+from scheduler_service.core.cache import RootKey
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import EndReason
 from scheduler_service.core.retention import Recency, ReturnTimes, Session
@@ -195,12 +196,10 @@ def test_the_prompt_that_has_least_left_is_computed_first():
 # Retention
 
 
-def kept(system: System, prompt: list[int]) -> int:
-    """How many tokens of a prompt are cached."""
-    epoch, sequence_key = system.scheduler.state.epoch, ("", "", b"m")
-    index = epoch.cache.index
-    [key] = [key for key in index._roots if tuple(key) == sequence_key]
-    return 4 * len(index.match(key, prompt, len(prompt) // 4))
+def kept(system: System, prompt: list[int], tenant: str = "") -> int:
+    """How many tokens of a prompt are cached, in either tier."""
+    index = system.scheduler.state.epoch.cache.index
+    return 4 * len(index.match(RootKey(tenant, "", b"m"), prompt, len(prompt) // 4))
 
 
 def test_what_a_waiting_request_will_use_is_evicted_last():
@@ -256,14 +255,22 @@ def only_on_host(system: System, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("fields", "comes_back"),
-    [({}, False), ({"will_return": True}, False), ({"will_return": False}, True)],
+    ("retention_seconds", "fields", "comes_back"),
+    [
+        (None, {}, False),
+        (None, {"will_return": True}, False),
+        (None, {"will_return": False}, True),
+        (600, {}, True),
+        (600, {"tenant": "other"}, False),
+        (600, {"tenant": "other", "will_return": False}, True),
+    ],
 )
-def test_a_session_that_may_return_is_loaded_where_one_is_that_will_not(fields, comes_back):
-    """Nobody asks for it: the worker has nothing else to do."""
+def test_a_session_that_may_return_is_loaded_where_one_is_that_will_not(retention_seconds, fields, comes_back):
+    """Nobody asks for it: the worker has nothing else to do. It takes no place of what another tenant uses."""
     system = agent(num_blocks=30, num_host_blocks=60, max_num_seqs=1, watermark=0.0)
     system.join()
-    old = run_one(system, prompt_of(40, 1), session_id="old", will_return=True)
+    hints = {"will_return": True, "retention_seconds": retention_seconds}
+    old = run_one(system, prompt_of(40, 1), session_id="old", **hints)
     system.now = 50.0
     run_one(system, prompt_of(60, 2), session_id="second", **fields)
     run_one(system, prompt_of(60, 3), session_id="third", **fields)
@@ -420,6 +427,101 @@ def test_sessions_that_share_a_small_pool_get_what_they_should(seed):
     stats = explain.stats(system.scheduler.state)
     assert stats.num_admitted_requests == len(system.ends)
     assert sum(stats.num_kept_session_tokens) > 0
+
+
+# Several tenants
+
+REPEATED = prompt_of(33, 999)  # 8 blocks: a fair share of the pool below, among four
+HOARDING = {
+    "hints": {"will_return": True, "retention_seconds": 300},
+    "returns without hints": {},
+    "long retention": {"retention_seconds": 10**6},
+}
+
+
+def num_found(system: System, tenant: str) -> int:
+    """Serve the repeated prompt for a tenant, ahead of its own requests; how many of its tokens were cached."""
+    (sequence_id,) = system.add(REPEATED, 2, tenant=tenant, priority=-1)
+    while sequence_id not in system.ends:
+        system.plan()
+        system.complete()
+        system.scheduler.check()
+    return system.ended[sequence_id].num_cached_tokens
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 100])
+@pytest.mark.parametrize("fields", HOARDING.values(), ids=HOARDING)
+@pytest.mark.parametrize(("hoarder", "other"), [("hoarder", "other"), ("", "named"), ("named", "")])
+def test_a_hoarder_leaves_what_another_tenant_repeats(hoarder, other, fields, num_host_blocks):
+    system = agent(num_blocks=64, num_host_blocks=num_host_blocks, max_num_seqs=2)
+    system.join()
+    assert num_found(system, other) == 0
+    for i in range(30):
+        system.now += 5.0
+        run_one(system, prompt_of(60, i), tenant=hoarder, session_id=f"session {i}", **fields)
+    assert num_found(system, other) == 32
+    system.assert_exact()
+
+
+def test_requests_that_wait_hoard_no_more_than_others():
+    """What they will use is worth most to their own tenant."""
+    system = agent(num_blocks=64, max_num_seqs=1)
+    system.join()
+    num_found(system, "other")
+    histories = [run_one(system, prompt_of(33, i), tenant="hoarder", session_id=f"s{i}") for i in range(5)]
+    for i, history in enumerate(histories):
+        system.add([*history, 1, 2], 20, tenant="hoarder", session_id=f"s{i}")
+    for i in range(10, 20):
+        run = system.add(prompt_of(80, i), 2, tenant="hoarder", priority=-2)
+        while run[0] not in system.ends:
+            system.plan()
+            system.complete()
+    assert system.scheduler.state.waiting
+    assert num_found(system, "other") == 32
+    system.run()
+    system.assert_exact()
+
+
+def test_what_nobody_has_used_for_long_protects_no_tenant():
+    system = agent(num_blocks=64, max_num_seqs=1)
+    system.join()
+    num_found(system, "was here")
+    system.now = 200.0
+    num_found(system, "is here")
+    system.now = 301.0
+    for i in range(6):
+        run_one(system, prompt_of(60, i), tenant="busy")
+    assert num_found(system, "is here") == 32
+    assert num_found(system, "was here") == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hoarders_of_any_kind_leave_a_tenant_its_share(seed):
+    """Up to three tenants that send what they like; a fourth finds its prompt again, as long as it repeats it."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    other, *hoarders = rng.sample(["", "a", "b", "c"], rng.randint(2, 4))
+    system = agent(num_blocks=64, num_host_blocks=rng.choice([0, 60]), max_num_seqs=2, watermark=0.0)
+    system.join()
+    num_found(system, other)
+    known = [prompt_of(rng.randint(1, 40), i) for i in range(30)]
+    for _ in range(8):
+        for _ in range(rng.randint(1, 12)):
+            hints = {"will_return": rng.choice([None, True, False]), "retention_seconds": rng.choice([None, 1, 300])}
+            name = rng.choice(["", f"s{rng.randrange(40)}"])
+            system.add(rng.choice(known), rng.randint(1, 8), tenant=rng.choice(hoarders), session_id=name, **hints)
+            if rng.random() < 0.5:
+                system.plan()
+            if system.results and rng.random() < 0.5:
+                system.complete()
+            system.scheduler.check()
+        if rng.random() < 0.5:
+            system.run()
+        system.now += rng.uniform(0.0, 290.0)
+        assert kept(system, REPEATED, other) == 32
+        num_found(system, other)
+    system.run()
+    system.assert_exact()
 
 
 def test_other_policies_follow_nothing():

@@ -306,6 +306,12 @@ MUTANTS = (
         "",
     ),
     _mutant(
+        "a block that is taken from a shelf still counts as its tenant's",
+        "cache/eviction",
+        "        self._count(owner, owner.num_blocks - 1)\n",
+        "        self._count(owner, owner.num_blocks)\n",
+    ),
+    _mutant(
         "a swap takes idle copies on the host for free",
         "cache_manager",
         "return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)",

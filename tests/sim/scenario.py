@@ -90,6 +90,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     max_num_seqs = rng.randint(1, 6)
     # From streams of their own: seeds that once found a defect draw all else as they did then.
     slowdown, flushes, patience = Random(f"slowdown {seed}"), Random(f"flush {seed}"), Random(f"patience {seed}")
+    hints = Random(f"hints {seed}") if Random(f"sessions {seed}").random() < 0.3 else None
     embeddings = Random(f"embeddings {seed}") if Random(f"pooling {seed}").random() < 0.2 else None
     lengths = Random(f"length {seed}")
     grammars = Random(f"grammars {seed}")
@@ -123,7 +124,10 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         fault_rate=rng.choice((0.01, 0.03, 0.1)),
         flush_times=tuple(flushes.random() for _ in range(flushes.choice((0, 0, 5)))),
         arrivals=tuple(
-            replace(arrival, request=_or_an_embedding(embeddings, _with_output_mode(patience, arrival.request)))
+            replace(
+                arrival,
+                request=_with_hints(hints, _or_an_embedding(embeddings, _with_output_mode(patience, arrival.request))),
+            )
             for arrival in (_constrained(grammars, arrivals) if has_grammars else arrivals)
         ),
     )
@@ -256,6 +260,18 @@ def _shrunk(request: Request, capacity: WorkerCapacity) -> Request:
         return replace(request, n=min(request.n, most))
     width = min(request.beam.beam_width, most)
     return replace(request, n=min(request.n, width), beam=replace(request.beam, beam_width=width))
+
+
+def _with_hints(rng: Random | None, request: Request) -> Request:
+    """Say of a request, in a share of the seeds, which session it is part of and what is to be kept of that."""
+    if rng is None:
+        return request
+    return replace(
+        request,
+        session_id=rng.choice(("", "", "s", "t", "u")),
+        will_return=rng.choice((None, True, False)),
+        retention_seconds=rng.choice((None, 1, 300)),
+    )
 
 
 def _draw_prompt(rng: Random, stems: list[list[int]], longest: int, block_size: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Blocks and what they hold: who has which, which content can be found again, what is on its way between the tiers."""
 
 from scheduler_service.core.cache.block_pool import BlockPool
-from scheduler_service.core.cache.eviction import ShelfOrder, Worth, no_worth
+from scheduler_service.core.cache.eviction import ShelfOrder, Worth, no_owner, no_worth
 from scheduler_service.core.cache.moves import Move, MoveLedger
 from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, RootKey
 
@@ -15,5 +15,6 @@ __all__ = [
     "RootKey",
     "ShelfOrder",
     "Worth",
+    "no_owner",
     "no_worth",
 ]

@@ -102,9 +102,7 @@ class BlockPool:
 
     def shelved_blocks(self) -> Iterator[tuple[int, int]]:
         """Go through the idle blocks that are not spare, in the same order, each with its shelf."""
-        for shelf in self._order:
-            for block in self._ring(self._sentinel(shelf)):
-                yield shelf, block
+        return self._order.blocks(lambda shelf: self._ring(self._sentinel(shelf)))
 
     def _ring(self, sentinel: int) -> Iterator[int]:
         block = self._next[sentinel]
@@ -126,14 +124,15 @@ class BlockPool:
         self._next[before] = after
         self._previous[after] = before
         self.num_free -= 1
+        if not self._is_idle_cached[block]:
+            return
+        self._is_idle_cached[block] = False
+        self.num_idle_cached -= 1
         if self._is_spare[block]:
             self._is_spare[block] = False
             self.num_spare -= 1
-        if self._is_idle_cached[block]:
-            self._is_idle_cached[block] = False
-            self.num_idle_cached -= 1
-        if before == after and before > self.num_blocks:
-            self._order.emptied(before - self.num_blocks - 1)
+        else:
+            self._order.taken(self._shelf_of[block], is_last=before == after)
 
     def _link_spare(self, block: int) -> None:
         self._link(block, before=0, cached=True)
@@ -143,14 +142,13 @@ class BlockPool:
     def _shelve(self, block: int, shelf: int) -> None:
         sentinel = self._sentinel(shelf)
         last = self._previous[sentinel]
-        if last == sentinel:
-            self._order.filled(shelf)
         self._next[last] = self._previous[sentinel] = block
         self._previous[block], self._next[block] = last, sentinel
         self._shelf_of[block] = shelf
         self._is_idle_cached[block] = True
         self.num_free += 1
         self.num_idle_cached += 1
+        self._order.added(shelf)
 
     def _link(self, block: int, *, before: int, cached: bool) -> None:
         previous = self._previous[before]

@@ -82,6 +82,7 @@ class Standings:
     def update(self, now: float) -> None:
         """Put those in their places whose prefix has changed in the cache, and those that have waited too long."""
         if self._epoch is not None and self._retention is not None:
+            self._retention.update(now)
             for cursor in self._epoch.cache.index.take_moved_cursors():
                 group = self._followed[cursor]
                 self._waiting.reorder(group, self.order(group))
