@@ -39,6 +39,14 @@ WORKER = (
     Package("numpy", "numpy"),
 )
 GPU_CHECKS = (*BASE, *WORKER, Package("triton", "triton", "3.6"), Package("transformers", "transformers"))
+# Modules that only an extra of pyproject.toml installs, by its name.
+EXTRAS = {
+    "flash_attn": "flash",
+    "matplotlib": "bench",
+    "opentelemetry": "tracing",
+    "smg": "gateway",
+    "transformers": "transformers",
+}
 SETS = {"base": BASE, "worker": (*BASE, *WORKER), "gpu": GPU_CHECKS}
 
 
@@ -53,6 +61,11 @@ def shortage(packages: Sequence[Package]) -> str | None:
     return _line(phrases, packages) if phrases else None
 
 
+def extra_shortage(module: str) -> str | None:
+    """Returns a line that says how to install what only an extra brings, or None if it is there."""
+    return None if _is_there(module) else f"{module} is not installed: pip install 'pagewire[{EXTRAS[module]}]'"
+
+
 def advice(error: BaseException) -> str | None:
     """Returns a line on what to install if an error comes of a missing or old package, else None.
 
@@ -61,6 +74,9 @@ def advice(error: BaseException) -> str | None:
     """
     found = list(BASE)
     if isinstance(error, ModuleNotFoundError):
+        module = (error.name or "").partition(".")[0]
+        if module in EXTRAS and (line := extra_shortage(module)):
+            return line
         found += [package for package in WORKER if package.module == error.name]
     return shortage(found)
 

@@ -1,7 +1,6 @@
 """Draws PNG charts of a run. They need matplotlib, which only the extra `bench` installs."""
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from pagewire.bench import result
 from pagewire.bench.run import Run
 from pagewire.bench.statistics import tokens_by_second
+from pagewire.installation import extra_shortage
 from pagewire.options import Parser
 
 SIZE_INCHES = (12.0, 3.6)
@@ -25,8 +25,8 @@ def check(parser: Parser, path: Path | None) -> None:
     """Ends the command, before anything runs, if no chart can be drawn or written."""
     if path is None:
         return
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("--chart needs matplotlib, which is not installed: pip install 'pagewire[bench]'")
+    if missing := extra_shortage("matplotlib"):
+        parser.error(f"--chart needs matplotlib, but {missing}")
     if path.suffix != ".png":
         parser.error(f"--chart: {path} is no PNG file: its name must end in .png")
     result.check_writable(parser, path)

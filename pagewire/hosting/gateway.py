@@ -4,12 +4,12 @@ It is smg (PyPI, the extra `gateway`) as a process of its own. It speaks HTTP to
 `vllm.grpc.engine.VllmEngine` to the scheduler; chat templates, tokenizing and detokenizing are its business.
 """
 
-import importlib.util
 import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagewire.installation import extra_shortage
 from pagewire.transport.addresses import join
 from pagewire.transport.listening import check_port
 from pagewire.transport.option_limits import PORT, between, check_options, option
@@ -42,8 +42,8 @@ class GatewayConfig:
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
         check_options(self)
-        if self.gateway and importlib.util.find_spec("smg") is None:
-            raise ValueError(f"--gateway needs smg, which is not installed: pip install '{REQUIREMENT}'")
+        if self.gateway and (missing := extra_shortage("smg")):
+            raise ValueError(f"--gateway needs smg, but {missing}")
 
     def check_ports(self) -> None:
         """Raises OSError, one line that names the flag, for a port that cannot be had now."""

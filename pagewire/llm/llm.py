@@ -164,7 +164,9 @@ class LLM:
         ]
 
     def get_tokenizer(self) -> Any:
-        """Returns the model's tokenizer as transformers loads it. Raises ImportError without transformers."""
+        """Returns the model's tokenizer as transformers loads it. Raises ImportError, in one line, without that."""
+        if missing := installation.extra_shortage("transformers"):
+            raise ImportError(f"get_tokenizer needs transformers, but {missing}")
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.model)

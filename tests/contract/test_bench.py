@@ -503,7 +503,10 @@ def test_percentiles_are_0_to_100() -> None:
 def test_charts_need_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "serve", "--chart", "x.png"]) == 2
-    assert "--chart needs matplotlib, which is not installed: pip install 'pagewire[bench]'" in capsys.readouterr().err
+    assert (
+        "--chart needs matplotlib, but matplotlib is not installed: pip install 'pagewire[bench]'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

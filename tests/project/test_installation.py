@@ -17,8 +17,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from deploy.platform_wheel import PLACE, platform_wheel, variants_of
-from pagewire import installation
+from pagewire import LLM, installation
 from tests.compiler import skip_without_compiler
+from tests.project.sources import imports, parse, sources
 from tests.project.test_images import files_of_the_build
 
 ROOT = Path(__file__).parents[2]
@@ -186,11 +187,53 @@ def test_least_versions_are_those_of_the_stubs() -> None:
     assert (grpcio, protobuf) == ({least["grpcio"]}, {least["protobuf"]})
 
 
+def third_party(path: Path) -> set[str]:
+    """Returns the packages of others that a module of the product imports."""
+    names = {name.split(".")[0] for name in imports(parse(path))}
+    return names - sys.stdlib_module_names - {"pagewire", "scheduler_service", "worker_service"}
+
+
+def test_whatever_is_imported_comes_with_the_base_or_is_told() -> None:
+    """A package is of the base, of the worker, or of an extra that errors name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for module, extra in installation.EXTRAS.items():
+        brought = {Requirement(line).name.partition("-")[0].replace("-", "_") for line in extras[extra]}
+        assert module.partition("_")[0] in brought
+    assert set(installation.EXTRAS.values()) == set(extras) - {"dev", "worker"}
+    of_base = {"google", "grpc", "grpc_health", "grpc_reflection", "smg_grpc_proto", "huggingface_hub"}
+    of_base |= {"jinja2", "llguidance", "prometheus_client", "tokenizers", "xxhash", "yaml"}
+    of_worker = {package.module for package in installation.WORKER} | {"triton"}
+    told = of_base | of_worker | set(installation.EXTRAS)
+    unknown = {path: third_party(path) - told for path in sources("pagewire", "scheduler_service", "worker_service")}
+    assert {path: names for path, names in unknown.items() if names} == {}
+
+
+@pytest.mark.parametrize("module", installation.EXTRAS)
+def test_what_an_extra_brings_is_named_with_it(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_is_there", lambda name: name != module)
+    line = f"{module} is not installed: pip install 'pagewire[{installation.EXTRAS[module]}]'"
+    assert installation.extra_shortage(module) == line
+    assert installation.advice(ModuleNotFoundError("no", name=f"{module}.part")) == line
+
+
+def test_a_tokenizer_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = object.__new__(LLM)
+    llm.model = str(ROOT / "models" / "storyteller")
+    assert llm.get_tokenizer().decode([388])
+    monkeypatch.setattr(installation, "_is_there", lambda name: name != "transformers")
+    with pytest.raises(ImportError, match=r"^get_tokenizer needs transformers, but .* 'pagewire\[transformers\]'$"):
+        llm.get_tokenizer()
+
+
 def test_packages_of_a_bare_machine_are_dependencies() -> None:
     """The packages that are looked for are those of pyproject.toml, each at a version that is not below the least."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    listed = [Requirement(line) for line in [*project["dependencies"], *extras["worker"], *extras["dev"]]]
+    listed = [
+        Requirement(line)
+        for line in [*project["dependencies"], *extras["worker"], *extras["transformers"], *extras["dev"]]
+    ]
     specifiers = {requirement.name: requirement.specifier for requirement in listed}
     for package in installation.GPU_CHECKS:
         (pinned, *_) = sorted(specifier.version for specifier in specifiers[package.name])

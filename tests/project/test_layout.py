@@ -172,6 +172,7 @@ ALLOWED_IMPORTS = {
     "pagewire.hosting": (
         "pagewire.hosting",
         "pagewire.compatibility",
+        "pagewire.installation",
         "pagewire.errors",
         "pagewire.gguf",
         "pagewire.options",

@@ -12,7 +12,7 @@ import grpc
 import openai
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import Client, PagewireError, SamplingParams
 from pagewire.hosting.supervisor import free_port
 from tests.system import grpcurl
 from tests.system.gateway import Gateway, wait_until
@@ -154,6 +154,13 @@ def test_a_background_response_is_fetched_later(server: Server) -> None:
     assert asked.status in ("queued", "in_progress")
     wait_until(lambda: client.responses.retrieve(asked.id).status not in ("queued", "in_progress"))
     assert client.responses.retrieve(asked.id).output_text == client.responses.create(**ask).output_text != ""
+
+
+def test_a_client_at_the_gateways_port_hears_what_it_is(server: Server) -> None:
+    with Client(f"{HOST}:{server.port}") as client:
+        for call in (client.info, lambda: client.complete(PROMPT, timeout=20)):
+            with pytest.raises(PagewireError, match=f"^{HOST}:{server.port} answers as a web server, not as gRPC"):
+                call()
 
 
 def test_a_detached_request_is_fetched_by_the_documents_own_lines(server: Server) -> None:

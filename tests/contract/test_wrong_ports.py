@@ -1,0 +1,142 @@
+"""A client at a port that is no scheduler's hears what the port looks like."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from prometheus_client import Metric
+
+import pagewire
+from pagewire import Client, wire
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from scheduler_service.metrics_server import MetricsServer
+from tests.contract.certificates import self_signed
+from tests.contract.scripted_scheduler import ScriptedScheduler, serving
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+# HEADERS, for a stream, that end it, with :status 404, which stands in HPACK's table.
+HEADERS, NOT_FOUND = b"\0\0\1\1\5", b"\x8d"
+
+
+@contextmanager
+def listener(behave: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a port whose connections are left to a function."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def run() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+        def serve(connection: socket.socket) -> None:
+            with connection:
+                behave(connection)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def web_server(connection: socket.socket) -> None:
+    """Answers requests of HTTP/2 as a gateway answers a path that it does not know."""
+    received = connection.recv(len(PREFACE), socket.MSG_WAITALL)
+    assert received == PREFACE
+    connection.sendall(SETTINGS)
+    while True:
+        head = connection.recv(9, socket.MSG_WAITALL)
+        if len(head) < 9:
+            return
+        connection.recv(int.from_bytes(head[:3], "big"), socket.MSG_WAITALL)
+        if head[3] == 1:
+            connection.sendall(HEADERS + head[5:] + NOT_FOUND)
+
+
+def hangs_up(connection: socket.socket) -> None:
+    connection.recv(100)
+
+
+class NoMetrics:
+    def collect(self) -> Iterator[Metric]:
+        return iter(())
+
+
+@contextmanager
+def metrics() -> Iterator[str]:
+    server = MetricsServer(NoMetrics(), "127.0.0.1", 0)
+    yield f"127.0.0.1:{server.port}"
+    server.close()
+
+
+@contextmanager
+def worker() -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker_pb2_grpc.WorkerServiceServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+PORTS = {
+    "web server": (lambda: listener(web_server), "", "answers as a web server, not as gRPC"),
+    "metrics": (metrics, "", "answers, but not in HTTP/2: it looks like a port for metrics"),
+    "worker": (worker, "", "speaks gRPC, but knows no such call: it looks like a worker's port"),
+    "hangs up": (lambda: listener(hangs_up), "", "accepts connections and closes them: it looks like a port with TLS"),
+    "no TLS": (lambda: serving(ScriptedScheduler()), "grpcs://", "answers without TLS: leave out grpcs://"),
+    "metrics without TLS": (metrics, "grpcs://", "answers without TLS: leave out grpcs://"),
+}
+
+
+@pytest.mark.parametrize("name", PORTS)
+async def test_a_wrong_port_is_told_by_what_it_looks_like(name: str) -> None:
+    made, scheme, text = PORTS[name]
+    with made() as address:
+        url = scheme + address
+        calls = [lambda client: client.info(), lambda client: client.complete("Once", timeout=20)]
+        with Client(url) as client:
+            for call in calls:
+                with pytest.raises(pagewire.PagewireError, match=f"^{url} {text}"):
+                    await asyncio.to_thread(call, client)
+        async with Client(url) as client:
+            with pytest.raises(pagewire.PagewireError, match=f"^{url} {text}"):
+                await anext(client.generate("Once", timeout=20))
+            with pytest.raises(pagewire.PagewireError, match=f"^{url} {text}"):
+                await client.submit("Once")
+
+
+def test_a_port_with_tls_is_told() -> None:
+    certificate = self_signed("localhost")
+    credentials = grpc.ssl_server_credentials([(certificate.key, certificate.cert)])
+    with serving(ScriptedScheduler(), credentials) as address:
+        with Client(address) as client, pytest.raises(pagewire.Unavailable, match=r"a port with TLS \(grpcs://\)"):
+            client.info()
+        with Client(f"grpcs://{address}") as client, pytest.raises(pagewire.Unavailable, match="give tls_ca"):
+            client.info()
+
+
+class Removed(grpc.RpcError):
+    """What gRPC says, now and then, where a web server ends a stream."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNKNOWN
+
+    def details(self) -> str:
+        return "Stream removed (Data frame with END_STREAM flag received)"
+
+    def trailing_metadata(self) -> None:
+        return None
+
+
+def test_a_removed_stream_is_one_of_a_web_server() -> None:
+    assert str(wire.decode_error(Removed(), "h:1")).startswith("h:1 answers as a web server, not as gRPC")
