@@ -32,15 +32,15 @@ class RequestBatch:
         stub: pb_grpc.SchedulerServiceStub,
         url: str,
         attempts: Attempts,
-        on_done: Callable[[Completion], None] = lambda completion: None,
+        on_news: Callable[[int, bool], None] = lambda num_tokens, has_ended: None,
     ) -> None:
-        """Takes the requests. `on_done` is called with the result of each that has ended, in the thread that calls
-        `run`."""
+        """Takes the requests. `on_news` is called with the tokens that have come, and whether a request has ended with
+        them, in the thread that calls `run`."""
         self._requests = requests
         self._stub = stub
         self._url = url
         self._attempts = attempts
-        self._on_done = on_done
+        self._on_news = on_news
         self._completions: dict[int, Completion] = {}
         self._waiting = deque(range(len(requests)))
         self._cancelled = threading.Event()
@@ -96,7 +96,7 @@ class RequestBatch:
             call.drop(running.stream_id)
             call.widen()
             self._completions[running.index] = running.builder.finish(time.monotonic())
-            self._on_done(self._completions[running.index])
+        self._on_news(len(entry.delta.token_ids), running.num_open == 0)
 
     def _put_back(self, call: "_Call", refused: Mapping[int, PagewireError]) -> None:
         """Lets requests that the server cannot take now wait until others of the list have ended, or else for as long

@@ -234,12 +234,12 @@ class LLM:
         if use_tqdm:
             progress = Progress(len(requests)) if use_tqdm is True else ForeignProgress(len(requests), use_tqdm)
 
-        def on_done(completion: Completion) -> None:
+        def on_news(num_tokens: int, has_ended: bool) -> None:
             if progress is not None:
-                progress.add(completion.usage.completion_tokens)
+                progress.add(num_tokens, has_ended)
 
         try:
-            return RequestBatch(requests, self._channels.stub, self.url, Attempts(0.0), on_done).run()
+            return RequestBatch(requests, self._channels.stub, self.url, Attempts(0.0), on_news).run()
         finally:
             if progress is not None:
                 progress.close()

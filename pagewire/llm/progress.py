@@ -24,9 +24,9 @@ class Progress:
         self._num_done = 0
         self._num_tokens = 0
 
-    def add(self, num_tokens: int) -> None:
-        """One more request has ended, with so many output tokens."""
-        self._num_done += 1
+    def add(self, num_tokens: int, has_ended: bool) -> None:
+        """So many more output tokens have come, and a request may have ended with them."""
+        self._num_done += has_ended
         self._num_tokens += num_tokens
         if self._now() - self._said_at >= (TERMINAL_INTERVAL_S if self._is_terminal else LOG_INTERVAL_S):
             self._say()
@@ -42,20 +42,33 @@ class Progress:
         self._said_at = self._now()
         elapsed_s = max(self._said_at - self._started_at, 1e-6)
         rate = self._num_tokens / elapsed_s
-        text = f"{self._num_done}/{self._total} requests, {elapsed_s:.1f} s, {rate:.1f} output tokens/s"
+        done = f"{self._num_done}/{self._total} requests, {self._num_tokens} output tokens"
+        text = f"{done}, {elapsed_s:.1f} s, {rate:.1f} tokens/s"
         # The rest of a longer line before it is cleared.
         self._file.write(f"\r{text}\x1b[K{end}" if self._is_terminal else f"{text}\n")
         self._file.flush()
 
 
 class ForeignProgress:
-    """Shows progress on a bar that the caller's class makes, such as tqdm's."""
+    """Shows progress on a bar that the caller's class makes, such as tqdm's: requests, and tokens behind them if the
+    bar can show more."""
 
-    def __init__(self, total: int, make_bar: Callable[..., Any]) -> None:
+    def __init__(self, total: int, make_bar: Callable[..., Any], now: Callable[[], float] = time.monotonic) -> None:
         self._bar = make_bar(total=total, desc="requests")
+        self._say = getattr(self._bar, "set_postfix_str", None)
+        self._now = now
+        self._started_at = self._said_at = now()
+        self._num_tokens = 0
 
-    def add(self, num_tokens: int) -> None:
-        self._bar.update(1)
+    def add(self, num_tokens: int, has_ended: bool) -> None:
+        self._num_tokens += num_tokens
+        now = self._now()
+        if self._say is not None and (has_ended or now - self._said_at >= TERMINAL_INTERVAL_S):
+            self._said_at = now
+            rate = self._num_tokens / max(now - self._started_at, 1e-6)
+            self._say(f"{self._num_tokens} output tokens, {rate:.1f} tokens/s")
+        if has_ended:
+            self._bar.update(1)
 
     def close(self) -> None:
         self._bar.close()

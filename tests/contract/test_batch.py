@@ -3,12 +3,16 @@
 import asyncio
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import pagewire
 from pagewire import Client, SamplingParams
+from pagewire.batch import RequestBatch
+from pagewire.llm.llm import _request
+from pagewire.retry import Attempts
 from tests.contract.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract.test_attachment import proxied
 
@@ -36,6 +40,20 @@ async def test_results_come_in_order(checkpoint: Path) -> None:
         assert tokens_of(await client.acomplete(prompts, SAMPLING)) == tokens_of(completions)
         assert await client.acomplete([]) == []
         await stack.until_idle()
+
+
+async def test_tokens_are_told_as_they_come(checkpoint: Path) -> None:
+    """Before the first request has ended, and each once."""
+    prompts = prompts_of(random.Random(4), 5)
+    requests = [_request(prompt, replace(SAMPLING, n=2), 0) for prompt in prompts]
+    news: list[tuple[int, bool]] = []
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        batch = RequestBatch(requests, client._channels.stub, stack.url, Attempts(0.0), lambda *each: news.append(each))
+        completions = await asyncio.to_thread(batch.run)
+    assert sum(num_tokens for num_tokens, _ in news) == sum(each.usage.completion_tokens for each in completions) == 200
+    assert sum(has_ended for _, has_ended in news) == 5
+    first_end = [has_ended for _, has_ended in news].index(True)
+    assert sum(num_tokens for num_tokens, _ in news[:first_end]) > 20
 
 
 async def test_texts_and_tokens_each_with_parameters_of_its_own(checkpoint: Path) -> None:

@@ -1,7 +1,10 @@
 """The line that says how far a list of requests has come."""
 
 import io
+from functools import partial
 from typing import Any
+
+from tqdm import tqdm
 
 from pagewire.llm.progress import ForeignProgress, Progress
 
@@ -24,13 +27,16 @@ def test_a_terminal_has_one_line_that_changes() -> None:
     progress = Progress(3, file, clock)
     for _ in range(2):
         clock.seconds += 0.06
-        progress.add(10)
-    clock.seconds += 0.88
-    progress.add(30)
+        progress.add(10, has_ended=True)
+    clock.seconds += 0.38
+    progress.add(20, has_ended=False)
+    clock.seconds += 0.5
+    progress.add(10, has_ended=True)
     progress.close()
-    first, *_, last = file.getvalue().removeprefix("\r").split("\r")
-    assert first == "2/3 requests, 0.1 s, 166.7 output tokens/s\x1b[K"
-    assert last == "3/3 requests, 1.0 s, 50.0 output tokens/s\x1b[K\n"
+    first, second, *_, last = file.getvalue().removeprefix("\r").split("\r")
+    assert first == "2/3 requests, 20 output tokens, 0.1 s, 166.7 tokens/s\x1b[K"
+    assert second == "2/3 requests, 40 output tokens, 0.5 s, 80.0 tokens/s\x1b[K"
+    assert last == "3/3 requests, 50 output tokens, 1.0 s, 50.0 tokens/s\x1b[K\n"
 
 
 def test_a_log_has_a_line_now_and_then() -> None:
@@ -38,16 +44,16 @@ def test_a_log_has_a_line_now_and_then() -> None:
     progress = Progress(100, file, clock)
     for _ in range(100):
         clock.seconds += 0.25
-        progress.add(4)
+        progress.add(4, has_ended=True)
     progress.close()
     lines = file.getvalue().splitlines()
-    assert lines == [f"{num}/100 requests, {num / 4:.1f} s, 16.0 output tokens/s" for num in (40, 80)]
+    assert lines == [f"{n}/100 requests, {4 * n} output tokens, {n / 4:.1f} s, 16.0 tokens/s" for n in (40, 80)]
 
 
 def test_what_is_done_soon_says_nothing_in_a_log() -> None:
     file = io.StringIO()
     progress = Progress(1, file)
-    progress.add(4)
+    progress.add(4, has_ended=True)
     progress.close()
     assert file.getvalue() == ""
 
@@ -66,7 +72,22 @@ def test_a_bar_of_somebody_elses() -> None:
             calls.append("closed")
 
     progress = ForeignProgress(2, Bar)
-    progress.add(10)
-    progress.add(10)
+    progress.add(10, has_ended=True)
+    progress.add(3, has_ended=False)
+    progress.add(7, has_ended=True)
     progress.close()
     assert calls == [{"total": 2, "desc": "requests"}, 1, 1, "closed"]
+
+
+def test_a_bar_that_can_show_more_shows_tokens_as_they_come() -> None:
+    file, clock = io.StringIO(), Clock()
+    progress = ForeignProgress(2, partial(tqdm, file=file, mininterval=0, ncols=100), clock)
+    shown = []
+    for num_tokens, has_ended in [(1, False), (9, False), (10, True), (20, True)]:
+        clock.seconds += 0.5
+        progress.add(num_tokens, has_ended)
+        shown.append(file.getvalue().split("\r")[-1])
+    progress.close()
+    assert ["0/2" in line for line in shown] == [True, True, False, False]
+    rates = ("1 output tokens, 2.0 tokens/s", "10 output tokens, 10.0 tokens/s", "20 output tokens, 13.3 tokens/s")
+    assert all(rate in line for rate, line in zip((*rates, "40 output tokens, 20.0 tokens/s"), shown, strict=True))
