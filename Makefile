@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-layer-launches bench-gateway bench-grammars bench-structured-output bench-traces bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
+.PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-layer-launches bench-gateway bench-grammars bench-structured-output bench-traces bench-fresh-starts bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -103,6 +103,9 @@ bench-attention: $(READY)  ## how fast a CPU's attention reads the cache, beside
 
 bench-frontend: $(READY)  ## what delivering a token to a client costs the scheduler
 	$(BIN)/python -m bench.front_end
+
+bench-fresh-starts: $(READY)  ## whether 20,000 fresh starts of a worker compute the same tables; ARGS="--starts 500"
+	$(BIN)/python -m bench.fresh_starts $(ARGS)
 
 bench-layer-launches: $(READY)  ## what the host does for a GPU in a layer without CUDA graphs; no GPU is needed
 	$(BIN)/python -m tests.kernels.triton.layer_launches

@@ -251,6 +251,7 @@ class WorkerCapacity:
     quantization: str = ""  # what the weights were made into while they loaded
     grammar_version: str = ""  # of the library that reads grammars; empty: rows have none
     gates_grammars: bool = False  # rows with a grammar rest when they have sampled
+    tables_digest: str = ""  # SHA-256 over what was computed of the model's configuration as it loaded
 
 
 @dataclass(frozen=True, slots=True)

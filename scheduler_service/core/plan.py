@@ -228,3 +228,4 @@ class WorkerCapacity:
     quantization: str = ""  # what the weights were made into while they loaded
     grammar_version: str = ""  # of the library that reads grammars; empty: rows have none
     gates_grammars: bool = False  # rows with a grammar rest when they have sampled
+    tables_digest: str = ""  # of what the worker computed of the model's configuration as it loaded

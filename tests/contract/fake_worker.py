@@ -41,6 +41,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             "tensor_parallel_rank": 0,
             "tensor_parallel_size": 1,
             "quantization": "",
+            "tables_digest": "",
             "grammar_version": version(),
             "gates_grammars": False,
         } | capacity

@@ -227,6 +227,7 @@ async def test_tokens_that_differ_end_the_epoch_before_they_count() -> None:
     ("workers", "message"),
     [
         ((rank(0), rank(1, dtype="bfloat16")), "rank 1 has dtype bfloat16, rank 0 has float32; start all"),
+        ((rank(0, tables_digest="a1"), rank(1, tables_digest="b2")), "rank 1 has tables_digest b2, rank 0 has a1"),
         ((rank(0), rank(1, block_size=8)), "rank 1 has block_size 8, rank 0 has 4"),
         ((rank(1), rank(0)), "the worker is rank 1 of 2, here it is rank 0 of 2; name the addresses of all"),
         ((rank(0),), "the worker is rank 0 of 2, here it is rank 0 of 1; name the addresses of all"),

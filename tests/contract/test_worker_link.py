@@ -182,6 +182,7 @@ async def test_a_fenced_scheduler_exits(checkpoint: Path) -> None:
 async def test_a_worker_that_comes_back_with_another_model_is_refused(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         others = {"model_digest": b"another", "vocab_size": 301, "block_size": 8, "quantization": "int8"}
+        others["tables_digest"] = "another"
         for name, value in others.items():
             good = stack.worker.capacity[name]
             await stack.worker.kill()

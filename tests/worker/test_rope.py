@@ -1,8 +1,12 @@
 """How positions are stretched, against transformers: every scaling's frequencies, and LongRoPE by the served length."""
 
+import json
 import logging
+import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +15,16 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests.compiler import skip_without_compiler
 from tests.gguf_files import write_gguf
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.test_models import TOLERANCE, compute_logits
 from worker_service.config import WorkerConfig
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.config import MAX_SIZE, parse_config
+from worker_service.models.config import MAX_SIZE, RopeConfig, parse_config
 from worker_service.models.loading import load_model
-from worker_service.models.rope import inverse_frequencies
+from worker_service.models.rope import RotaryEmbedding, inverse_frequencies
+from worker_service.startup import loader
 from worker_service.startup.loader import load_worker
 
 CPU = torch.device("cpu")
@@ -77,6 +83,83 @@ def test_frequencies_are_those_of_transformers(seed: int) -> None:
         torch.testing.assert_close(inverse_frequencies(served, 32), expected, rtol=1e-6, atol=0)
         assert served.attention_factor == pytest.approx(factor, rel=1e-12)
     assert model.serving(None) == model.serving(MAX_SIZE), "by default for as many positions as there are"
+
+
+def filled_tables(config: RopeConfig, head_dim: int = 32, num_positions: int = 3000) -> RotaryEmbedding:
+    tables = RotaryEmbedding(config, head_dim, num_positions)
+    tables.finish_loading()
+    return tables
+
+
+SCALINGS = [
+    RopeConfig(theta=500_000.0),
+    RopeConfig(rotary_share=0.5, attention_factor=1.19),
+    RopeConfig("yarn", 1e6, factor=4.0, original_max_position_embeddings=1000, attention_factor=1.1),
+    RopeConfig("llama3", 5e5, factor=8.0, original_max_position_embeddings=512),
+]
+
+
+@pytest.mark.parametrize("config", SCALINGS, ids=lambda config: f"{config.rope_type} {config.theta:g}")
+def test_tables_are_rounded_once(config: RopeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch's own functions make of them, whose first call may be of low accuracy."""
+    frequencies = inverse_frequencies(config, 32)
+    angles = torch.arange(3000.0)[:, None] * frequencies
+    exact = [(function(angles.double()).float() * config.attention_factor) for function in (torch.cos, torch.sin)]
+    for name in ("cos", "sin", "pow", "__pow__", "__rpow__"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    tables = filled_tables(config)
+    size, half = len(frequencies), 16
+    assert torch.equal(tables.cos[:, :size], exact[0])
+    assert torch.equal(tables.cos[:, half : half + size], exact[0])
+    assert torch.equal(tables.sin[:, :size], -exact[1])
+    assert torch.equal(tables.sin[:, half : half + size], exact[1])
+    others = slice(size, half)
+    assert torch.equal(tables.cos[:, others], torch.ones(3000, half - size))
+    assert torch.equal(tables.sin[:, others], torch.zeros(3000, half - size))
+
+
+# Prints the digests of tables.
+PROGRAM = """
+import json
+from tests.worker.test_rope import SCALINGS, filled_tables
+print(json.dumps([filled_tables(config).digest.hex() for config in SCALINGS]))
+"""
+
+
+def test_tables_have_a_digest_which_is_that_of_other_processors() -> None:
+    digests = [filled_tables(config).digest.hex() for config in SCALINGS]
+    assert len(set(digests)) == len(SCALINGS)
+    # As where there is neither AVX512 nor AVX2: torch, numpy and the C library have other functions for each.
+    lacking = {
+        "ATEN_CPU_CAPABILITY": "default",
+        "NPY_DISABLE_CPU_FEATURES": "X86_V3 X86_V4 AVX512_ICL AVX512_SPR",
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4,-AVX512F",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    environ = {**os.environ, **lacking}
+    other = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert json.loads(other.stdout) == digests
+
+
+def test_functions_of_torch_are_first_called_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a worker reads anything of its model."""
+
+    class Begun(Exception):
+        pass
+
+    def begin() -> None:
+        raise Begun
+
+    monkeypatch.setattr(loader, "begin_vector_math", begin)
+    with pytest.raises(Begun):
+        load_worker(WorkerConfig("absent"), "worker")
+
+
+def test_fresh_starts_compute_the_same() -> None:
+    skip_without_compiler()
+    command = [sys.executable, "-m", "bench.fresh_starts", "--starts=20"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == "20 starts, 1 digests: 20\n"
 
 
 @pytest.fixture(scope="module")

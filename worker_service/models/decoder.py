@@ -1,5 +1,9 @@
 """One decoder for all families: they differ by the flags of `ModelConfig`."""
 
+import hashlib
+import struct
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,6 +62,11 @@ class Decoder(nn.Module):
         for layer, number in zip(self.layers, self.rope_numbers, strict=True):
             update = layer(x, update, None if number is None else angles[number], growth, attend)
         return self.norm(x, update)
+
+    def tables_digest(self, slopes: Sequence[float]) -> str:
+        """See `Model.tables_digest`."""
+        digests = [rope.digest for rope in self.ropes if isinstance(rope, RotaryEmbedding)]
+        return hashlib.sha256(b"".join([*digests, *(struct.pack("<d", slope) for slope in slopes)])).hexdigest()
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Model.compute_logits`."""

@@ -1,6 +1,6 @@
 """The interface between the worker and every model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -22,3 +22,7 @@ class Model(Protocol):
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32. `out`: where to write them, dense; None: new memory."""
+
+    def tables_digest(self, slopes: Sequence[float]) -> str:
+        """Return SHA-256, in hexadecimal, over what was computed of config.json alone while the model loaded: cosines
+        and sines of all positions, slopes of all heads. All ranks have the same."""

@@ -4,13 +4,17 @@ Checkpoints that turn pairs of neighbours, or a part of each head, are brought t
 (`head_order`), so that one kernel does for all.
 """
 
+import hashlib
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker_service.models.config import QueryGrowth, RopeConfig
+
+_NUM_CHUNK_POSITIONS = 1024  # of which tables are filled at a time
 
 
 class RotaryEmbedding(nn.Module):
@@ -22,6 +26,7 @@ class RotaryEmbedding(nn.Module):
         self.cos = nn.Buffer(torch.empty(max_position_embeddings, head_dim))
         self.sin = nn.Buffer(torch.empty(max_position_embeddings, head_dim))
         self._dtype: torch.dtype | None = None  # what rows are rounded to
+        self.digest = b""  # SHA-256 over the tables in float32, once they are filled
 
     def keep_float32(self) -> None:
         """Keeps the tables as they are computed; rows of them have the dtype that the tables had."""
@@ -29,22 +34,36 @@ class RotaryEmbedding(nn.Module):
         self.float()
 
     def finish_loading(self) -> None:
-        """Fills the tables. The first half of the sines is negated: see `rotate`."""
-        max_position_embeddings, head_dim = self.cos.shape
-        positions = torch.arange(max_position_embeddings, dtype=torch.float32)
-        frequencies = inverse_frequencies(self._config, head_dim)
-        angles = positions[:, None] * frequencies  # [positions, rotary_size / 2]
-        cos, sin = angles.cos() * self._config.attention_factor, angles.sin() * self._config.attention_factor
+        """Fills the tables. The first half of the sines is negated: see `rotate`.
+
+        Not by torch's own cosines: its first vectorised call may be rounded badly where it has several threads. Rounded
+        once from float64, the values are those of any machine.
+        """
+        num_positions, head_dim = self.cos.shape
+        frequencies = inverse_frequencies(self._config, head_dim).numpy()
         # The other pairs stay as they are.
-        num_others = head_dim // 2 - len(frequencies)
-        cos, sin = F.pad(cos, (0, num_others), value=1.0), F.pad(sin, (0, num_others))
-        self.cos.copy_(torch.cat([cos, cos], dim=-1))
-        self.sin.copy_(torch.cat([-sin, sin], dim=-1))
+        others = (0, head_dim // 2 - len(frequencies))
+        digest = hashlib.sha256()
+        for start in range(0, num_positions, _NUM_CHUNK_POSITIONS):
+            rows = slice(start, min(start + _NUM_CHUNK_POSITIONS, num_positions))
+            positions = np.arange(rows.start, rows.stop, dtype=np.float32)
+            angles = (positions[:, None] * frequencies).astype(np.float64)  # [positions, rotary_size / 2]
+            cos, sin = (
+                values.astype(np.float32) * np.float32(self._config.attention_factor)
+                for values in (np.cos(angles), np.sin(angles))
+            )
+            digest.update(cos)
+            digest.update(sin)
+            padded = F.pad(torch.from_numpy(cos), others, value=1.0)
+            self.cos[rows] = torch.cat([padded, padded], dim=-1)
+            padded = F.pad(torch.from_numpy(sin), others)
+            self.sin[rows] = torch.cat([-padded, padded], dim=-1)
+        self.digest = digest.digest()
 
     def working_bytes(self) -> int:
-        """Return the bytes that `finish_loading` takes for a while beside the tables: one of them and three halves, in
-        float32."""
-        return 5 * self.cos.numel() * torch.float32.itemsize // 2
+        """Return the most bytes that `finish_loading` takes for a while beside the tables: a chunk of angles, and of
+        both tables, in float64 and float32."""
+        return 8 * min(_NUM_CHUNK_POSITIONS, self.cos.shape[0]) * self.cos.shape[1] * torch.float32.itemsize
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[T] -> cosines and sines, [T, head_dim] each."""
@@ -79,7 +98,9 @@ def query_scales(growth: QueryGrowth, positions: Tensor) -> Tensor:
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """Angle per position of each pair that is turned: [rotary_size / 2], float32."""
     rotary_size = config.rotary_size(head_dim)
-    frequencies = 1.0 / config.theta ** (torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size)
+    exponents = torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size
+    # Powers by Python: torch's differ in their last bit from one kind of processor to another.
+    frequencies = 1.0 / torch.tensor([config.theta**exponent for exponent in exponents.tolist()], dtype=torch.float32)
     if config.divisors:
         frequencies = frequencies / torch.tensor(config.divisors)
     if config.rope_type == "linear":

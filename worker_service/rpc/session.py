@@ -7,7 +7,7 @@ scheduler needs one of the future, and a worker that takes none cannot be told t
 
 from worker_service.step import Hello, ProtocolError, Refusal, RefusalReason
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 _EPOCH_SHIFT = 20
 _MAX_LEAD_S = 24 * 3600.0  # that a scheduler's clock may have

@@ -46,6 +46,7 @@ from worker_service.startup.memory_profile import CudaMeter, measure_memory
 from worker_service.startup.pool_size import PoolSize, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len
 from worker_service.startup.progress import LoadProgress
+from worker_service.startup.vector_math import begin_vector_math
 from worker_service.startup.warm_up import warm_up
 from worker_service.step import WorkerCapacity
 
@@ -62,6 +63,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: LoadProgress | Non
     for people.
     """
     config.validate()
+    begin_vector_math()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     path = Path(config.model)
@@ -297,6 +299,7 @@ class _Assembly:
             tensor_parallel_size=self.communicator.size,
             quantization=self.config.quantization or "",
             gates_grammars=self.streams is not None,
+            tables_digest=self.model.tables_digest(load_config(Path(self.config.model)).alibi_slopes),
         )
 
     def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:

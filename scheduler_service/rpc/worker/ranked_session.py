@@ -14,7 +14,7 @@ from scheduler_service.serving.step_loop import StepLoop
 logger = logging.getLogger(__name__)
 
 # What the ranks of a worker must have in common, and what all of them can do.
-_EQUAL = ("vocab_size", "block_size", "dtype", "sliding_window")
+_EQUAL = ("vocab_size", "block_size", "dtype", "sliding_window", "tables_digest")
 _LEAST = (
     "max_model_len",
     "max_num_seqs",

@@ -10,7 +10,7 @@ from pagewire.transport.translation import decoder, encoder, unknown_field
 from scheduler_service.core.plan import GrammarReport, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import WorkerProtocolError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class RefusalReason(Enum):

@@ -172,7 +172,7 @@ class WorkerLink:
                 f"{rank} of {len(self._stubs)}; name the addresses of all ranks in --worker, in their order"
             )
         first = self._first_capacities.setdefault(rank, answer)
-        for name in ("vocab_size", "block_size", "quantization"):
+        for name in ("vocab_size", "block_size", "quantization", "tables_digest"):
             if getattr(answer, name) != getattr(first, name):
                 now, before = (getattr(capacity, name) or "none" for capacity in (answer, first))
                 raise SessionEnded(
