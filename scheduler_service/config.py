@@ -73,7 +73,8 @@ class SchedulerConfig:
     )
     max_wait: float = option(
         DEFAULT_MAX_WAIT_S,
-        "after how many seconds a waiting request goes before all that came later, under the policy agent",
+        "after how many seconds a waiting request goes before all of its tenant and priority that came later, under "
+        "the policy agent",
         at_least(0),
     )
     retention: str = option(

@@ -82,6 +82,8 @@ class RequestService:
         imported. Raises OSError."""
         config = self._config
         self._servicer = servicer
+        if self.tenants is not None:
+            self.tenants.listeners.append(servicer.intake.revoke)
         servicer.add_to(self._server)
         service_names = [SERVICE_NAME]
         vllm = _import_vllm()

@@ -125,8 +125,8 @@ def _add_scheduling_flags(parser: Parser) -> None:
         metavar="S",
         type=_zero_or_more,
         default=DEFAULT_MAX_WAIT_S,
-        help="seconds after which a waiting request goes before all that came later, where the policy has such a "
-        f"bound: agent (default: {DEFAULT_MAX_WAIT_S:.0f})",
+        help="seconds after which a waiting request goes before all of its tenant and priority that came later, where "
+        f"the policy has such a bound: agent (default: {DEFAULT_MAX_WAIT_S:.0f})",
     )
     group.add_argument(
         "--retention",

@@ -136,8 +136,8 @@ class FairPolicy:
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
         """Order a tenant's requests by priority and arrival or, where keys move, those of one priority by how much of
-        their prompts they would compute: half as much is as good as having come two thirds of the bound earlier. Those
-        with precedence go first.
+        their prompts they would compute: half as much is as good as having come two thirds of the bound earlier. Of one
+        priority, those with precedence go first.
 
         What is cached now is lost if it is evicted before its turn. By serving those first that find most of their
         prompt, sessions whose contexts do not fit together are served a few at a time, and keep their caches. Requests

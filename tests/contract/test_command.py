@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from pagewire.bench.command import VERBS as BENCHES
 from pagewire.cli.chat import Conversation
 from pagewire.cli.command import VERBS, main
 from pagewire.cli.complete import SamplePrinter
@@ -44,6 +45,17 @@ def url(scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def start(*arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "pagewire", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("arguments", ["--no-such-flag 0", "--no-such-flag /tmp", "-Z 0", "a --no-such-flag 0"])
+@pytest.mark.parametrize("verb", [*(name for name in VERBS if name != "bench"), *(f"bench {name}" for name in BENCHES)])
+def test_the_value_of_an_unknown_flag_is_no_argument(
+    verb: str, arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*verb.split(), *arguments.split()]) == 2
+    flag = next(word for word in arguments.split() if word.startswith("-"))
+    line = f"pagewire {verb}: error: unknown flag {flag} (pagewire {verb} --help tells more)\n"
+    assert capsys.readouterr().err == line
 
 
 def test_complete_streams_text_and_tells_statistics(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract.scheduler_stack import Result, Stack, request, serve
 from tests.contract.test_front_end import FrontEnd, serve_front_end
-from tests.contract.test_tenants import KEYS, PROMPT, code_of, credentials, write_tenants
+from tests.contract.test_tenants import KEYS, PROMPT, code_of, credentials, remove_tenant, write_tenants
 
 
 @pytest.fixture
@@ -108,6 +108,32 @@ async def test_revoked_tenants_lose_their_streams(checkpoint: Path, tenants: Pat
             while await code_of(stream.read()) is None:
                 pass
         assert await stream.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_streams_end_of_a_tenant_that_the_front_ends_own_file_still_has(
+    checkpoint: Path, tenants: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.yaml"
+    write_tenants(own)
+    options = {"tenants": str(own), "scheduler_api_key_file": key_file(tmp_path, "root")}
+    async with (
+        serve(checkpoint, tenants=str(tenants)) as stack,
+        serve_front_end(checkpoint, stack.url, **options) as front,
+    ):
+        stack.worker.step_seconds = 0.02
+        streams = {
+            name: front.stub.Generate(as_tenant("", max_tokens=200), metadata=credentials(name))
+            for name in ("acme", "globex")
+        }
+        for stream in streams.values():
+            await stream.read()
+        remove_tenant(tenants, "acme")
+        async with asyncio.timeout(10):
+            while await code_of(streams["acme"].read()) is None:
+                pass
+        assert await streams["acme"].code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await code_of(streams["globex"].read()) is None
+        streams["globex"].cancel()
 
 
 @pytest.mark.parametrize(

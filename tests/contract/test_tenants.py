@@ -46,6 +46,12 @@ def write_tenants(path: Path, **changes: dict[str, object]) -> None:
     path.write_text(yaml.safe_dump({"tenants": tenants}))
 
 
+def remove_tenant(path: Path, name: str) -> None:
+    document = yaml.safe_load(path.read_text())
+    del document["tenants"][name]
+    path.write_text(yaml.safe_dump(document))
+
+
 def write_text(path: Path, text: str) -> None:
     path.write_text(text)
 
@@ -434,6 +440,46 @@ async def test_a_revoked_tenants_calls_end(checkpoint: Path, tenants: Path) -> N
         await until_requests(stack, 1)
         assert await code_of(other.read()) is None
         other.cancel()
+
+
+@pytest.mark.parametrize("is_back", [False, True], ids=["gone", "back at once"])
+async def test_what_runs_for_a_tenant_that_is_taken_from_the_file_ends(
+    checkpoint: Path, tenants: Path, is_back: bool
+) -> None:
+    """Its calls, what an operator sent for it, and what runs without a call; also if it is back before the next look,
+    where anybody has called meanwhile."""
+    async with slow_stack(checkpoint, tenants) as stack:
+        for_acme = request(PROMPT, max_tokens=200)
+        for_acme.tenant = "acme"
+        calls = [
+            stack.stub.Generate(request(PROMPT, max_tokens=200), metadata=credentials("acme")),
+            stack.stub.Generate(for_acme, metadata=credentials("root")),
+        ]
+        for call in calls:
+            await call.read()
+        submission = pb.SubmitRequest(request=request(PROMPT, max_tokens=200))
+        submitted = await stack.stub.Submit(submission, metadata=credentials("acme"))
+        other = stack.stub.Generate(request(PROMPT, max_tokens=200), metadata=credentials("globex"))
+        await other.read()
+        await until_requests(stack, 4)
+        remove_tenant(tenants, "acme")
+        assert (
+            await code_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=credentials("globex"))) is None
+        )
+        if is_back:
+            write_tenants(tenants)
+        async with asyncio.timeout(10):
+            for call in calls:
+                while await code_of(call.read()) is None:
+                    pass
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+            await until_requests(stack, 1)
+        assert await code_of(other.read()) is None
+        other.cancel()
+        write_tenants(tenants)
+        kept = pb.GetResultRequest(request_id=submitted.request_id)
+        result = await stack.stub.GetResult(kept, metadata=credentials("acme"))
+        assert (result.state, result.failure.code) == (pb.RESULT_STATE_FAILED, 16)
 
 
 async def test_an_operator_names_tenants_without_limits(checkpoint: Path, tenants: Path) -> None:

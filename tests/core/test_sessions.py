@@ -85,6 +85,21 @@ def test_a_priority_stands_above_the_cost():
     assert ended(system) == ["urgent", "late"]
 
 
+def test_the_bound_on_waiting_holds_within_a_priority():
+    """As the help of --max-wait says: who came later with a better one goes first all the same."""
+    system = agent(max_wait_s=10.0, max_num_seqs=1)
+    system.join()
+    history = run_one(system, prompt_of(120), request_id="first")
+    system.add(prompt_of(8, 9), 30, request_id="runs")
+    system.plan()
+    system.add(prompt_of(100, 1), 2, request_id="overdue", priority=1)
+    system.now = 11.0
+    system.add([*history, 3], 2, request_id="cached", priority=1)
+    system.add(prompt_of(60, 2), 2, request_id="urgent", priority=0)
+    system.run()
+    assert ended(system) == ["first", "runs", "urgent", "overdue", "cached"]
+
+
 def test_a_tenants_share_stands_above_the_cost():
     system = agent(max_num_seqs=1)
     for i in range(6):

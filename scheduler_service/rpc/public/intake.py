@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -59,6 +60,7 @@ class Intake:
         self._grammars = grammars
         self._retention_limit = retention_limit
         self._num_pending = 0  # calls whose request is not in the engine yet
+        self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()  # those that were queued, and are not freed
 
     async def begin(
         self,
@@ -81,6 +83,16 @@ class Intake:
         generation = Generation(request, outputs, self._engine, outlet if _is_plain(request) else None, label)
         self._submit(generation)
         return generation
+
+    def revoke(self, tenants: frozenset[str]) -> None:
+        """End what runs for tenants that are none any more, whoever has sent it: front ends, and clients that have left
+        since."""
+        for generation in list(self._generations):
+            tenant = generation.request.tenant
+            if tenant in tenants and not generation.has_ended:
+                message = f"tenant {tenant!r} is no longer in the server's file of tenants"
+                generation.fail(grpc.StatusCode.UNAUTHENTICATED.value[0], message)
+                generation.abort()
 
     async def _resolve(
         self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None, output_mode: OutputMode
@@ -181,6 +193,7 @@ class Intake:
             if claim is not None:
                 claim.release()
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
+        self._generations.add(generation)
 
     def _check_available(self, output_mode: OutputMode) -> None:
         reason = self._engine.availability.refusal(output_mode)

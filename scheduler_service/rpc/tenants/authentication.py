@@ -16,8 +16,8 @@ from scheduler_service.rpc.status import RpcError, invalid, set_status
 from scheduler_service.rpc.tenants.tenant_file import Tenant, TenantFile
 
 _BEARER = "bearer "
-# Seconds between two looks whether running calls are still those of tenants.
-_WATCH_INTERVAL = 1.0
+# Seconds between two looks at the file of tenants. One that is not in it for less is missed, unless somebody calls.
+_WATCH_INTERVAL = 0.1
 
 
 class Caller(Protocol):
@@ -97,6 +97,7 @@ class Authentication:
     def __init__(self, tenants: TenantFile) -> None:
         self._tenants = tenants
         self._calls: dict[asyncio.Task[object], tuple[_IdentifiedCaller, grpc.aio.ServicerContext]] = {}
+        tenants.listeners.append(self._end_strangers)
 
     async def enter(self, context: grpc.aio.ServicerContext) -> None:
         """Admit a call, before it is served. Raises RpcError for a stranger's."""
@@ -109,19 +110,19 @@ class Authentication:
         task.add_done_callback(self._calls.pop)
 
     async def watch(self) -> NoReturn:
-        """End the running calls of those who are no tenants any more, UNAUTHENTICATED."""
-        revision = self._tenants.revision
+        """Look whether the file of tenants has changed, until cancelled."""
         while True:
             await asyncio.sleep(_WATCH_INTERVAL)
-            if self._tenants.revision == revision:
-                continue
-            revision = self._tenants.revision
-            for task, (caller, context) in list(self._calls.items()):
-                try:
-                    caller.identify()
-                except RpcError as error:
-                    set_status(context, error)
-                    task.cancel()
+            self._tenants.look()
+
+    def _end_strangers(self, removed: frozenset[str]) -> None:
+        """End the running calls of those who are no tenants any more, UNAUTHENTICATED."""
+        for task, (caller, context) in list(self._calls.items()):
+            try:
+                caller.identify()
+            except RpcError as error:
+                set_status(context, error)
+                task.cancel()
 
 
 class _IdentifiedCaller:

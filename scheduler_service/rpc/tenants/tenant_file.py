@@ -22,7 +22,7 @@ import hashlib
 import hmac
 import logging
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,9 @@ class TenantFile:
     def __init__(self, path: str) -> None:
         """Raises OSError, and ValueError that names what is wrong."""
         self._path = Path(path)
+        # Called whenever the file was read anew, with the names that are in it no longer: whoever looks first, a tenant
+        # that is taken from it and put back notices.
+        self.listeners: list[Callable[[frozenset[str]], None]] = []
         self._version = self._look()
         self._tenants = self._read()
 
@@ -88,6 +91,10 @@ class TenantFile:
         self._current()
         return self._revision
 
+    def look(self) -> None:
+        """Read the file again if it has changed."""
+        self._current()
+
     def has(self, name: str) -> bool:
         return name in self._current()
 
@@ -100,6 +107,7 @@ class TenantFile:
         """Return the tenants of now. A file that is gone, or makes no sense any more, changes nothing."""
         version = self._look()
         if version != self._version:
+            before = self._tenants
             try:
                 self._tenants = self._read()
                 logger.info("%s: %d tenants", self._path, len(self._tenants))
@@ -108,6 +116,8 @@ class TenantFile:
                 if isinstance(error, OSError) and version is not None:
                     return self._tenants  # it is there, so that the next call may succeed: file descriptors run out
             self._version = version
+            for tell in self.listeners:
+                tell(frozenset(before) - frozenset(self._tenants))
         return self._tenants
 
     def _look(self) -> tuple[int, int, int] | None:
