@@ -1,4 +1,15 @@
-"""Repairs what Triton's interpreter gets wrong: it truncates where a device rounds to the nearest, and to even."""
+"""Repairs what Triton's interpreter gets wrong, and what takes most of its time without any effect.
+
+It truncates where a device rounds to the nearest, and to even.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -14,6 +25,9 @@ TORCH_DTYPES = {
     tl.float8e5: (torch.float8_e5m2, np.uint8),
 }
 
+_make_block_type = tl.block_type.__init__
+POINTER = np.dtype(np.uint64)
+
 
 def convert(array: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode: object) -> np.ndarray:
     """Of the interpreter's floats: `array` holds elements of `source`; the result has the bits of `target`."""
@@ -23,5 +37,49 @@ def convert(array: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode
     return numbers.view(torch.uint8).numpy().view(bits).reshape(array.shape)
 
 
+def call(function: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+    """Of a function that a kernel calls. Triton maps its language to the interpreter's anew in each call, which takes
+    a millisecond; the launch of the kernel has done it: see `repair`."""
+    return function.rewrite()(*args, **kwargs)
+
+
+@cache
+def sizes_of(*shape: int) -> tuple[tl.constexpr, tl.core.tuple]:
+    """The number of elements, and the shape, as tensors have them."""
+    return tl.constexpr(math.prod(shape)), tl.core.tuple([tl.constexpr(size) for size in shape])
+
+
+def make_tensor(tensor: tl.tensor, handle: interpreter.TensorHandle, kind: tl.dtype) -> None:
+    """Tensors of a shape share the objects that say it."""
+    tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+    tensor.numel, tensor.shape = sizes_of(*kind.shape) if kind.is_block() else sizes_of()
+
+
+@cache
+def shape_of(*shape: int) -> tuple[int, tl.core.tuple, str]:
+    """The number of elements, the shape and its name, as types of blocks have them."""
+    kind = object.__new__(tl.block_type)
+    _make_block_type(kind, tl.void, list(shape))
+    return kind.numel, kind.shape, str(kind.shape)
+
+
+def make_block_type(kind: tl.block_type, element: tl.dtype, shape: Sequence[SupportsIndex]) -> None:
+    """Types of a shape share the objects that say it."""
+    kind.numel, kind.shape, name = shape_of(*map(operator.index, shape))
+    kind.element_ty, kind.name = element, f"<{name}, {element}>"
+
+
 def repair() -> None:
+    if interpreter._convert_float is convert:
+        return
     interpreter._convert_float = convert
+    of_scalar, of_module = cache(interpreter._get_np_dtype), interpreter._patch_lang
+    interpreter._get_np_dtype = lambda kind: POINTER if kind.scalar.is_ptr() else of_scalar(kind.scalar)
+    # Kernels see one of the two modules, and the functions of Triton that they call the other.
+    language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda kernel: of_module(language)
+    interpreter.InterpretedFunction.__call__ = call
+    tl.tensor.__init__, tl.block_type.__init__ = make_tensor, make_block_type
+    # What it finds is thrown away: assertions are not on.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
