@@ -4,6 +4,10 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
+from tests.costs import Costs
+
 # Tests run tiny models, several processes at a time: a second OpenMP thread each would only wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -21,3 +25,7 @@ if not (HOME.is_dir() and os.access(HOME, os.W_OK)):
 DEVICES = ("nvidia*", "nvhost*", "dxg")
 if not any(device for pattern in DEVICES for device in Path("/dev").glob(pattern)):
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs())

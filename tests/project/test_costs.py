@@ -1,0 +1,40 @@
+"""What the tests cost is told at the end of a run."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = {
+    "conftest.py": """
+        from tests.costs import Costs
+        def pytest_configure(config):
+            config.pluginmanager.register(Costs())
+    """,
+    "test_computes.py": """
+        import subprocess, sys
+        def test_child():
+            subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.5: pass"], check=True)
+    """,
+    "test_waits.py": "import time\ndef test_wait(): time.sleep(0.3)",
+    "test_dies.py": "import os\ndef test_end(): os._exit(1)",
+}
+
+
+@pytest.mark.parametrize("num_processes", [0, 2])
+def test_files_are_listed_with_their_seconds(tmp_path: Path, num_processes: int) -> None:
+    for name, text in FILES.items():
+        if num_processes or name != "test_dies.py":  # with the only process the run would end
+            (tmp_path / name).write_text(textwrap.dedent(text))
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(num_processes), "-p", "no:cacheprovider", str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    _, title, table = done.stdout.partition("what cost most")
+    assert title, done.stdout + done.stderr
+    rows = {row[2]: (float(row[0]), float(row[1])) for row in map(str.split, table.splitlines()[1:4])}
+    assert rows["test_computes.py"][0] >= 0.5  # of the child
+    assert rows["test_waits.py"][1] >= 0.3
