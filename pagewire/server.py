@@ -20,6 +20,8 @@ class WorkerInfo:
     swap_bandwidth: float
     sliding_window: int
     grammar_version: str
+    weight_format: str
+    weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,14 +154,26 @@ def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
         if process:
             described += f", process {process.partition(':')[0]} on {host}"
     rows = [
-        ("model", f"{info.served_model_name}, {info.max_model_len} positions, {info.vocab_size} tokens"),
+        ("model", f"{info.served_model_name}, a vocabulary of {info.vocab_size} tokens"),
+        ("context", f"at most {info.max_model_len} tokens, prompt and output together"),
         ("server", f"pagewire {info.version}, {info.instance_id}"),
         ("worker", described),
         ("step", f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens, depth {info.pipeline_depth}"),
     ]
+    if worker is not None and worker.weight_format:
+        rows.insert(2, ("weights", f"{worker.weight_format}, {_size(worker.weight_bytes)} of memory"))
     if info.structured_output_refusal:
         rows.append(("structured output", f"refused: {info.structured_output_refusal}"))
     return rows
+
+
+def _size(num_bytes: int) -> str:
+    """Writes a number of bytes in the largest unit of which there is at least one."""
+    size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"
 
 
 def _load_rows(loads: Loads) -> list[tuple[str, str]]:

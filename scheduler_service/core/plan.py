@@ -229,3 +229,5 @@ class WorkerCapacity:
     grammar_version: str = ""  # of the library that reads grammars; empty: rows have none
     gates_grammars: bool = False  # rows with a grammar rest when they have sampled
     tables_digest: str = ""  # of what the worker computed of the model's configuration as it loaded
+    weight_format: str = ""  # in words
+    weight_bytes: int = 0  # that the model takes, on all ranks together

@@ -35,7 +35,7 @@ from scheduler_service.core.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 # The events, and the types of their arguments; the time comes last in each call.
 EVENTS: dict[str, tuple[type, ...]] = {
     "add": (Request,),

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -310,14 +311,31 @@ print([name for name in {heavy} if name in sys.modules])
 def test_status(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler) -> None:
     assert main(["status"]) == 0
     captured = capsys.readouterr()
-    assert "storyteller, 512 positions" in captured.out
+    assert re.search("^model +storyteller, a vocabulary of 4096 tokens$", captured.out, re.MULTILINE)
+    assert re.search("^context +at most 512 tokens, prompt and output together$", captured.out, re.MULTILINE)
     assert "none connected" in captured.out
     assert "25.0 % held of 200 blocks" in captured.out
     assert "\033" not in captured.out
     worker = pb.WorkerInfo(device="cpu", dtype="float32", attention_backend="torch", epoch=9, worker_id="box:4711:ab12")
     scheduler.info.worker.MergeFrom(worker)
     assert main(["status"]) == 0
-    assert "cpu float32, torch attention, epoch 9, process 4711 on box\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "cpu float32, torch attention, epoch 9, process 4711 on box\n" in printed
+    assert "weights" not in printed, "an older server does not tell of them"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "size"),
+    [(800, "800 bytes"), (1024, "1 KiB"), (7 << 20, "7 MiB"), (1023 << 20, "1023 MiB"), (123 << 23, "984 MiB"),
+     (3 << 29, "1.5 GiB"), (14_500_000_000, "13.5 GiB"), (5000 << 30, "5000 GiB")],
+)  # fmt: skip
+def test_status_tells_of_the_weights(
+    capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler, num_bytes: int, size: str
+) -> None:
+    scheduler.info.worker.MergeFrom(pb.WorkerInfo(weight_format="Q4_0 and Q6_K", weight_bytes=num_bytes))
+    assert main(["status"]) == 0
+    line = rf"^weights +Q4_0 and Q6_K, {size} of memory$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
 
 
 def test_status_tells_the_share_of_the_prompts_that_each_cache_had(

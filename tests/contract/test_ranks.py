@@ -196,10 +196,12 @@ async def test_a_rank_that_tells_twice_of_a_grammar_ends_the_epoch() -> None:
 async def test_grammars_need_the_same_library_in_all_ranks(
     versions: tuple[str, str], version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = rank(0, grammar_version=versions[0]), rank(1, grammar_version=versions[1], gates_grammars=True)
+    first = rank(0, grammar_version=versions[0], weight_bytes=4)
+    second = rank(1, grammar_version=versions[1], gates_grammars=True, weight_bytes=3)
     async with linked(first, second) as ranks:
         capacity, _ = await joined(ranks)
         assert (capacity.grammar_version, capacity.gates_grammars) == (version, True)
+        assert capacity.weight_bytes == 7, "of all ranks"
         assert ("ranks read grammars by different versions" in caplog.text) == (not version)
 
 

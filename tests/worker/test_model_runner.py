@@ -188,6 +188,10 @@ def test_a_parent_hears_what_memory_is_taken(
     (line,) = capfd.readouterr().out.splitlines()
     assert line.startswith(MEMORY_PREFIX)
     assert "GiB of weights" in line
+    # What computes may be larger than what is stored, which is float32 here, and rounds up to whole panels.
+    stored_bytes = sum(file.stat().st_size for file in checkpoints["qwen2"].glob("*.safetensors"))
+    assert worker.ready.weight_format == "float32"
+    assert stored_bytes / 2 < worker.ready.weight_bytes < 2 * stored_bytes
     cache_gib = worker.ready.num_device_blocks * worker.ready.block_bytes / (1 << 30)
     assert f"and {cache_gib:.2f} GiB of KV cache; " in line
 
@@ -197,6 +201,7 @@ def test_bfloat16_tokens_are_near_the_choice(checkpoints: dict[str, Path]) -> No
     path = checkpoints["qwen3"]
     worker = load_worker(WorkerConfig(str(path), device="cpu", dtype="bfloat16", num_device_blocks=20), "worker")
     assert worker.ready.dtype == "bfloat16"
+    assert "bfloat16" in worker.ready.weight_format
     prompt = random_prompts(8, [30])[0]
     output = generate(worker, [Row(prompt, 10)], budget=16)[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -222,7 +222,7 @@ def start(path: Path, quantization: str = "int8", **options: Any) -> torch.Tenso
     config = worker_config(path, quantization=quantization, **options)
     check_worker(config)
     loaded = load_worker(config, "worker", LoadProgress(lambda percent: None))
-    assert loaded.ready.quantization == quantization
+    assert (loaded.ready.quantization, loaded.ready.weight_format) == (quantization, quantization)
     operations = loaded.runner.computation._model._kernel._model
     packed = [
         getattr(operation, name) for operation in operations for name in ("linear", "head") if hasattr(operation, name)

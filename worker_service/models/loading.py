@@ -270,6 +270,10 @@ class UnloadedModel:
             f"products read them as they are, whatever else is quantised is widened to {dtype}"
         )
 
+    def describe_weights(self) -> str:
+        """Name the format of the weights: what they are quantised to, else what they are held in."""
+        return self.quantization or " and ".join(self.checkpoint.formats) or self.describe_dtypes()
+
     def describe_dtypes(self) -> str:
         """Say what the weights of products and embeddings are in, which need not be what the model computes in."""
         modules = [module for module in self.model.modules() if isinstance(module, Linear | Embedding)]

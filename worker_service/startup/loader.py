@@ -117,6 +117,7 @@ def _load_worker(
     log_formats(unloaded)
     if communicator.rank == 0:
         log_stretch(unloaded.shard.config.rope, max_model_len)
+    weight_bytes = unloaded.footprint().held
     model = _load_weights(unloaded, report, _packed_cache(config, unloaded, kernels))
     streams = CudaDevice(device) if is_gpu else None
     assembly = _Assembly(
@@ -133,7 +134,12 @@ def _load_worker(
         warm_up(runner, grammars)
     if config.tensor_parallel_size == 1:  # graphs of ranks hold the connections of one epoch: see `ModelRunner`
         runner.computation.capture_graphs()
-    ready = replace(assembly.ready(worker_id, cache, swap_bandwidth), grammar_version=grammar_version)
+    ready = replace(
+        assembly.ready(worker_id, cache, swap_bandwidth),
+        grammar_version=grammar_version,
+        weight_format=unloaded.describe_weights(),
+        weight_bytes=weight_bytes,
+    )
     return LoadedWorker(runner, ready, grammars.close)
 
 

@@ -111,6 +111,7 @@ class RankedSession:
             first,
             **least,
             grammar_version=self._grammar_version(),
+            weight_bytes=sum(capacity.weight_bytes for capacity in self._capacities.values()),
             gates_grammars=any(capacity.gates_grammars for capacity in self._capacities.values()),
         )
 
