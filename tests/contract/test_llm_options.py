@@ -150,6 +150,13 @@ def test_llm_refuses_before_it_starts_anything() -> None:
         LLM(MODEL, colour="red")
 
 
+def test_structured_outputs_have_the_fields_of_vllms_class() -> None:
+    """Those of its StructuredOutputsParams, which docs/migrating.md names."""
+    theirs = {"json", "regex", "choice", "grammar", "json_object", "structural_tag", "disable_fallback"}
+    theirs |= {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
+    assert {field.name for field in fields(StructuredOutputs)} | {*compatibility.STRUCTURED_OUTPUTS_FIELDS} == theirs
+
+
 @pytest.mark.parametrize("name", compatibility.STRUCTURED_OUTPUTS_FIELDS)
 def test_fields_of_structured_outputs_of_theirs(name: str) -> None:
     foreign = compatibility.STRUCTURED_OUTPUTS_FIELDS[name]

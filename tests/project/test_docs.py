@@ -18,11 +18,8 @@ from docs.reference import FOLDER, PAGES
 from pagewire import options
 from pagewire.bench.command import VERBS as BENCH_VERBS
 from pagewire.cli.command import VERBS
-from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
 from tests.project.test_monitoring import NAME as METRIC
 from tests.project.test_monitoring import exported
-from worker_service.models.families import BY_ARCHITECTURE
-from worker_service.rpc import session
 
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
@@ -64,20 +61,9 @@ def spans(path: Path) -> list[str]:
 # Pages that are made
 
 
-def test_the_readme_counts_the_architectures_that_are_served() -> None:
-    assert f"[{len(BY_ARCHITECTURE)} architectures](docs/families.md)" in read(Path("README.md"))
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_made_page_is_up_to_date(name: str) -> None:
     assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name](), "run `make docs`"
-
-
-def test_the_protocols_version_is_the_codes() -> None:
-    page = read(Path("docs/upgrading.md"))
-    assert f"a protocol version (now {PROTOCOL_VERSION})" in page
-    assert f"this worker speaks protocol version {PROTOCOL_VERSION - 1}, not {PROTOCOL_VERSION}" in page
-    assert PROTOCOL_VERSION == session.PROTOCOL_VERSION
 
 
 # Links

@@ -1,4 +1,4 @@
-"""Granite 3 and 4, dense (https://arxiv.org/abs/2405.04324 describes their forebears): a Llama with four factors, which
+"""Granite 3, dense (https://arxiv.org/abs/2405.04324 describes their forebears): a Llama with four factors, which
 are those of maximal update parametrization (https://arxiv.org/abs/2203.03466)."""
 
 from collections.abc import Mapping

@@ -1,0 +1,158 @@
+"""Numbers and lists in the documents that repeat the code are those of the code."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagewire import installation, options
+from pagewire.gguf import ARCHITECTURES, SERVED_TYPES
+from pagewire.grammars import trial
+from pagewire.hosting.gateway import GatewayConfig
+from pagewire.hosting.logs import LogConfig
+from pagewire.kernels.cpu import VARIANTS
+from pagewire.transport import addresses, health, link_secret, listening
+from pagewire.transport.process import EXIT_REFUSED
+from pagewire.transport.sampling_ranges import RANGES
+from scheduler_service import metrics_server
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.rpc.public import generate_request, shared_call, structured_output
+from scheduler_service.rpc.worker import liveness
+from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
+from scheduler_service.server import EXIT_FENCED
+from scheduler_service.serving import grammars
+from tests.project.test_docs import DOCUMENTS, ROOT, read
+from worker_service.config import WorkerConfig
+from worker_service.models.config import MAX_EXPERTS
+from worker_service.models.families import BY_ARCHITECTURE
+from worker_service.models.quantization import METHODS
+from worker_service.rpc import session
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINS = dict(line.split("==") for lines in PROJECT["optional-dependencies"].values() for line in lines if "==" in line)
+LEAST = {package.name: package.least for package in installation.GPU_CHECKS}
+MIB = 1 << 20
+MAX_NAMES = generate_request._MAX_NAME_CHARS
+# What a page says, with the code's own values.
+FACTS = [
+    ("docs/upgrading.md", f"a protocol version (now {PROTOCOL_VERSION})"),
+    ("docs/upgrading.md", f"this worker speaks protocol version {PROTOCOL_VERSION - 1}, not {PROTOCOL_VERSION}"),
+    ("docs/upgrading.md", f"smg {PINS['smg'].rpartition('.')[0]}, the version"),
+    ("docs/openai.md", f"smg {PINS['smg']} (PyPI"),
+    ("docs/openai.md", f"the fields of `openai` {PINS['openai']}"),
+    ("docs/gateway.md", f"\n{PINS['smg']} hands no header"),
+    ("docs/install.md", f"torch=={PINS['torch']} "),
+    ("docs/gpu.md", f"torch {LEAST['torch']}\nor later"),
+    ("docs/gpu.md", f"Triton {LEAST['triton']} or later"),
+    ("docs/models.md", f"At most {MAX_EXPERTS:,} experts are served"),
+    ("docs/recovery.md", f"Given up after {liveness.MAX_SILENCE} s without a heartbeat"),
+    ("docs/recovery.md", f"with exit code {EXIT_REFUSED}; a scheduler that was fenced"),
+    ("docs/recovery.md", f"by a newer one ends with {EXIT_FENCED}."),
+    ("docs/troubleshooting.md", f"`RestartPreventExitStatus=2 {EXIT_FENCED} {EXIT_REFUSED}`"),
+    ("docs/troubleshooting.md", f"\n| {EXIT_REFUSED} | it cannot start like this"),
+    ("docs/troubleshooting.md", f"it needs {link_secret._MIN_BYTES} to {link_secret._MAX_BYTES}"),
+    ("docs/troubleshooting.md", f"must be one of {', '.join(METHODS)}`"),
+    ("docs/serving.md", f"the same {link_secret._MIN_BYTES} to {link_secret._MAX_BYTES} bytes"),
+    ("docs/serving.md", f"A path has at most {addresses.MAX_SOCKET_PATH_BYTES}\n"),
+    ("docs/serving.md", f"within its tenant, in at most {MAX_NAMES['session_id']} characters"),
+    ("docs/structured_output.md", f"more than {structured_output.MAX_GRAMMAR_BYTES >> 10} KiB"),
+    ("docs/structured_output.md", f"at most {round(1000 * trial.MAX_CPU_SECONDS)} ms of CPU time"),
+    ("docs/structured_output.md", f"CPU time and {trial.MAX_BYTES // MIB} MiB of memory"),
+    ("docs/structured_output.md", f"more than {grammars.MAX_TENANT_WAITING} different ones of one tenant"),
+    ("docs/structured_output.md", f"or {grammars.MAX_WAITING_BYTES // MIB} MiB"),
+    ("docs/metrics.md", f"the next by {grammars.MAX_WAITING_BYTES // MIB} MiB, the last by"),
+    ("docs/metrics.md", f"the last by {shared_call._MAX_UNREAD_FAILURES:,} for"),
+    ("docs/sizing.md", f"up to {listening._MAX_CONNECTIONS:,}, and a port"),
+    ("docs/sizing.md", f"has at most {listening._MAX_CALLS_OF_CONNECTION:,} calls at once"),
+    ("docs/sizing.md", f"{listening._MAX_PENDING_CALLS:,} calls of all connections"),
+    ("docs/sizing.md", f"`--health-port` take {metrics_server.MAX_CONNECTIONS} each"),
+    ("SECURITY.md", f"may have {listening._MAX_CALLS_OF_CONNECTION:,} calls at once"),
+    ("SECURITY.md", f"and {listening._MAX_PENDING_CALLS:,} of all"),
+    ("ARCHITECTURE.md", f"heartbeats ({liveness.MAX_SILENCE} s)"),
+    ("ARCHITECTURE.md", f"exit code {EXIT_REFUSED} and one line"),
+    ("ARCHITECTURE.md", f"`{'|'.join(name for name in VARIANTS if name != 'dotprod')}`"),
+    ("README.md", f"[{len(BY_ARCHITECTURE)} architectures](docs/families.md)"),
+    ("docs/choosing.md", f"[{len(BY_ARCHITECTURE)} architectures](families.md)"),
+    ("docs/openai.md", f"| `n` | honoured | {RANGES['n']} |"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "text"), FACTS)
+def test_a_page_says_what_the_code_says(page: str, text: str) -> None:
+    assert text in read(Path(page))
+
+
+def test_both_sides_speak_one_version() -> None:
+    assert PROTOCOL_VERSION == session.PROTOCOL_VERSION
+    assert metrics_server.MAX_CONNECTIONS == health.MAX_PROBES, "docs/sizing.md has one number for both"
+
+
+def test_no_page_counts_architectures_otherwise() -> None:
+    pages = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
+    told = {(path, number) for path in pages for number in re.findall(r"(\d+)(?: \w+)? architectures", read(path))}
+    assert told
+    assert {number for _, number in told} == {str(len(BY_ARCHITECTURE))}
+
+
+def test_python_is_of_the_versions_that_are_told() -> None:
+    least, beyond = re.findall(r"3\.(\d+)", PROJECT["requires-python"])
+    versions = [f"3.{minor}" for minor in range(int(least), int(beyond))]
+    told = re.compile(r"Python (3\.\d+) to (3\.\d+)")
+    ranges = {found for path in DOCUMENTS for found in told.findall(read(path))}
+    assert ranges == {(versions[0], versions[-1])}
+    assert f"Python {', '.join(versions[:-1])} or {versions[-1]}" in read(Path("docs/install.md"))
+
+
+def row(page: str, name: str) -> str:
+    """Returns what stands behind a name in a table's row."""
+    [found] = re.findall(rf"^\| {re.escape(name)} \| (.*)\|$", read(Path(page)), re.MULTILINE)
+    return str(found)
+
+
+def test_lists_of_models_are_the_codes() -> None:
+    page = read(Path("docs/models.md"))
+    table = page[page.index("| architecture in") : page.index("Rotary embedding")]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    named = [name for line in rows for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(named) == sorted(BY_ARCHITECTURE)
+    assert set(re.findall(r"`([\w-]+)`", row("docs/models.md", "architectures"))) == set(ARCHITECTURES)
+    types = row("docs/models.md", "types").partition(":")[0].split(", ")
+    assert set(types) == {element_type.name for element_type in SERVED_TYPES.values()}
+    methods = page[page.index("| `quant_method` |") : page.index("For every architecture above")]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", methods, re.MULTILINE)) - {"quant_method"} == set(METHODS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
+def test_formats_are_all_named(page: str) -> None:
+    text = read(Path(page)).lower()
+    assert [method for method in METHODS if method not in text] == []
+
+
+# Defaults of flags
+
+
+DEFAULT = re.compile(r"`--([a-z-]+)`([^`()|\n]{0,30})\(([^()`]*?)([\d][\d,.]*)( MiB| s| seconds)?\)")
+# What stands behind these is no default.
+VALUES = re.compile(r" (down|up|lowered|raised) ")
+
+
+def told_defaults() -> Iterator[tuple[str, str, float]]:
+    for path in DOCUMENTS:
+        for flag, between, _, number, unit in DEFAULT.findall(read(path)):
+            if not VALUES.search(between) and path.name != "CHANGELOG.md":
+                value = float(number.rstrip(".,").replace(",", ""))
+                yield str(path), flag, value * MIB if unit == " MiB" else value
+
+
+@pytest.mark.parametrize(("page", "flag", "value"), sorted(set(told_defaults())))
+def test_a_default_that_is_told_is_the_codes(page: str, flag: str, value: float) -> None:
+    known = options.options_of(SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig, LogConfig)
+    option = known[flag.replace("-", "_")]
+    # Where a worker works its default out, the help says which it is.
+    assert value == option.default or (option.default is None and f"default: {value:g}" in option.help)
+
+
+def test_defaults_are_found() -> None:
+    assert len(set(told_defaults())) >= 12
