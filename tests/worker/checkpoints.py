@@ -133,15 +133,20 @@ def make_checkpoint(
     config_class = transformers.AutoConfig.for_model(family).__class__
     config = config_class(**{**DEFAULTS[family], **NO_SPECIAL_TOKENS, **overrides})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
-        for name, parameter in [*model.named_parameters(), *corrections]:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(_scaled(name, noise, around=0 if family.startswith("gemma") else 1))
+    draw_weights(model, seed)
     model.generation_config = transformers.GenerationConfig()
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     return Path(directory)
+
+
+@torch.no_grad()
+def draw_weights(model: Any, seed: int) -> None:
+    """Gives a model of transformers the weights that `make_checkpoint` speaks of."""
+    generator = torch.Generator().manual_seed(seed)
+    corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
+    for name, parameter in [*model.named_parameters(), *corrections]:
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(_scaled(name, noise, around=0 if model.config.model_type.startswith("gemma") else 1))
 
 
 def _scaled(name: str, noise: torch.Tensor, around: int) -> torch.Tensor:

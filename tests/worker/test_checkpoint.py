@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.checkpoints import make_checkpoint
+from tests.worker.test_models import edit_config
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError, model_digest
 from worker_service.models.loading import load_model
@@ -117,13 +118,22 @@ def test_a_tensor_of_all_experts(tmp_path, shape, message):
 
 
 def test_layers_that_predict_further_tokens_are_left_alone(tmp_path):
-    """GLM-4.5 is published with one behind its last layer, 45 or 91."""
+    """GLM-4.5 is published with one behind its last layer, whatever number that has; and no other layer is left out."""
     path = make_checkpoint(tmp_path, "glm4_moe", seed=1)
-    edit_tensors(path, **{"model.layers.46.eh_proj.weight": torch.zeros(64, 128)})
-    load(path)
-    edit_tensors(path, **{"model.layers.47.eh_proj.weight": torch.zeros(64, 128)})
-    with pytest.raises(CheckpointError, match=r"model\.layers\.47\.eh_proj\.weight in .* has no place in"):
+    edit_tensors(path, **{f"model.layers.{number}.eh_proj.weight": torch.zeros(64, 128) for number in (2, 3)})
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        edit_config(path, num_nextn_predict_layers=None, num_mtp_layers=None)
+        edit_config(path, **{key: 2})
         load(path)
+        edit_config(path, **{key: 1})
+        with pytest.raises(CheckpointError, match=r"model\.layers\.3\.eh_proj\.weight in .* has no place in"):
+            load(path)
+    edit_config(path, num_mtp_layers=-1)
+    with pytest.raises(CheckpointError, match="num_mtp_layers is -1, but must be a whole number from 0"):
+        load(path)
+    edit_tensors(path, **{"model.layers.3.eh_proj.weight": None})
+    edit_config(path, num_mtp_layers=None)
+    load(path)
 
 
 @pytest.mark.parametrize(("num_layers", "more"), [(1, ""), (2, " and 1 more")])

@@ -103,6 +103,7 @@ class ModelConfig:
     dtype: str  # the checkpoint's own; float32 where it names none
     attention_scale: float  # of the products of queries and keys
     quantization: Quantization | None = None  # of the checkpoint's weights
+    num_further_layers: int = 0  # that the checkpoint has behind the last one, to predict further tokens; left alone
     has_position_embedding: bool = False  # one that is learnt is added to that of tokens
     alibi_slopes: tuple[float, ...] = ()  # [num_heads], see `Scoring.alibi_slopes`; none: scores fall by no distance
     # Norms

@@ -137,7 +137,7 @@ def prepare_model(
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     keep_quantized(model, checkpoint, table, lambda stored: operations.holds_quantized(stored, dtype))
     targets = list_targets(model, table, shard)
-    check_weights(model, checkpoint, targets, family.ignored)
+    check_weights(model, checkpoint, targets, _ignored(family, shard.config))
     reading_bytes = working_bytes(checkpoint, targets)
     return UnloadedModel(
         model, checkpoint, table, shard, dtype, device, operations, is_tied, reading_bytes, quantization
@@ -383,6 +383,13 @@ def _weights(family: Family, config: ModelConfig, checkpoint: Tensors) -> Iterat
     has_prefix = any(name.startswith(prefix) for name in checkpoint.names)
     for weight in table:
         yield weight if has_prefix else replace(weight, source=weight.source.removeprefix(prefix))
+
+
+def _ignored(family: Family, config: ModelConfig) -> str:
+    """Return the pattern of checkpoint names that are left alone."""
+    further = range(config.num_layers, config.num_layers + config.num_further_layers)
+    layers = "|".join(map(str, further))
+    return rf"{family.ignored}|^(model\.)?layers\.({layers})\." if layers else family.ignored
 
 
 def _num_stored(table: tuple[Weight, ...], checkpoint: Tensors) -> int:

@@ -27,7 +27,7 @@ from worker_service.models.families import (
     starcoder2,
 )
 from worker_service.models.families.family import Family
-from worker_service.models.families.reading import unserved
+from worker_service.models.families.reading import check_names, unserved
 from worker_service.models.families.wrapped import inside
 
 _FAMILIES = (
@@ -68,6 +68,7 @@ BY_ARCHITECTURE: dict[str, Family] = {
 def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The model that the contents of a config.json describe. See `ModelConfig.load`."""
     architecture = _architecture(config)
+    check_names(config)
     model = BY_ARCHITECTURE[architecture].read(config, architecture)
     if model.num_heads % model.num_kv_heads:
         raise unserved("num_key_value_heads", model.num_kv_heads, f"a divisor of {model.num_heads} attention heads")

@@ -9,7 +9,7 @@ from typing import Any
 
 from worker_service.models.config import MAX_LAYERS, ModelConfig
 from worker_service.models.families.family import Family, Weight
-from worker_service.models.families.reading import dtype, expect, flag, number, positive, split_evenly
+from worker_service.models.families.reading import dtype, expect, first_key, flag, number, positive, split_evenly
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.shard import Split
 
@@ -30,9 +30,10 @@ _WEIGHTS = (
 
 def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     expect(config, "apply_residual_connection_post_layernorm", False)
-    hidden_key, heads_key = _key(config, "hidden_size", "n_embed"), _key(config, "n_head", "num_attention_heads")
-    hidden_size, num_heads = positive(config, hidden_key), positive(config, heads_key)
-    num_layers = positive(config, _key(config, "n_layer", "num_hidden_layers"), limit=MAX_LAYERS)
+    hidden_key = first_key(config, "hidden_size", "n_embed")
+    hidden_size = positive(config, hidden_key)
+    num_heads = positive(config, first_key(config, "n_head", "num_attention_heads"))
+    num_layers = positive(config, first_key(config, "n_layer", "num_hidden_layers"), limit=MAX_LAYERS)
     head_dim = split_evenly(hidden_key, hidden_size, num_heads)
     return ModelConfig(
         architecture=architecture,
@@ -62,11 +63,6 @@ def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         activation="gelu_tanh",
         mlp_bias=True,
     )
-
-
-def _key(config: Mapping[str, Any], *names: str) -> str:
-    """The name that this file has for something."""
-    return next((name for name in names if config.get(name) is not None), names[0])
 
 
 def _slopes(num_heads: int) -> tuple[float, ...]:

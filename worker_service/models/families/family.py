@@ -8,7 +8,17 @@ from typing import Any, Literal
 from pagewire.kernels.expert_choice import ExpertChoice
 from worker_service.models.config import MAX_EXPERTS, MAX_LAYERS, Experts, ModelConfig, RopeConfig
 from worker_service.models.families.positions import read_no_windows, read_rope
-from worker_service.models.families.reading import activation, dtype, flag, number, positive, split_evenly, unserved
+from worker_service.models.families.reading import (
+    NUM_EXPERTS,
+    activation,
+    dtype,
+    first_key,
+    flag,
+    number,
+    positive,
+    split_evenly,
+    unserved,
+)
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.shard import Split
 from worker_service.models.stacks import STACKS, Stacks
@@ -106,10 +116,6 @@ def in_dense_layers(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
     return tuple(replace(weight, layers="dense") for weight in weights)
 
 
-# What config.json may have the number of experts in: transformers 5 writes other names than published files have.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
 def num_layers_of(config: Mapping[str, Any]) -> int:
     return positive(config, "num_hidden_layers", limit=MAX_LAYERS)
 
@@ -133,7 +139,7 @@ def read_experts(
         num_key, intermediate_key: where config.json says how many experts there are, and of what size.
         fields: of `Experts`, and of its choice.
     """
-    num_key = next((key for key in (num_key, *_NUM_EXPERTS) if config.get(key) is not None), num_key)
+    num_key = first_key(config, num_key, *NUM_EXPERTS)
     num_experts = positive(config, num_key, limit=MAX_EXPERTS)
     num_chosen = positive(config, "num_experts_per_tok", limit=MAX_EXPERTS)
     if num_chosen > num_experts:

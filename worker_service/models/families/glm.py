@@ -10,7 +10,7 @@ and experts behind its first layers, as DeepSeek-V3 has them. What it has for pr
 from collections.abc import Mapping
 from typing import Any
 
-from worker_service.models.config import MAX_EXPERTS, ModelConfig
+from worker_service.models.config import MAX_EXPERTS, MAX_LAYERS, ModelConfig
 from worker_service.models.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
@@ -32,7 +32,7 @@ from worker_service.models.families.family import (
     shared_expert,
 )
 from worker_service.models.families.positions import read_rope
-from worker_service.models.families.reading import flag, is_whole, number, positive, unserved
+from worker_service.models.families.reading import first_key, flag, is_whole, number, positive, unserved
 
 _LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
 _WEIGHTS = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *MERGED_MLP, MLP_OUTPUT, *HEAD)
@@ -78,6 +78,10 @@ def _read_moe(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     num_dense = config.get("first_k_dense_replace", 1)
     if not is_whole(num_dense) or num_dense < 0:
         raise unserved("first_k_dense_replace", num_dense, "a whole number from 0")
+    further_key = first_key(config, "num_nextn_predict_layers", "num_mtp_layers")
+    num_further = 1 if config.get(further_key) is None else config[further_key]
+    if not is_whole(num_further) or not 0 <= num_further <= MAX_LAYERS:
+        raise unserved(further_key, num_further, f"a whole number from 0 to {MAX_LAYERS}")
     num_shared = positive(config, "n_shared_experts", 1, limit=MAX_EXPERTS)
     experts = read_experts(
         config,
@@ -99,15 +103,10 @@ def _read_moe(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         qk_norm="head" if flag(config, "use_qk_norm", False) else "none",
         experts=experts,
         expert_layers=tuple(layer >= num_dense for layer in range(num_layers)),
+        num_further_layers=num_further,
     )
 
 
 GLM = Family(("GlmForCausalLM",), _read, _WEIGHTS)
 GLM4 = Family(("Glm4ForCausalLM",), _read, (*_WEIGHTS, *_POST_NORMS))
-GLM4_MOE = Family(
-    ("Glm4MoeForCausalLM",),
-    _read_moe,
-    (*_MOE_WEIGHTS, *EXPERTS),
-    # Layers behind the last one of the two published sizes.
-    ignored=r"\.rotary_emb\.inv_freq$|^model\.layers\.(46|92)\.",
-)
+GLM4_MOE = Family(("Glm4MoeForCausalLM",), _read_moe, (*_MOE_WEIGHTS, *EXPERTS))

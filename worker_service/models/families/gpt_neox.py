@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker_service.models.config import ModelConfig
-from worker_service.models.families.family import Family, Weight, num_layers_of, read_decoder
+from worker_service.models.families.family import Family, Weight, head_dim_of, num_layers_of, read_decoder
 from worker_service.models.families.positions import read_rope, read_share, rope_settings
-from worker_service.models.families.reading import flag, positive
+from worker_service.models.families.reading import flag, positive, unserved
 from worker_service.models.shard import Split
 
 _LAYER, _OURS = "gpt_neox.layers.{layer}", "layers.{layer}"
@@ -34,8 +34,11 @@ def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     rope, num_positions = read_rope(
         config, positive(config, "max_position_embeddings"), default_theta=default_theta, default_share=share
     )
+    plain = {**config, "num_key_value_heads": None, "head_dim": None}  # which the model does not have
+    if config.get("head_dim") not in (None, head_dim_of(plain)):
+        raise unserved("head_dim", config["head_dim"], f"unset for {architecture}, or {head_dim_of(plain)}")
     return read_decoder(
-        config,
+        plain,
         architecture,
         ropes=((rope,) * num_layers, num_positions),
         eps_key="layer_norm_eps",

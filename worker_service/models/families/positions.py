@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from worker_service.models.checkpoint_files import shown
 from worker_service.models.config import MAX_SIZE, RopeConfig
 from worker_service.models.families.reading import (
     checked_number,
+    expect,
     flag,
     is_whole,
     json_object,
@@ -18,6 +20,7 @@ from worker_service.models.families.reading import (
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"
+ORIGINAL = "original_max_position_embeddings"
 _LONGROPE_ORIGINAL = 4096  # where config.json does not say
 
 
@@ -65,6 +68,7 @@ def read_ropes_by_kind(
     ropes, num_positions = {}, max_position_embeddings
     for kind, theta in default_thetas.items():
         _read_share(config, nested[kind], None)
+        expect(nested[kind], "truncate", True)  # transformers reads none of a kind
         ropes[kind], served = _read_settings(nested[kind], max_position_embeddings, theta)
         num_positions = served if kind == FULL else num_positions
     return ropes, num_positions
@@ -72,9 +76,15 @@ def read_ropes_by_kind(
 
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`), which wrote null where it left no
-    scaling, and transformers 5 (`rope_parameters`)."""
+    scaling, and transformers 5 (`rope_parameters`). The original length may stand beside them."""
     rope = json_object(config, "rope_parameters") or json_object(config, "rope_scaling")
-    return {"rope_theta": config.get("rope_theta"), **rope}
+    beside = {"rope_theta": config.get("rope_theta")}
+    original = config.get(ORIGINAL)
+    if original is not None:
+        if rope.get(ORIGINAL, original) != original:
+            raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"as {ORIGINAL} beside it, {shown(original)}")
+        beside[ORIGINAL] = original
+    return {**beside, **rope}
 
 
 def read_layer_types(
@@ -139,10 +149,9 @@ def read_longrope(
     length and others for longer ones (`RopeConfig.serving`); the factor of attention is that of the whole stretch for
     both."""
     short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
-    key = "original_max_position_embeddings"
-    original = positive(config, key, _LONGROPE_ORIGINAL)
-    if rope.get(key, original) != original:
-        raise unserved(f"rope_parameters.{key}", rope[key], f"{original}, as {key} is beside rope_parameters")
+    original = positive(config, ORIGINAL, _LONGROPE_ORIGINAL)
+    if rope.get(ORIGINAL, original) != original:
+        raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"as {ORIGINAL} beside it, which is {original}")
     factor = number(rope, "factor", max_position_embeddings / original)
     attention_factor = number(rope, "attention_factor", _longrope_attention_factor(factor, original))
     is_stretched = max_position_embeddings > original
@@ -194,7 +203,7 @@ def _read_settings(
     factor = number(rope, "factor")
     if rope_type == "linear":
         return RopeConfig("linear", theta, factor), _stretched(max_position_embeddings, factor)
-    original = positive(rope, "original_max_position_embeddings", max_position_embeddings)
+    original = positive(rope, ORIGINAL, max_position_embeddings)
     if rope_type == "llama3":
         low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
         if high <= low:

@@ -17,7 +17,26 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
+# The names that files have for one thing.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SAME = (
+    NUM_EXPERTS,
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+    ("num_hidden_layers", "n_layer", "n_layers"),
+    ("num_attention_heads", "n_head", "n_heads"),
+    ("max_position_embeddings", "n_positions"),
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+)
 _NUMBERS = (1e-30, 1e30)  # whose powers and products are finite in float32
+
+
+def check_names(config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where two names of one thing have different values."""
+    for names in _SAME:
+        first, *others = [name for name in names if config.get(name) is not None] or [""]
+        for name in others:
+            if config[name] != config[first]:
+                raise unserved(name, config[name], f"as {first}, {shown(config[first])}: both are one")
 
 
 def positive(config: Mapping[str, Any], key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
@@ -43,6 +62,11 @@ def checked_number(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise unserved(key, value, f"a number from {least:g} to {most:g}")
     return float(value)
+
+
+def first_key(config: Mapping[str, Any], *names: str) -> str:
+    """Return the name that this file has for something."""
+    return next((name for name in names if config.get(name) is not None), names[0])
 
 
 def number_or_none(config: Mapping[str, Any], key: str, default: float) -> float:

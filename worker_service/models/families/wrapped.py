@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from worker_service.models.families.family import Family, Weight
-from worker_service.models.families.reading import choice, json_object, unserved
+from worker_service.models.families.reading import check_names, choice, json_object, unserved
 
 _UNREAD = r"^(model\.)?(vision_tower|multi_modal_projector)\."
 # Of the whole checkpoint, if its config.json says them there.
@@ -36,6 +36,7 @@ def _text_config(config: Mapping[str, Any], model_types: tuple[str, ...]) -> dic
     text = json_object(config, "text_config")
     if not text:
         raise unserved("text_config", config.get("text_config"), "an object that describes the text model")
+    check_names(text)
     choice(text, "model_type", model_types[0], model_types)
     outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
     # Whether weights are tied is a matter of the whole.

@@ -1,0 +1,162 @@
+"""Every field of every family's config.json against transformers: what its model follows, ours does, or refuses it.
+
+A field is what the family's own configuration has, or any other's: files carry fields that their model ignores.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.worker.checkpoints import DEFAULTS, FAMILIES, NO_SPECIAL_TOKENS, draw_weights
+from tests.worker.test_models import TOLERANCE, compute_logits
+from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.models.config import ModelConfig, parse_config
+from worker_service.models.loading import load_model
+
+CPU = torch.device("cpu")
+# Of every configuration, whatever the model; and what is said of training, or of what is given out beside the logits.
+BESIDE = {
+    *transformers.PretrainedConfig().to_dict(), "architectures", "model_type", "dtype", "torch_dtype", "use_cache",
+    "transformers_version", "initializer_range", "output_router_logits", "router_aux_loss_coef",
+    "quantization_config", "text_config", "vision_config",
+}  # fmt: skip
+DROPOUT = re.compile("drop|pdrop|jitter")  # none in evaluation
+# What MPT's own code reads and transformers does not: see docs/models.md.
+OWN_CODE = {("mpt", "no_bias"), ("mpt", "expansion_ratio")}
+VALUES: dict[str, list[Any]] = {
+    "hidden_act": ["gelu", "relu", "gelu_pytorch_tanh"],
+    "hidden_activation": ["gelu", "relu"],
+    "activation_function": ["gelu", "relu"],
+    "head_dim": [8, 32],
+    "sliding_window": [3, None],
+    "layer_types": [["full_attention"], ["sliding_attention"]],
+    "no_rope_layers": [[0], [1]],
+    "mlp_only_layers": [[0], []],
+    "rope_parameters": [
+        {"rope_theta": 99.0},
+        {"rope_theta": None},
+        {"partial_rotary_factor": 0.25},
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "truncate": False},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0.6, "mscale_all_dim": 1.1},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0},
+    ],
+    "rope_scaling": [{"rope_type": "linear", "factor": 3.0}],
+    "attn_config": [{"softmax_scale": 0.2}, {"clip_qkv": 0.5}, {"qk_ln": True}],
+    "vocab_size": [97],
+    "num_key_value_heads": [1, 4],
+    "logit_scale": [0.5],
+    "norm_type": ["layernorm"],
+}
+
+
+def values(key: str, value: Any, num_layers: int) -> list[Any]:
+    """Others than a field has: of its own kind, or of the kind that its name says."""
+    if key in VALUES:
+        lists = [each * num_layers if key in ("layer_types", "no_rope_layers") else each for each in VALUES[key]]
+        return [merged(value, each) for each in lists]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value // 2, value * 2, value + 1]
+    if isinstance(value, float):
+        return [value * 1.7, value * 0.4]
+    return [True, 3, 0.6] if value is None else []
+
+
+def merged(value: Any, changes: Any) -> Any:
+    """An object with changes, which are those of full attention where it is one of objects by kinds of layers."""
+    if not isinstance(value, dict) or not isinstance(changes, dict):
+        return changes
+    kind = "full_attention"
+    return {**value, kind: {**value[kind], **changes}} if kind in value else {**value, **changes}
+
+
+@cache
+def base(family: str) -> dict[str, Any]:
+    """The contents of config.json of a family, as transformers writes it."""
+    config = transformers.AutoConfig.for_model(family, **{**DEFAULTS[family], **NO_SPECIAL_TOKENS})
+    architecture = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture]}
+
+
+def theirs(family: str, config: dict[str, Any]) -> Any:
+    """transformers' model, with weights drawn; None: it makes none of such a config, or cannot compute it."""
+    try:
+        parsed = transformers.AutoConfig.for_model(family).__class__.from_dict(config)
+        model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
+        draw_weights(model, seed=7)
+        return model if logits(model).isfinite().all() else None
+    except Exception:
+        return None
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(tokens(model.config.vocab_size)[None]).logits[0]
+
+
+def tokens(vocab_size: int) -> torch.Tensor:
+    return torch.randint(0, min(vocab_size, 90), (24,), generator=torch.Generator().manual_seed(2))
+
+
+def ours(config: dict[str, Any]) -> ModelConfig | None:
+    try:
+        return parse_config(config)
+    except CheckpointError:
+        return None
+
+
+def fields(family: str) -> dict[str, Any]:
+    """All fields of all families, with the values that this one has."""
+    foreign = {key: value for other in FAMILIES for key, value in base(other).items()}
+    found = {**foreign, **base(family)}
+    left_out = BESIDE | {key for of_family, key in OWN_CODE if of_family == family}
+    return {key: value for key, value in found.items() if key not in left_out and not DROPOUT.search(key)}
+
+
+def fault(directory: Path, family: str, config: dict[str, Any]) -> str | None:
+    """Say how the logits of one checkpoint differ, if transformers has any."""
+    model = theirs(family, config)
+    if model is None:
+        return None
+    model.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(config))
+    expected = logits(model)
+    try:
+        loaded = load_model(directory, dtype=torch.float32, device=CPU)
+    except CheckpointError as error:
+        return str(error)
+    actual = compute_logits(loaded, tokens(len(expected[0])), chunks=(9, 1, 14))
+    atol = TOLERANCE * expected.abs().max().item()
+    return None if torch.allclose(actual, expected, rtol=0, atol=atol) else f"{(actual - expected).abs().max()}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_means_what_it_means_to_transformers(tmp_path: Path, family: str) -> None:
+    """One that we read changes the logits as there, and those that we do not read change none."""
+    config, plain = base(family), parse_config(base(family))
+    expected, num_read, faults = logits(theirs(family, config)), 0, []
+    for key, value in sorted(fields(family).items()):
+        for other in values(key, value, plain.num_layers):
+            changed = {**config, key: other}
+            parsed = ours(changed)
+            if parsed is None or other == config.get(key):
+                continue
+            if parsed != plain:
+                num_read += 1
+                found = fault(tmp_path / f"{num_read}", family, changed)
+            else:
+                model = theirs(family, changed)
+                is_unread = model is None or torch.equal(logits(model), expected)
+                found = None if is_unread else "we do not read it"
+            if found is not None:
+                faults.append(f"{key} is {other}, was {config.get(key)}: {found}")
+    assert num_read >= 5
+    assert not faults, "\n".join(faults)
