@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES
+from pagewire.transport.memory_size import parse_memory
 from pagewire.transport.option_limits import PORT, URL, Limit, between, check_options, option
 
 _MAX_BLOCKS = (1 << 31) - 2
@@ -12,8 +13,6 @@ _MUST_BE = "; it must be"
 ATTENTION_BACKENDS = {"cpu": "", "triton": "triton", "flash_attn": "flash-attn, and triton,", "torch": ""}
 _BLOCK_SIZE = 16
 _BLOCK_SIZES = {"flash_attn": 256}  # of backends that take no other
-_LEAST_BYTES = 1024  # of memory that is asked for in bytes: less is a number without its unit
-_MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +173,11 @@ class WorkerConfig:
                 )
         if self.kv_cache_memory is not None:
             parse_memory("--kv-cache-memory", self.kv_cache_memory)
+            if self.num_device_blocks is not None:
+                raise ValueError(
+                    f"--kv-cache-memory is {self.kv_cache_memory} and --num-device-blocks is {self.num_device_blocks}; "
+                    "give only one"
+                )
         self._validate_ranks()
         self._validate_quantization()
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -217,22 +221,6 @@ class WorkerConfig:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
             raise ValueError(f"--tensor-parallel-address is {address!r}; it must be HOST:PORT or file:/DIRECTORY")
-
-
-def parse_memory(flag: str, text: str, least: int = 1) -> int:
-    """Read the bytes of a text such as "4GiB", "512MiB" or "1000000". Raises ValueError that names the flag."""
-    number = text.strip().rstrip("abceghikmtABCEGHIKMT ")
-    unit = text.strip()[len(number) :].strip().lower()
-    try:
-        num_bytes = int(float(number) * _MEMORY_UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        num_bytes = -1
-    if not unit and num_bytes >= 0 and 0 < float(number) < _LEAST_BYTES:
-        raise ValueError(f"{flag} is {text!r}, which is in bytes; did you mean {number}GiB?")
-    if num_bytes < least:
-        size = "a positive size" if least else "0 or a size"
-        raise ValueError(f"{flag} is {text!r}; it must be {size} such as 4GiB, 512MiB or a number of bytes")
-    return num_bytes
 
 
 def _check_socket(flag: str, path: str) -> None:

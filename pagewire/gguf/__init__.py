@@ -8,6 +8,7 @@ from pagewire.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, architectur
 from pagewire.gguf.checkpoint_files import config_json, generation_config_json, tokenizer_config_json
 from pagewire.gguf.element_types import SERVED_TYPES, ElementType
 from pagewire.gguf.file import GgufError, GgufFile, TensorInfo, is_gguf
+from pagewire.gguf.lfs_pointer import LfsPointerError, check_pointer, read_text
 from pagewire.gguf.tokenizer import read_tokenizer, tokenizer_json
 
 __all__ = [
@@ -17,11 +18,14 @@ __all__ = [
     "ElementType",
     "GgufError",
     "GgufFile",
+    "LfsPointerError",
     "TensorInfo",
     "architecture_of",
+    "check_pointer",
     "config_json",
     "generation_config_json",
     "is_gguf",
+    "read_text",
     "read_tokenizer",
     "tokenizer_config_json",
     "tokenizer_json",

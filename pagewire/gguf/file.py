@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagewire.gguf.element_types import SERVED_TYPES, ElementType, type_name
+from pagewire.gguf.lfs_pointer import LfsPointerError, check_pointer
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -56,10 +57,13 @@ class GgufFile:
     def open(path: Path) -> "GgufFile":
         """Read a file's header. Raises GgufError for what is no such file, is broken, or is only a part of a model."""
         try:
+            check_pointer(path)
             with path.open("rb") as stream:
                 file = _read_header(path, stream)
         except OSError as error:
             raise GgufError(f"{path} cannot be read: {error.strerror}") from error
+        except LfsPointerError as error:
+            raise GgufError(f"{path} is no GGUF file: {error}") from error
         if file.metadata.get("split.count", 0) not in (0, 1):
             raise GgufError(
                 f"{path} is one of {shown(file.metadata['split.count'])} parts of a model: join them first, with "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.gguf.file import GgufError, GgufFile, is_gguf, shown
+from pagewire.gguf.lfs_pointer import read_text
 from pagewire.gguf.metadata import Metadata
 from pagewire.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from pagewire.gguf.special_tokens import SpecialTokens
@@ -28,7 +29,7 @@ def read_tokenizer(path: Path) -> str:
         return json.dumps(tokenizer_json(GgufFile.open(path)))
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
-    return path.read_text(encoding="utf-8")
+    return read_text(path)
 
 
 def tokenizer_json(file: GgufFile) -> dict[str, Any]:

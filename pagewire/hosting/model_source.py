@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pagewire.compatibility import suggestion
 from pagewire.errors import CommandError
-from pagewire.gguf import is_gguf
+from pagewire.gguf import is_gguf, read_text
+from pagewire.transport.memory_size import describe_memory
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def _weight_files(snapshot: Path) -> list[str]:
     if not index.is_file():
         return [SINGLE]
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(read_text(index))["weight_map"].values())
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ModelSourceError(f"{index} is no index of safetensors: {error!r}") from None
     return sorted(str(name) for name in names)
@@ -265,9 +266,9 @@ class _HubModel:
             raise ModelSourceError(f"the Hugging Face repository {self._name} has {_without_safetensors(sizes)}")
         if missing:
             raise ModelSourceError(f"the Hugging Face repository {self._name} lacks {missing[0]}, which {INDEX} names")
-        gib = sum(sizes[name] for name in names) / (1 << 30)
+        size = describe_memory(sum(sizes[name] for name in names))
         # Whatever the log level is: it may take long, and only a terminal has a progress bar.
-        log.warning("downloading %s: weights in %d files, %.2f GiB", self._name, len(names), gib)
+        log.warning("downloading %s: weights in %d files, %s", self._name, len(names), size)
         started_at = time.monotonic()
         self._fetch(names, revision=snapshot.name)
         log.warning("downloaded %s in %.1f s to %s", self._name, time.monotonic() - started_at, snapshot)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.gguf import LfsPointerError, read_text
 from scheduler_service.serving.template_sandbox import Overspent, Template, TemplateFailure
 
 _QUESTION = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": True}
@@ -46,11 +47,12 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
 
 
 def _read_text(path: Path) -> str:
-    content = path.read_bytes()
     try:
-        return content.decode("utf-8")
+        return read_text(path)
+    except LfsPointerError as error:
+        raise ValueError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{path}, line {line}: not UTF-8 ({error.reason}, byte 0x{content[error.start]:02x})"
+            f"{path}, line {line}: not UTF-8 ({error.reason}, byte 0x{error.object[error.start]:02x})"
         ) from None

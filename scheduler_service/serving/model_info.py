@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pagewire.gguf import GgufFile, config_json, generation_config_json, is_gguf, tokenizer_config_json
+from pagewire.gguf import GgufFile, config_json, generation_config_json, is_gguf, read_text, tokenizer_config_json
 from pagewire.transport.sampling_ranges import RANGES
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.chat_template import ChatTemplate, read_chat_template
@@ -193,7 +193,7 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
             raise ValueError(f"{path} is missing: --model must name a checkpoint directory as published")
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     except RecursionError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import GgufFile
+from pagewire.gguf import GgufFile, read_text
 from scheduler_service.core.plan import Pooling
 
 _MODULES_FILE = "modules.json"
@@ -56,7 +56,7 @@ def read_gguf_pooling(file: GgufFile) -> PoolingChoice:
 
 def _read_modules(path: Path) -> list[dict[str, str]]:
     try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
+        modules = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)

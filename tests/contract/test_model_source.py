@@ -91,7 +91,7 @@ def test_only_the_files_that_are_read_are_downloaded_and_only_once(served: tuple
         assert (Path(directory) / "model.safetensors").read_bytes() == WEIGHTS
         assert "%|" not in ended.stderr
         assert "HTTP Request" not in ended.stderr
-        assert ("downloading org/whole: weights in 1 files, 0.00 GiB" in ended.stderr) == (number == 0)
+        assert ("downloading org/whole: weights in 1 files, " in ended.stderr) == (number == 0)
         assert ("is in the local cache" in ended.stderr) == (number == 1)
     assert sorted(made.downloaded) == sorted([*SMALL, "model.safetensors"])
     num_requests = len(made.requests)

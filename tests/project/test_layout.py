@@ -93,6 +93,7 @@ ALLOWED_IMPORTS = {
         "pagewire.gguf",
         "pagewire.grammars",
         "pagewire.kernels.cpu",
+        "pagewire.transport.memory_size",
         "pagewire.transport.process",
     ),
     "worker_service.grammars": ("worker_service.grammars", "worker_service.step", "pagewire.grammars"),
@@ -118,7 +119,7 @@ ALLOWED_IMPORTS = {
         "pagewire.kernels.float8",
         "pagewire.kernels.quantized",
     ),
-    "worker_service.models.checkpoint_files": (),
+    "worker_service.models.checkpoint_files": ("pagewire.gguf",),
     "worker_service.attention": (
         "worker_service.attention",
         "worker_service.config.ATTENTION_BACKENDS",
@@ -133,6 +134,7 @@ ALLOWED_IMPORTS = {
         "worker_service.models",
         "worker_service.step",
         "pagewire.kernels",
+        "pagewire.transport.memory_size",
     ),
     "worker_service.device": (
         "worker_service.device",

@@ -30,13 +30,14 @@ TOGETHER = {
     "architectures": {"architecture", "has no ", "rope_parameters", "partial_rotary_factor", "hidden_act"},
     "model_type": {"architecture"},
     "type": {"rope_type"},
+    "rope_type": {"original_max"},
     "sliding_window": {"layer_types"},
     "use_sliding_window": {"layer_types", "sliding_window"},
     "num_local_experts": {"num_experts"},
 }
 # What belongs to a type of scaling that the family does not have.
 TOGETHER |= {
-    key: {*TOGETHER.get(key, ()), "rope_type", "long_factor", "short_factor"}
+    key: {*TOGETHER.get(key, ()), "rope_type", "long_factor", "short_factor", "original_max"}
     for key in (
         "factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
         "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor", "rope_parameters", "rope_scaling",

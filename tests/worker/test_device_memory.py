@@ -65,7 +65,7 @@ def test_ranks_leave_room_for_what_they_exchange_by() -> None:
     alone = memory_of(80, LARGE)
     among = replace(alone, exchange=EXCHANGE_BYTES)
     assert alone.left(0.9) - among.left(0.9) == 512 << 20
-    assert "what ranks exchange by 0.50" in among.describe()
+    assert "what ranks exchange by 512.00 MiB" in among.describe()
     assert "exchange" not in alone.describe()
 
 
@@ -111,14 +111,14 @@ def test_no_more_blocks_than_all_rows_could_use() -> None:
     [
         # 15,454,332,518 of 25,757,220,864 bytes: less than the weights; all of them would do.
         (memory_of(24, LARGE), 0.6, r"raise --gpu-memory-utilization, which is 0.6, or lower --max-num-batched-tokens"),
-        (memory_of(24, LARGE, step=9 * GIB), 0.9, r"GiB; lower --max-num-batched-tokens, which is 2048, or --max-num-"),
+        (memory_of(24, LARGE, step=9 * GIB), 0.9, r"MiB; lower --max-num-batched-tokens, which is 2048, or --max-num-"),
         (replace(memory_of(24, LARGE), others=9 * GIB), 0.9, "the weights alone leave no room: use a GPU with more"),
     ],
 )
 def test_no_room_says_what_takes_it_and_what_to_do(memory: DeviceMemory, utilization: float, remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy) as raised:
         size_pool(memory, utilization=utilization, block_bytes=2_359_296, max_num_blocks=1 << 30, step=STEP)
-    assert "of the GPU's 23.99 GiB, weights 15.26, the largest step" in str(raised.value)
+    assert "of the GPU's 23.99 GiB, weights 15.26 GiB, the largest step" in str(raised.value)
 
 
 def test_a_pool_that_is_too_large_says_how_many_blocks_fit() -> None:
@@ -161,4 +161,4 @@ def test_refusals_of_steps_and_weights_say_what_to_lower() -> None:
     assert "a step of 65536 tokens in 256 rows does not fit" in str(error)
     assert "lower --max-num-batched-tokens, which is 65536" in str(error)
     error = weights_refusal(total=CARDS[24], free=20 * GIB, needed=61 * GIB)
-    assert "they take 61.00 GiB, and 20.00 of the GPU's 23.99 GiB are free" in str(error)
+    assert "they take 61.00 GiB, and 20.00 GiB of the GPU's 23.99 GiB are free" in str(error)

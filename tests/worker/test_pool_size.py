@@ -1,5 +1,6 @@
 """How many blocks the pools get: as told, by default, and what is said when there is no room for them."""
 
+import re
 from typing import Any
 
 import pytest
@@ -71,6 +72,23 @@ def test_what_is_said_counts_before_the_default(options: dict[str, Any], expecte
     assert sizes(**options).num_host_blocks(100 * GIB, default_bytes=4 * GIB) == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"kv_cache_memory": "999GiB"},
+            "--kv-cache-memory is 999GiB, of which the KV cache takes 1001.00 MiB: .*--max-num-seqs 7 ",
+        ),
+        ({"kv_cache_memory": "1002MiB"}, "--kv-cache-memory is 1002MiB, of which the KV cache takes 1001.00 MiB"),
+        ({"kv_cache_memory": "1001.9MiB"}, None),
+        ({}, None),
+    ],
+)
+def test_a_pool_that_is_smaller_than_was_asked_says_so(options: dict[str, Any], said: str | None) -> None:
+    found = sizes(**options, max_num_seqs=7).describe_lowered()
+    assert found is None if said is None else re.search(said, found or "")
+
+
 @pytest.mark.parametrize("default_bytes", [0, 1, MIB, 2 * MIB - 1])
 def test_a_default_that_holds_no_block_is_none(default_bytes: int) -> None:
     assert sizes().num_host_blocks(100 * GIB, default_bytes) == 0
@@ -79,13 +97,13 @@ def test_a_default_that_holds_no_block_is_none(default_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"swap_space": "11GiB"}, "--swap-space is 11GiB, which takes 11.000 GiB; 10.000 GiB of memory are available"),
-        ({"num_host_blocks": 20_000}, "--num-host-blocks is 20000, which takes 19.532 GiB; 10.000 GiB"),
+        ({"swap_space": "11GiB"}, "--swap-space is 11GiB, which takes 11.00 GiB; 10.00 GiB of memory are available"),
+        ({"num_host_blocks": 20_000}, "--num-host-blocks is 20000, which takes 19.53 GiB; 10.00 GiB"),
         ({"num_device_blocks": 20_000}, "--num-device-blocks is 20000: 20000 blocks take 19.53 GiB; 10.00 GiB"),
         ({"kv_cache_memory": "11GiB", "max_num_blocks": 20_000}, "--kv-cache-memory is 11GiB: 11263 blocks take 11.00"),
         (
             {"num_device_blocks": 6000, "num_host_blocks": 6000},
-            "--num-host-blocks is 6000, which takes 5.860 GiB; 4.14",
+            "--num-host-blocks is 6000, which takes 5.86 GiB; 4.14",
         ),
     ],
 )
@@ -95,7 +113,7 @@ def test_a_pool_beyond_the_memory_of_a_cpu_names_its_flag(options: dict[str, Any
 
 
 def test_a_cpu_without_memory_has_room_for_no_block() -> None:
-    with pytest.raises(ValueError, match=r"the KV cache may take 0.000 GiB, two blocks take 0.002 GiB; free memory"):
+    with pytest.raises(ValueError, match=r"the KV cache may take 0 bytes, two blocks take 2.00 MiB; free memory"):
         sizes().num_blocks_of_cpu(-GIB)
     assert sizes().num_blocks_of_cpu(GIB) == (306, 0)  # 30 %, one block of it never used
 

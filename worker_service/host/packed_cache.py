@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor, nn
 
 from pagewire.kernels.cpu import CpuKernels, PackedLinear, QuantizedPanels
+from pagewire.transport.memory_size import describe_memory
 from worker_service.host.operations import CpuExpertProduct, CpuProduct, floats
 from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 
@@ -98,7 +99,7 @@ class PackedCache:
                 "the packed weights cannot be kept in %s: %s; each start quantises them anew", self.path, error
             )
             return
-        logger.info("kept the packed weights in %s, %.2f GiB", self.path, self.path.stat().st_size / (1 << 30))
+        logger.info("kept the packed weights in %s, %s", self.path, describe_memory(self.path.stat().st_size))
 
     def _open(self) -> dict[str, dict[str, Any]]:
         """Return what the file says of each product."""

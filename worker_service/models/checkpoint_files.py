@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.gguf import LfsPointerError, check_pointer, read_text
+
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 SINGLE_FILE = "model.safetensors"
@@ -49,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; a checkpoint directory must have it") from error
     except RecursionError as error:
@@ -72,6 +74,7 @@ def model_digest(path: Path) -> bytes:
     tokenizer = path / TOKENIZER_FILE
     digest = hashlib.sha256(config.read_bytes())
     if tokenizer.is_file():
+        _check_pointer(tokenizer)
         digest.update(tokenizer.read_bytes())
     return digest.digest()
 
@@ -114,6 +117,7 @@ def _without_weights(path: Path) -> str:
 def _read_header(file: Path) -> dict[str, TensorHeader]:
     """The tensors of one file, which is whole: its header says how long it must be."""
     try:
+        _check_pointer(file)
         with file.open("rb") as stream:
             size = file.stat().st_size
             length = int.from_bytes(stream.read(8), "little")
@@ -147,6 +151,13 @@ def _parse_entry(file_name: str, entry: Any) -> tuple[TensorHeader, int]:
     if start > end or (dtype in _ELEMENT_BYTES and end - start != math.prod(shape) * _ELEMENT_BYTES[dtype]):
         raise ValueError
     return TensorHeader(file_name, dtype, shape), end
+
+
+def _check_pointer(file: Path) -> None:
+    try:
+        check_pointer(file)
+    except LfsPointerError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def _broken(file: Path, why: str) -> CheckpointError:

@@ -13,6 +13,7 @@ from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat
 from pagewire.kernels.rounding import BITS, GROUP_SIZE, quantized_format
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
+from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.decoder import Attention, Decoder, HeadNorm, Norm
@@ -116,6 +117,11 @@ def prepare_model(
     (head,) = [weight.source for weight in table if weight.target == "head"]
     has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight"))
     is_tied = shard.config.tie_word_embeddings and not has_head
+    if not (is_tied or has_head or is_dummy):
+        raise CheckpointError(
+            f"tensor {head}.weight is missing in {path}; if the model's head is its embedding, set tie_word_embeddings "
+            f"to true in {CONFIG_FILE}"
+        )
     embedding_format = _quantized_embedding(model, checkpoint, table)
     has_codes = embedding_format is not None and operations.holds_quantized(embedding_format, dtype)
     if has_codes and shard.size == 1:

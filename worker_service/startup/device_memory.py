@@ -11,6 +11,8 @@ meet when an epoch begins, and each may be started again alone.
 
 from dataclasses import dataclass
 
+from pagewire.transport.memory_size import describe_memory
+
 GIB = 1 << 30
 _DRIVER_BYTES_PER_GRAPH = 4 << 20  # an allowance
 # An allowance for the buffers of NCCL, which it allocates by itself when ranks meet: some 10 MiB for each channel and
@@ -53,8 +55,8 @@ class DeviceMemory:
             "what ranks exchange by": self.exchange,
             "CUDA itself and other processes": self.others,
         }
-        taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
-        return f"of the GPU's {self.total / GIB:.2f} GiB, {taken}"
+        taken = ", ".join(f"{name} {describe_memory(size)}" for name, size in parts.items() if size)
+        return f"of the GPU's {describe_memory(self.total)}, {taken}"
 
 
 def graph_bytes(*, largest_bytes: int, num_graphs: int) -> int:
@@ -79,7 +81,8 @@ def size_pool(
     else:
         remedy = _smaller_step(step)
     raise ValueError(
-        f"no block of the KV cache fits: {memory.describe()}; two blocks take {2 * block_bytes / GIB:.3f} GiB; {remedy}"
+        f"no block of the KV cache fits: {memory.describe()}; two blocks take {describe_memory(2 * block_bytes)}; "
+        f"{remedy}"
     )
 
 
@@ -88,7 +91,7 @@ def check_pool(memory: DeviceMemory, *, flag: str, asked: str, num_blocks: int, 
     num_fitting = memory.left(1.0) // block_bytes - 1
     if num_blocks > num_fitting:
         raise ValueError(
-            f"{flag} is {asked}: {num_blocks} blocks take {(num_blocks + 1) * block_bytes / GIB:.2f} GiB; "
+            f"{flag} is {asked}: {num_blocks} blocks take {describe_memory((num_blocks + 1) * block_bytes)}; "
             f"{memory.describe()}; {describe_fitting(num_fitting, block_bytes)}: lower {flag}"
         )
 
@@ -99,8 +102,8 @@ def check_cpu_pool(*, available: int, flag: str, asked: str, num_blocks: int, bl
     num_fitting = available // block_bytes - 1
     if num_blocks > num_fitting:
         raise ValueError(
-            f"{flag} is {asked}: {num_blocks} blocks take {(num_blocks + 1) * block_bytes / GIB:.2f} GiB; "
-            f"{available / GIB:.2f} GiB of memory are available; {describe_fitting(num_fitting, block_bytes)}: "
+            f"{flag} is {asked}: {num_blocks} blocks take {describe_memory((num_blocks + 1) * block_bytes)}; "
+            f"{describe_memory(available)} of memory are available; {describe_fitting(num_fitting, block_bytes)}: "
             f"lower {flag}"
         )
 
@@ -112,10 +115,10 @@ def check_cpu_weights(*, available: int, held: int, peak: int, held_in: str) -> 
     """
     if peak <= available:
         return
-    while_loading = f", {peak / GIB:.2f} GiB while they load" if peak > held else ""
+    while_loading = f", {describe_memory(peak)} while they load" if peak > held else ""
     raise ValueError(
-        f"the weights do not fit: in {held_in} they take {held / GIB:.2f} GiB{while_loading}, and "
-        f"{max(0, available) / GIB:.2f} GiB of memory are available: take a smaller model, a machine with more memory, "
+        f"the weights do not fit: in {held_in} they take {describe_memory(held)}{while_loading}, and "
+        f"{describe_memory(available)} of memory are available: take a smaller model, a machine with more memory, "
         "or end what else uses this one's"
     )
 
@@ -124,23 +127,24 @@ def describe_fitting(num_blocks: int, block_bytes: int) -> str:
     """Return how many usable blocks fit, in words."""
     if num_blocks < 1:
         return "no block fits"
-    return f"{num_blocks} blocks fit, {(num_blocks + 1) * block_bytes / GIB:.2f} GiB"
+    return f"{num_blocks} blocks fit, {describe_memory((num_blocks + 1) * block_bytes)}"
 
 
 def step_refusal(*, total: int, free: int, weights: int, step: StepSize) -> ValueError:
     """The largest step ran out of memory beside the weights. Bytes; `free`: with the weights loaded."""
     return ValueError(
-        f"a step of {step.num_tokens} tokens in {step.num_rows} rows does not fit: of the GPU's {total / GIB:.2f} GiB, "
-        f"weights {weights / GIB:.2f}, and {free / GIB:.2f} GiB are free; no block fits: {_smaller_step(step)}"
+        f"a step of {step.num_tokens} tokens in {step.num_rows} rows does not fit: of the GPU's "
+        f"{describe_memory(total)}, weights {describe_memory(weights)}, and {describe_memory(free)} are free; no block "
+        f"fits: {_smaller_step(step)}"
     )
 
 
 def weights_refusal(*, total: int, free: int, needed: int) -> ValueError:
     """The weights do not fit. Bytes; `free`: before they are loaded."""
     return ValueError(
-        f"the weights do not fit: they take {needed / GIB:.2f} GiB, and {free / GIB:.2f} of the GPU's "
-        f"{total / GIB:.2f} GiB are free; no block fits: use a GPU with more memory, end what else uses this one, or "
-        "share the model among ranks (--tensor-parallel-size)"
+        f"the weights do not fit: they take {describe_memory(needed)}, and {describe_memory(free)} of the GPU's "
+        f"{describe_memory(total)} are free; no block fits: use a GPU with more memory, end what else uses this one, "
+        "or share the model among ranks (--tensor-parallel-size)"
     )
 
 

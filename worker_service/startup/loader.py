@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from pagewire.kernels.cpu import BuildError, CpuKernels
+from pagewire.transport.memory_size import describe_memory
 from pagewire.transport.process import announce_memory
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
@@ -34,7 +35,6 @@ from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels, quantized_folder
 from worker_service.startup.device_memory import (
     EXCHANGE_BYTES,
-    GIB,
     DeviceMemory,
     StepSize,
     check_cpu_weights,
@@ -124,6 +124,7 @@ def _load_worker(
         config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams, kernels
     )
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
+    log_lowered(config, sizes)
     log_size(shape, num_device_blocks, max_model_len, model_config.sliding_window)
     grammars, grammar_version = start.finish()
     runner, cache = _allocate(replace(assembly, grammars=grammars), num_device_blocks, num_host_blocks)
@@ -377,7 +378,7 @@ def log_formats(unloaded: UnloadedModel) -> None:
     """Says of quantised weights what becomes of them."""
     description = unloaded.describe_quantization()
     if description is not None:
-        logger.info("%s; the model takes %.2f GiB", description, unloaded.footprint().held / GIB)
+        logger.info("%s; the model takes %s", description, describe_memory(unloaded.footprint().held))
 
 
 def log_stretch(rope: RopeConfig | None, max_model_len: int) -> None:
@@ -424,7 +425,7 @@ def _load_weights(unloaded: UnloadedModel, report: LoadProgress | None, cache: P
         if device.type == "cuda":
             raise weights_refusal(total=total, free=free, needed=needed) from error
         raise ValueError(
-            f"the weights, {needed / GIB:.2f} GiB, cannot be allocated: this process may have less"
+            f"the weights, {describe_memory(needed)}, cannot be allocated: this process may have less"
         ) from error
     if cache is not None:
         cache.keep(unloaded.model)
@@ -438,23 +439,41 @@ def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        block_gib = assembly.shape.block_bytes / GIB
+        device_size, host_size = (
+            describe_memory(num_blocks * assembly.shape.block_bytes)
+            for num_blocks in (num_device_blocks, num_host_blocks)
+        )
         raise ValueError(
-            f"the KV cache cannot be allocated: {num_device_blocks} device blocks, {num_device_blocks * block_gib:.2f} "
-            f"GiB, and {num_host_blocks} host blocks, {num_host_blocks * block_gib:.2f} GiB: lower --num-device-blocks "
-            "or --kv-cache-memory, and --swap-space"
+            f"the KV cache cannot be allocated: {num_device_blocks} device blocks, {device_size}, and "
+            f"{num_host_blocks} host blocks, {host_size}: lower --num-device-blocks or --kv-cache-memory, and "
+            "--swap-space"
         ) from error
+
+
+def log_lowered(config: WorkerConfig, sizes: PoolSize) -> None:
+    """Says which amounts that were asked for are not reached, though the worker starts."""
+    lowered = sizes.describe_lowered()
+    if lowered is not None:
+        logger.warning("%s", lowered)
+    if config.max_num_seqs > config.max_num_batched_tokens:
+        logger.warning(
+            "--max-num-seqs is %d, but at most %d sequences run at the same time: a step computes a token of each, and "
+            "--max-num-batched-tokens is %d",
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.max_num_batched_tokens,
+        )
 
 
 def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int, sliding_window: int = 0) -> None:
     num_positions = num_device_blocks * shape.block_size
     logger.info(
-        "KV cache: %d blocks, %d tokens, %.2f x max_model_len (%d), %.3f GiB",
+        "KV cache: %d blocks, %d tokens, %.2f x max_model_len (%d), %s",
         num_device_blocks,
         num_positions,
         num_positions / max_model_len,
         max_model_len,
-        (num_device_blocks + 1) * shape.block_bytes / GIB,
+        describe_memory((num_device_blocks + 1) * shape.block_bytes),
     )
     # Where every layer has a window, the blocks of one suffice for any request.
     num_needed = min(max_model_len, sliding_window + 2 * shape.block_size) if sliding_window else max_model_len
@@ -470,9 +489,9 @@ def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int, slid
 def log_host_size(shape: CacheShape, num_host_blocks: int, bandwidth: float) -> None:
     """`bandwidth` in bytes per second."""
     logger.info(
-        "swap space: %d blocks, %d tokens, %.3f GiB; blocks move at %.2f GiB/s",
+        "swap space: %d blocks, %d tokens, %s; blocks move at %s a second",
         num_host_blocks,
         num_host_blocks * shape.block_size,
-        (num_host_blocks + 1) * shape.block_bytes / GIB,
-        bandwidth / GIB,
+        describe_memory((num_host_blocks + 1) * shape.block_bytes),
+        describe_memory(bandwidth),
     )

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from worker_service.config import WorkerConfig, parse_memory
+from pagewire.transport.memory_size import describe_memory, parse_memory
+from worker_service.config import WorkerConfig
 from worker_service.startup.device_memory import GIB, DeviceMemory, StepSize, check_cpu_pool, check_pool, size_pool
 
 _MAX_DEFAULT_CPU_BYTES = 4 * GIB
@@ -36,8 +37,8 @@ def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, rem
     num_blocks = min(cache_bytes // block_bytes - 1, max_num_blocks)
     if num_blocks < 1:
         raise ValueError(
-            f"the KV cache may take {max(cache_bytes, 0) / GIB:.3f} GiB, two blocks take "
-            f"{2 * block_bytes / GIB:.3f} GiB; {remedy}"
+            f"the KV cache may take {describe_memory(cache_bytes)}, two blocks take "
+            f"{describe_memory(2 * block_bytes)}; {remedy}"
         )
     return num_blocks
 
@@ -69,8 +70,8 @@ class PoolSize:
             return max(0, default_bytes // block_bytes - 1)
         if pool_bytes > available_bytes:
             raise ValueError(
-                f"{flag} is {asked}, which takes {pool_bytes / GIB:.3f} GiB; {max(0, available_bytes) / GIB:.3f} GiB "
-                "of memory are available: lower it"
+                f"{flag} is {asked}, which takes {describe_memory(pool_bytes)}; "
+                f"{describe_memory(available_bytes)} of memory are available: lower it"
             )
         return num_blocks
 
@@ -113,6 +114,17 @@ class PoolSize:
             )
         check_pool(memory, flag=flag, asked=asked, num_blocks=num_asked, block_bytes=self.block_bytes)
         return num_asked
+
+    def describe_lowered(self) -> str | None:
+        """Say that the pool is smaller than --kv-cache-memory, if it is."""
+        asked = self.config.kv_cache_memory
+        used = (self.max_num_blocks + 1) * self.block_bytes
+        if asked is None or parse_memory("--kv-cache-memory", asked) < used + self.block_bytes:
+            return None
+        return (
+            f"--kv-cache-memory is {asked}, of which the KV cache takes {describe_memory(used)}: --max-num-seqs "
+            f"{self.config.max_num_seqs} sequences as long as --max-model-len use no more"
+        )
 
     def _asked(self) -> tuple[str, str, int | None]:
         """The flag by which somebody sized the pool, its value, and usable blocks; these are None if nobody did."""

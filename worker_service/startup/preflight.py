@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pagewire.gguf import is_gguf
+from pagewire.transport.memory_size import describe_memory
 from worker_service.config import WorkerConfig
 from worker_service.models.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
 from worker_service.models.config import ModelConfig
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size
-from worker_service.models.source import load_config, read_headers
-from worker_service.startup.device_memory import GIB
+from worker_service.models.source import load_config, model_digest, read_headers
 from worker_service.startup.host_memory import available_bytes
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # one of them is there where torch can find a GPU
@@ -29,6 +29,7 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
         raise ValueError(f"--model is {config.model!r}, but that is neither a directory nor a GGUF file")
     try:
         model = load_config(path)
+        model_digest(path)
         choose_max_model_len(config.max_model_len, model.max_position_embeddings)
         headers = {} if config.load_format == "dummy" else read_headers(path)
     except CheckpointError as error:
@@ -43,8 +44,8 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
         available = available_bytes()
         if weights > available:
             raise ValueError(
-                f"--model {config.model}: its weights take at least {weights / GIB:.2f} GiB, and "
-                f"{available / GIB:.2f} GiB of memory are available: take a smaller model or a machine with more "
+                f"--model {config.model}: its weights take at least {describe_memory(weights)}, and "
+                f"{describe_memory(available)} of memory are available: take a smaller model or a machine with more "
                 "memory, or end what else uses it"
             )
 

@@ -92,7 +92,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
     for architecture in architectures:
         if architecture in BY_ARCHITECTURE:
             return architecture
-    if config.get("auto_map"):
-        raise CheckpointError(f"the model brings its own code (auto_map), which is never run; supported: {supported}")
+    code = ", and the model's own code (auto_map) is never run" if config.get("auto_map") else ""
     named = ", ".join(architectures) or f"none (model_type {shown(config.get('model_type'))})"
-    raise CheckpointError(f"{CONFIG_FILE}: architecture {named} is not supported; supported: {supported}")
+    raise CheckpointError(f"{CONFIG_FILE}: architecture {named} is not supported{code}; supported: {supported}")

@@ -82,7 +82,9 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     original = config.get(ORIGINAL)
     if original is not None:
         if rope.get(ORIGINAL, original) != original:
-            raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"as {ORIGINAL} beside it, {shown(original)}")
+            raise unserved(
+                f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"{shown(original)}, as {ORIGINAL} beside it is"
+            )
         beside[ORIGINAL] = original
     return {**beside, **rope}
 
@@ -151,7 +153,7 @@ def read_longrope(
     short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
     original = positive(config, ORIGINAL, _LONGROPE_ORIGINAL)
     if rope.get(ORIGINAL, original) != original:
-        raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"as {ORIGINAL} beside it, which is {original}")
+        raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"{original}, as {ORIGINAL} beside it is")
     factor = number(rope, "factor", max_position_embeddings / original)
     attention_factor = number(rope, "attention_factor", _longrope_attention_factor(factor, original))
     is_stretched = max_position_embeddings > original

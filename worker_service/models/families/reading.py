@@ -36,7 +36,7 @@ def check_names(config: Mapping[str, Any]) -> None:
         first, *others = [name for name in names if config.get(name) is not None] or [""]
         for name in others:
             if config[name] != config[first]:
-                raise unserved(name, config[name], f"as {first}, {shown(config[first])}: both are one")
+                raise unserved(name, config[name], f"{shown(config[first])}, as {first} is")
 
 
 def positive(config: Mapping[str, Any], key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:

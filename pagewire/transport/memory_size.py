@@ -1,0 +1,27 @@
+"""Sizes of memory and files: written by people as "4GiB", and for people in the unit that suits them."""
+
+_LEAST_BYTES = 1024  # of memory that is asked for in bytes: less is a number without its unit
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_memory(flag: str, text: str, least: int = 1) -> int:
+    """Read the bytes of a text such as "4GiB", "512MiB" or "1000000". Raises ValueError that names the flag."""
+    number = text.strip().rstrip("abceghikmtABCEGHIKMT ")
+    unit = text.strip()[len(number) :].strip().lower()
+    units = {"": 1, **{name.lower(): size for name, size in _UNITS.items() if size > 1}}
+    try:
+        num_bytes = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        num_bytes = -1
+    if not unit and num_bytes >= 0 and 0 < float(number) < _LEAST_BYTES:
+        raise ValueError(f"{flag} is {text!r}, which is in bytes; did you mean {number}GiB?")
+    if num_bytes < least:
+        size = "a positive size" if least else "0 or a size"
+        raise ValueError(f"{flag} is {text!r}; it must be {size} such as 4GiB, 512MiB or a number of bytes")
+    return num_bytes
+
+
+def describe_memory(num_bytes: float) -> str:
+    """Return the size in the largest unit of which it has one. What is below 0 is 0: no memory is left."""
+    name, size = next(unit for unit in reversed(_UNITS.items()) if num_bytes >= unit[1] or unit[1] == 1)
+    return f"{num_bytes / size:.2f} {name}" if size > 1 else f"{max(0, int(num_bytes))} bytes"
