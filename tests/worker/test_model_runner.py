@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from pagewire.transport.memory_size import describe_memory
 from pagewire.transport.process import EXIT_WITH_PARENT, MEMORY_PREFIX
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
@@ -187,13 +188,13 @@ def test_a_parent_hears_what_memory_is_taken(
     worker = load(checkpoints["qwen2"], kv_cache_memory="512MiB", num_device_blocks=None)
     (line,) = capfd.readouterr().out.splitlines()
     assert line.startswith(MEMORY_PREFIX)
-    assert "GiB of weights" in line
+    assert "KiB of weights" in line
     # What computes may be larger than what is stored, which is float32 here, and rounds up to whole panels.
     stored_bytes = sum(file.stat().st_size for file in checkpoints["qwen2"].glob("*.safetensors"))
     assert worker.ready.weight_format == "float32"
     assert stored_bytes / 2 < worker.ready.weight_bytes < 2 * stored_bytes
-    cache_gib = worker.ready.num_device_blocks * worker.ready.block_bytes / (1 << 30)
-    assert f"and {cache_gib:.2f} GiB of KV cache; " in line
+    cache_bytes = worker.ready.num_device_blocks * worker.ready.block_bytes
+    assert f"and {describe_memory(cache_bytes)} of KV cache; " in line
 
 
 def test_bfloat16_tokens_are_near_the_choice(checkpoints: dict[str, Path]) -> None:

@@ -368,9 +368,9 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
 def describe_demand(footprint: Footprint, cache_bytes: int, available: int) -> str:
     """Return what a worker takes of a CPU's memory, and what there is, in words."""
     return (
-        f"{footprint.held / GIB:.2f} GiB of weights, {footprint.peak / GIB:.2f} GiB while they load, and "
-        f"{cache_bytes / GIB:.2f} GiB of KV cache; {available / GIB:.2f} GiB were available: take a smaller model, "
-        "lower --kv-cache-memory, or end what else uses the memory"
+        f"{describe_memory(footprint.held)} of weights, {describe_memory(footprint.peak)} while they load, and "
+        f"{describe_memory(cache_bytes)} of KV cache; {describe_memory(available)} were available: take a smaller "
+        "model, lower --kv-cache-memory, or end what else uses the memory"
     )
 
 

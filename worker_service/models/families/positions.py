@@ -78,15 +78,14 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`), which wrote null where it left no
     scaling, and transformers 5 (`rope_parameters`). The original length may stand beside them."""
     rope = json_object(config, "rope_parameters") or json_object(config, "rope_scaling")
-    beside = {"rope_theta": config.get("rope_theta")}
+    settings = {"rope_theta": config.get("rope_theta"), **rope}
     original = config.get(ORIGINAL)
-    if original is not None:
-        if rope.get(ORIGINAL, original) != original:
-            raise unserved(
-                f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"{shown(original)}, as {ORIGINAL} beside it is"
-            )
-        beside[ORIGINAL] = original
-    return {**beside, **rope}
+    if original is None:
+        return settings
+    if settings.get(ORIGINAL) not in (None, original):
+        expected = f"{shown(original)}, as {ORIGINAL} beside it is"
+        raise unserved(f"rope_parameters.{ORIGINAL}", settings[ORIGINAL], expected)
+    return {**settings, ORIGINAL: original}
 
 
 def read_layer_types(
@@ -152,7 +151,7 @@ def read_longrope(
     both."""
     short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
     original = positive(config, ORIGINAL, _LONGROPE_ORIGINAL)
-    if rope.get(ORIGINAL, original) != original:
+    if rope.get(ORIGINAL) not in (None, original):
         raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"{original}, as {ORIGINAL} beside it is")
     factor = number(rope, "factor", max_position_embeddings / original)
     attention_factor = number(rope, "attention_factor", _longrope_attention_factor(factor, original))
