@@ -690,10 +690,13 @@ class Client:
         if prompt_token_ids is not None or request_id is not None:
             raise TypeError("prompt_token_ids and request_id belong to one prompt; a list holds texts and token ids")
         prompts = [wire.split_prompt(each, index) for index, each in enumerate(prompt)]
-        return [
-            encode(text, _merged(chosen, fields), prompt_token_ids=token_ids, request_id=None)
-            for (text, token_ids), chosen in zip(prompts, one_each(sampling, len(prompts)), strict=True)
-        ]
+        requests = []
+        for index, ((text, token_ids), chosen) in enumerate(
+            zip(prompts, one_each(sampling, len(prompts)), strict=True)
+        ):
+            with wire.at_place(index):
+                requests.append(encode(text, _merged(chosen, fields), prompt_token_ids=token_ids, request_id=None))
+        return requests
 
     def _complete(
         self, requests: pb.GenerateRequest | list[pb.GenerateRequest], attempts: Attempts

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import grpc
@@ -134,6 +135,16 @@ def encode_request(
     if session is not None:
         _encode_session(session, request)
     return request
+
+
+@contextmanager
+def at_place(index: int) -> Iterator[None]:
+    """Names the place of a prompt in its list in an error of what it asks for."""
+    try:
+        yield
+    except InvalidRequest as error:
+        text = f"prompt {index}: {error}"
+        raise InvalidRequest(text, code=error.code, field_violations=error.field_violations) from None
 
 
 def num_samples(request: pb.GenerateRequest) -> int:

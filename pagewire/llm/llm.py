@@ -154,7 +154,7 @@ class LLM:
             return []
         with self._telling_of_the_end():
             token_ids = self._tokens([text for text, _ in split], [ids for _, ids in split], add_special_tokens=True)
-            requests = [_request(*each) for each in zip(token_ids, [None] * len(split), priorities, strict=True)]
+            requests = _requests(token_ids, [None] * len(split), priorities)
             for request in requests:
                 request.embed = True
             completions = self._complete(requests, use_tqdm)
@@ -188,10 +188,11 @@ class LLM:
         with self._telling_of_the_end():
             prompts = self._tokens(texts, token_ids, add_special_tokens)
             max_tokens = self.client.info().max_sequence_tokens
-            requests = [
-                _request(prompt, self._resolve(sampling, max_tokens - len(prompt)), urgency)
-                for prompt, sampling, urgency in zip(prompts, samplings, priorities, strict=True)
+            resolved = [
+                self._resolve(sampling, max_tokens - len(prompt))
+                for prompt, sampling in zip(prompts, samplings, strict=True)
             ]
+            requests = _requests(prompts, resolved, priorities)
             completions = self._complete(requests, use_tqdm)
             names = self._names(completions)
         return [
@@ -270,10 +271,24 @@ def _one_each(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]
     return priorities
 
 
-def _request(prompt: Sequence[int], sampling: SamplingParams | None, priority: int) -> Any:
-    return wire.encode_request(
-        None, sampling, prompt_token_ids=prompt, request_id=None, priority=priority, cache_salt="", tenant=""
-    )
+def _requests(
+    prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams | None], priorities: Sequence[int]
+) -> list[Any]:
+    requests = []
+    for index, (prompt, sampling, priority) in enumerate(zip(prompts, samplings, priorities, strict=True)):
+        with wire.at_place(index):
+            requests.append(
+                wire.encode_request(
+                    None,
+                    sampling,
+                    prompt_token_ids=prompt,
+                    request_id=None,
+                    priority=priority,
+                    cache_salt="",
+                    tenant="",
+                )
+            )
+    return requests
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -194,6 +194,9 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(read_text(path))
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path}: {error.object[error.start]!r} is half a character, which no text may have") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     except RecursionError as error:

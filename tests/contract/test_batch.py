@@ -11,7 +11,7 @@ import pytest
 import pagewire
 from pagewire import Client, SamplingParams
 from pagewire.batch import RequestBatch
-from pagewire.llm.llm import _request
+from pagewire.llm.llm import _requests
 from pagewire.retry import Attempts
 from tests.contract.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract.test_attachment import proxied
@@ -45,7 +45,7 @@ async def test_results_come_in_order(checkpoint: Path) -> None:
 async def test_tokens_are_told_as_they_come(checkpoint: Path) -> None:
     """Before the first request has ended, and each once."""
     prompts = prompts_of(random.Random(4), 5)
-    requests = [_request(prompt, replace(SAMPLING, n=2), 0) for prompt in prompts]
+    requests = _requests(prompts, [replace(SAMPLING, n=2)] * 5, [0] * 5)
     news: list[tuple[int, bool]] = []
     async with serve(checkpoint) as stack, Client(stack.url) as client:
         batch = RequestBatch(requests, client._channels.stub, stack.url, Attempts(0.0), lambda *each: news.append(each))
@@ -102,6 +102,8 @@ async def test_a_refused_prompt_is_named_and_ends_all(checkpoint: Path) -> None:
         stack.worker.step_seconds = 0.01
         prompts = [[1, 2], [3, VOCAB_SIZE], [4]]
         long = SamplingParams(max_tokens=200, ignore_eos=True)
+        with pytest.raises(pagewire.InvalidRequest, match=r"^prompt 1: token_ids.ids\[0\] is -1, but must be 0 to"):
+            await client.acomplete([[1], [-1]], SAMPLING)
         with pytest.raises(pagewire.InvalidRequest, match=rf"^prompt 1: .*{VOCAB_SIZE}"):
             await asyncio.to_thread(client.complete, prompts, long)
         await stack.until_idle()

@@ -96,3 +96,13 @@ def test_what_no_model_has_is_named(tmp_path: Path, fields: dict[str, object], m
     write(tmp_path, {**CONFIG, **fields}, {})
     with pytest.raises(ValueError, match=message):
         read_model_info(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["chat_template", "bos_token"])
+def test_a_text_that_cannot_be_told_to_clients_is_refused(tmp_path: Path, name: str) -> None:
+    write(tmp_path, CONFIG, GENERATION)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "a\ud800"}))
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: '\\ud800' is half a character, which no text may"):
+        read_model_info(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "a\U0001f98a"}))
+    read_model_info(str(tmp_path))
