@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from bench.peers import compute_with
 from bench.record import RESULTS, machine, verdict, write
 from bench.tokenizer import trained_tokenizer
-from pagewire.grammars import GrammarCompiler, GrammarLimitError, fill_masks
+from pagewire.grammars import GrammarCompiler, GrammarLimitError, MaskJob, MaskQueue
 from pagewire.grammars.trial import Trials
 from pagewire.kernels.cpu.sampler import CpuSampler
 from pagewire.kernels.cpu.sampling import TokenHistory
@@ -85,13 +85,16 @@ def _draw(rng: random.Random, mask: Mask) -> int:
 def together_seconds(compiler: GrammarCompiler, num_rounds: int) -> list[float]:
     """Returns how long the masks of 32 rows take at a time, each of a schema of its own, at their beginning."""
     texts = list(map(json.dumps, schemas()[-NUM_ROWS:]))
-    masks = np.zeros((NUM_ROWS, -(-VOCAB_SIZE // 32)), np.int32)
-    seconds = []
+    queue, seconds = MaskQueue(), []
     for _ in range(num_rounds):
-        rows = [(compiler.compile("json_schema", schema, END), line) for line, schema in enumerate(texts)]
+        matchers = [compiler.compile("json_schema", schema, END) for schema in texts]
         began = time.perf_counter()
-        fill_masks(rows, masks.ctypes.data, masks.strides[0])
+        jobs = [MaskJob(matcher, (), 4 * -(-VOCAB_SIZE // 32)) for matcher in matchers]
+        for job in jobs:
+            queue.put(job)
+        queue.finish(jobs, None)
         seconds.append(time.perf_counter() - began)
+    queue.close()
     return seconds
 
 

@@ -22,13 +22,14 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
 from bench.checkpoint import tokenized_checkpoint
 from bench.interference import gap_quantiles, random_prompt, stream
 from bench.record import RESULTS, machine, medians, verdict, write
-from pagewire import Client, SamplingParams, Session
+from pagewire import Client, SamplingParams, Session, StructuredOutputs
 from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
@@ -38,6 +39,7 @@ from tests.system.services import Service, running
 TOKENIZER = Path("models/storyteller/tokenizer.json")
 # Ids that the tokenizer knows, past single bytes.
 TOKEN_IDS = range(300, 1000)
+END = 0
 KEYS = {"polite": "key-of-the-polite", "hostile": "key-of-the-hostile", "watcher": "key-of-the-watcher"}
 QUOTA = {"max_requests": 8, "max_sequences": 4, "max_queued_tokens": 8000, "max_blocks": 400}
 NUM_STREAMS, INPUT_LEN, OUTPUT_LEN = 4, 100, 400
@@ -159,8 +161,20 @@ class Attacker:
             for num_connections in (2, 16):
                 await rapid_resets.flood(self._url, rapid_resets.CHECK, num_connections, 100_000)
 
+    async def send_ambiguous_grammars(self) -> None:
+        """Has outputs match rules that they match in ever more ways, each grammar new to the server."""
+
+        async def send() -> None:
+            letters = "".join(self._rng.choices("cdefghij", k=8))
+            grammar = f'start: s\ns: s s | "a" | "b" | "{letters}"'
+            await self._complete_tokens(
+                20, max_tokens=400, n=4, structured_outputs=StructuredOutputs(grammar=grammar), logit_bias={END: -100.0}
+            )
+
+        await together(16, send)
+
     async def _complete_tokens(
-        self, num_tokens: int, *, priority: int = 0, session: Session | None = None, **sampling: int
+        self, num_tokens: int, *, priority: int = 0, session: Session | None = None, **sampling: Any
     ) -> None:
         prompt = self._rng.choices(TOKEN_IDS, k=num_tokens)
         with refused():
@@ -208,6 +222,7 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     "unread answers": Attacker.never_read,
     "connections": Attacker.open_connections,
     "rapid resets": Attacker.reset_calls,
+    "ambiguous grammars": Attacker.send_ambiguous_grammars,
 }
 ARMS = {"calm": (), **{name: (name,) for name in ATTACKS}, "all of them": tuple(ATTACKS)}
 

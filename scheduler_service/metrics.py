@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduler_service.core.plan import GrammarKind, StepParts, StepResult, WorkerCapacity
+from scheduler_service.core.plan import GrammarKind, RowStatus, StepParts, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     SESSION_AGES_S,
     EndReason,
@@ -98,6 +98,8 @@ _METRICS_COUNTERS = {
     "pagewire:invariant_failures": ("Invariants of the scheduler found broken.", "num_invariant_failures"),
     "pagewire:worker_losses": ("Workers lost.", "num_worker_losses"),
     "pagewire:epochs": ("Epochs begun.", "num_epochs"),
+    "pagewire:mask_seconds": ("Time that the worker took to tell what grammars allow.", "mask_seconds"),
+    "pagewire:late_rows": ("Rows that missed a step, since what they may take was not told in time.", "num_late_rows"),
 }
 # Gauges that are told as they are: their texts, and their names in ServiceStats.
 _SERVICE_GAUGES = {
@@ -155,6 +157,8 @@ class Metrics(Observer):
         self.num_epochs = 0
         self.num_kv_events = KvEventCounts()
         self.num_invariant_failures = 0
+        self.mask_seconds = 0.0
+        self.num_late_rows = 0
         self.num_grammar_requests = {kind.name.lower(): 0 for kind in GrammarKind}
         self.num_grammar_checks = {"accepted": 0, "refused": 0}
         self.capacity: WorkerCapacity | None = None
@@ -189,6 +193,8 @@ class Metrics(Observer):
         self._observe("pagewire:step_duration_seconds", result.duration_us / 1e6)
         for name in self._parts_us:
             self._parts_us[name] += getattr(result.parts, name)
+        self.mask_seconds += sum(result.mask_us) / 1e6
+        self.num_late_rows += result.statuses.count(RowStatus.LATE)
 
     def part_seconds(self) -> dict[str, float]:
         """The seconds of all steps on the worker together, by part of the step."""

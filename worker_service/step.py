@@ -131,6 +131,7 @@ class RowStatus(Enum):
     OUT_OF_MEMORY = 3
     GRAMMAR_FAILED = 4  # it refuses a token of the row, or allows none
     GRAMMAR_LIMIT = 5  # what it allows takes more than a step may
+    LATE = 6  # what it allows was not known in time: it computes its last token again, and samples then
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,10 @@ class StepResult:
     last_moved_step: int = 0  # the moves of all plans up to this step are done
     parts: StepParts = StepParts()
     embeddings: tuple[bytes, ...] = ()  # one per row that is OK and has pooling: float32, little-endian
+    # What it took to tell which tokens the grammar of a sampling row allows, in microseconds of row mask_slots[i]. Of a
+    # row that is late it is told by the step in which that is known.
+    mask_slots: tuple[int, ...] = ()
+    mask_us: tuple[int, ...] = ()
 
 
 class LaunchedStep(Protocol):

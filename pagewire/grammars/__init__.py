@@ -6,6 +6,16 @@ work and not in time, so that every process finds the same.
 """
 
 from pagewire.grammars.cache import GrammarCache
-from pagewire.grammars.matcher import GrammarCompiler, GrammarError, GrammarLimitError, Matcher, fill_masks, version
+from pagewire.grammars.mask_queue import MaskJob, MaskQueue
+from pagewire.grammars.matcher import GrammarCompiler, GrammarError, GrammarLimitError, Matcher, version
 
-__all__ = ["GrammarCache", "GrammarCompiler", "GrammarError", "GrammarLimitError", "Matcher", "fill_masks", "version"]
+__all__ = [
+    "GrammarCache",
+    "GrammarCompiler",
+    "GrammarError",
+    "GrammarLimitError",
+    "MaskJob",
+    "MaskQueue",
+    "Matcher",
+    "version",
+]

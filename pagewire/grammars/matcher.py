@@ -3,23 +3,30 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib import metadata
 
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pagewire.grammars.source import to_llguidance
 
-# What a step may take follows from these, and what that is in seconds most of all from the items of a row: an ambiguous
-# grammar takes time in their third power, 60 ms a token with 1000, half a second with 2000.
-_LIMITS = LLParserLimits(
-    max_items_in_row=1_000,
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=30_000,
-    step_max_items=5_000,
-    max_lexer_states=30_000,
-    verbose_errors=False,
-)
+
+def _limits(max_items_in_row: int, step_max_items: int) -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=max_items_in_row,
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=30_000,
+        step_max_items=step_max_items,
+        max_lexer_states=30_000,
+        verbose_errors=False,
+    )
+
+
+# What a mask may take follows from these, and what that is in seconds most of all from the items of a row. Those of one
+# rule and one beginning are many in a large schema, and cheap; an ambiguous grammar takes time in their third power:
+# 1.4 ms a token of the output with 300, 43 ms with 1000. Only in a grammar of their own can users write such rules.
+_LIMITS = _limits(1_000, 5_000)
+_OWN_GRAMMAR_LIMITS = _limits(300, 4_000)
+_REMEMBERED = 0.95  # of what was slow, from one mask to the next
 _LIMIT_REASONS = ("LexerTooComplex", "ParserTooComplex")
 _LIMIT_TEXTS = ("Current row has", "Too many items", "too many expressions")  # of errors that come without a reason
 
@@ -48,17 +55,29 @@ def _caught() -> Iterator[None]:
         raise GrammarError(f"the grammar cannot be read: {error}") from None
 
 
+class MaskPace:
+    """What the masks of a grammar take, as far as is known: as long as the slowest, which is forgotten by and by."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """A mask took so long."""
+        self.seconds = max(seconds, _REMEMBERED * self.seconds)
+
+
 class Matcher:
     """The state of a grammar behind the tokens of one output."""
 
-    def __init__(self, state: LLMatcher, end_token_ids: frozenset[int]) -> None:
+    def __init__(self, state: LLMatcher, end_token_ids: frozenset[int], pace: MaskPace) -> None:
         self._state = state
         self._end_token_ids = end_token_ids
+        self.pace = pace  # of all matchers of the grammar
         self.end_token_id: int | None = None  # the end token that was consumed: from there on nothing else is allowed
 
     def copy(self) -> "Matcher":
         """Returns a matcher in the same state, which goes its own way."""
-        copied = Matcher(self._state.deep_copy(), self._end_token_ids)
+        copied = Matcher(self._state.deep_copy(), self._end_token_ids, self.pace)
         copied.end_token_id = self.end_token_id
         return copied
 
@@ -103,34 +122,6 @@ class Matcher:
         ctypes.memset(address + byte, 1 << bit, 1)
 
 
-def fill_masks(masks: Sequence[tuple[Matcher, int]], address: int, mask_bytes: int) -> dict[int, GrammarError]:
-    """Do `fill_mask` of several matchers, side by side: that of (matcher, line) into line `line` of an array of masks.
-
-    Returns the errors by line; what stands in those lines means nothing.
-    """
-    errors: dict[int, GrammarError] = {}
-    going = [(matcher, line) for matcher, line in masks if matcher.end_token_id is None]
-    if len(going) > 1:
-        num_masks = 1 + max(line for _, line in going)
-        with _caught():
-            _executor().unsafe_compute_mask_ptr(
-                [(matcher._state, line) for matcher, line in going], address, mask_bytes, num_masks
-            )
-        errors = {line: error for matcher, line in going if (error := matcher.error())}
-        masks = [(matcher, line) for matcher, line in masks if matcher.end_token_id is not None]
-    for matcher, line in masks:
-        try:
-            matcher.fill_mask(address + line * mask_bytes, mask_bytes)
-        except GrammarError as error:
-            errors[line] = error
-    return errors
-
-
-@cache
-def _executor() -> LLExecutor:
-    return LLExecutor()
-
-
 class GrammarCompiler:
     """Reads grammars for one tokenizer. Belongs to one thread."""
 
@@ -143,8 +134,9 @@ class GrammarCompiler:
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
         with _caught():
-            state = LLMatcher(self._tokenizer(end_token_ids), to_llguidance(kind, text), limits=_LIMITS, log_level=0)
-        matcher = Matcher(state, frozenset(end_token_ids))
+            limits = _OWN_GRAMMAR_LIMITS if kind == "grammar" else _LIMITS
+            state = LLMatcher(self._tokenizer(end_token_ids), to_llguidance(kind, text), limits=limits, log_level=0)
+        matcher = Matcher(state, frozenset(end_token_ids), MaskPace())
         if error := matcher.error():
             raise error
         return matcher

@@ -8,22 +8,30 @@ passes them.
 
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
 import sys
+import time
 from ctypes import addressof, create_string_buffer
 from typing import IO
 
-from pagewire.grammars.matcher import GrammarCompiler, GrammarError
+from pagewire.grammars.matcher import GrammarCompiler, GrammarError, GrammarLimitError, Matcher
 from pagewire.transport.process import python_command
 
 MAX_CPU_SECONDS = 0.1
 MAX_BYTES = 64 * 1024 * 1024
+MAX_MASK_SECONDS = 0.005  # that masks may take, on average
 TOO_MUCH = (
     f"it takes more than {MAX_CPU_SECONDS * 1000:.0f} ms of CPU time or {MAX_BYTES // 1024**2} MiB of memory to read; "
     "make it simpler"
 )
+_LONG_MASKS = (
+    f"to tell what it allows next takes {{:.1f}} ms of CPU time a token, the limit is {1000 * MAX_MASK_SECONDS:.0f}; "
+    "make it simpler"
+)
+_MAX_WALK_TOKENS, _WALK_SECONDS = 64, 0.03
 _ENDED = "the process that reads grammars has ended"
 _NICENESS = 10
 _COPY_SECONDS = 0.015  # of those, what making and ending the copy of a process takes
@@ -120,16 +128,64 @@ def _limit() -> None:
 
 
 def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_token_ids: list[int]) -> str:
-    """Return why a grammar cannot be used, or nothing. Its first mask is a part of the trial."""
-    num_bytes = 4 * -(-vocab_size // 32)
-    mask = create_string_buffer(num_bytes)
+    """Return why a grammar cannot be used, or nothing. The masks along an output are a part of the trial."""
     try:
-        compiler.compile(kind, text, tuple(end_token_ids)).fill_mask(addressof(mask), num_bytes)
+        walk = _Walk(compiler.compile(kind, text, tuple(end_token_ids)), vocab_size)
+        return walk.take(text) if walk.allows_any else "it allows no output"
     except GrammarError as error:
         return str(error).strip() or "it cannot be read"
     except MemoryError:
         return TOO_MUCH
-    return "" if any(mask.raw) else "it allows no output"
+
+
+class _Walk:
+    """An output as somebody would make it who looks for what takes long: a token again and again, and any other."""
+
+    def __init__(self, matcher: Matcher, vocab_size: int) -> None:
+        """Raises GrammarError."""
+        self._matcher = matcher
+        self._mask = create_string_buffer(4 * -(-vocab_size // 32))
+        self._fill()
+
+    @property
+    def allows_any(self) -> bool:
+        return any(self._mask.raw)
+
+    def take(self, seed: str) -> str:
+        """Return why what the grammar allows behind its beginning takes too much, or nothing. Every process finds the
+        same, unless masks take long. Raises GrammarError."""
+        rng, token_id = random.Random(seed), -1
+        began = time.process_time()
+        until = min(began + _WALK_SECONDS, MAX_CPU_SECONDS - 2 * _COPY_SECONDS)
+        for num_tokens in range(1, _MAX_WALK_TOKENS + 1):
+            if token_id < 0 or not self._allows(token_id) or rng.random() < 0.25:
+                token_id = self._draw(rng)
+            try:
+                self._matcher.consume((token_id,))
+                if self._matcher.end_token_id is not None:
+                    return ""
+                self._fill()
+            except GrammarLimitError as error:
+                return f"behind {num_tokens} tokens of an output: {error}"
+            now = time.process_time()
+            if now > until:
+                mean = (now - began) / num_tokens
+                return _LONG_MASKS.format(1000 * mean) if mean > MAX_MASK_SECONDS else ""
+        return ""
+
+    def _fill(self) -> None:
+        self._matcher.fill_mask(addressof(self._mask), len(self._mask))
+
+    def _allows(self, token_id: int) -> bool:
+        return bool(self._mask.raw[token_id // 8] >> token_id % 8 & 1)
+
+    def _draw(self, rng: random.Random) -> int:
+        """A token that is allowed; there is one."""
+        mask = self._mask.raw
+        start = rng.randrange(len(mask))
+        rest = mask[start:].lstrip(b"\0") or mask.lstrip(b"\0")  # from the next byte that has one, or the first
+        bits = [bit for bit in range(8) if rest[0] >> bit & 1]
+        return 8 * (len(mask) - len(rest)) + rng.choice(bits)
 
 
 def _answer(answers: IO[str], error: str) -> None:

@@ -217,9 +217,9 @@ class CacheManager:
         return loads
 
     def num_forked_tokens(self, sequence: Sequence, relative: Sequence) -> int:
-        """Count the positions that the sequence can have from a relative whose prompt is computed: none if the window
-        has passed over them there."""
-        num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
+        """Count the positions that the sequence can have from a relative whose prompt is computed, but none that this
+        one may write again: none at all if the window has passed over them there."""
+        num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
         return num_tokens if relative.num_freed_blocks <= self._first_needed_block(num_tokens) else 0
 
     def num_fork_blocks(self, sequence: Sequence, relative: Sequence) -> int:
@@ -326,7 +326,7 @@ class CacheManager:
         one stays, since content is published on top of it."""
         if not self.window:
             return
-        num_passed = self._first_needed_block(sequence.num_computed_tokens)
+        num_passed = self._first_needed_block(sequence.next_position)
         if self._publishes(sequence):
             num_passed = min(num_passed, sequence.num_published_blocks - 1)
         self._free_passed(sequence, num_passed)
@@ -338,10 +338,7 @@ class CacheManager:
             return False
         num_free = self.pool.num_free
         for sequence in group.open_sequences:
-            position = sequence.num_computed_tokens
-            if sequence.is_gated:  # it computes its last token again if it is preempted
-                position = min(position, sequence.num_tokens - 1)
-            self._free_passed(sequence, self._first_needed_block(position))
+            self._free_passed(sequence, self._first_needed_block(sequence.next_position))
             if sequence.num_freed_blocks and sequence.num_freed_blocks >= sequence.num_published_blocks:
                 sequence.node, sequence.num_published_blocks = None, 0
         return self.pool.num_free > num_free
@@ -354,8 +351,7 @@ class CacheManager:
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full blocks whose tokens are known, and whose K and V are planned, available to others."""
-        # A gated row that is preempted computes its last token once more: the block of it must still be its own.
-        num_known = sequence.num_tokens - sequence.is_gated
+        num_known = sequence.num_tokens - sequence.may_repeat  # the block of what it computes again is still its own
         num_full = min(sequence.num_computed_tokens, num_known) // self.block_size
         if num_full <= sequence.num_published_blocks or not self._publishes(sequence):
             return

@@ -125,6 +125,22 @@ class Epoch:
         if group.beam is not None:
             group.beam.forget_step()
 
+    def repeat(self, sequence: Sequence) -> None:
+        """A row was late in the oldest plan: the worker has it compute its last position again in the plans that are
+        under way, each of which thus does what the plan before it was to do. One without a token is planned by itself
+        until it has one: that is looked at."""
+        decodes = sequence.is_decoding and sequence.first_token_at is not None
+        if decodes:
+            self.decoding.leave(sequence)
+        elif sequence.is_decoding:
+            self.pause(sequence)
+            self.drops.num_drops += 1
+        sequence.repeat()
+        if decodes:
+            self.decoding.join(sequence)
+        elif sequence.slot >= 0 and sequence.num_uncomputed_tokens:
+            self.active[sequence] = None
+
     def rewind(self, group: SequenceGroup) -> None:
         """Forget what gated rows have reported, or are about to: each computes its last token again."""
         for sequence in group.sequences:

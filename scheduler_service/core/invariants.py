@@ -207,7 +207,7 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
 def _check_writable(cache: CacheManager, sequence: Sequence, holders: list[int]) -> None:
     """Assert S12. A beam's tail may be shared until the plan that writes it."""
     is_beam = sequence.group.beam is not None
-    for block in sequence.block_table[sequence.num_computed_tokens // cache.block_size :]:
+    for block in sequence.block_table[sequence.next_position // cache.block_size :]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
         assert not cache.index.is_cached(block), f"S12: block {block} will be written and is published"
 

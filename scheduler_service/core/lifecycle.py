@@ -404,6 +404,19 @@ class Lifecycle:
         if key is not None:
             self._policy.charge(key.tenant, 0, num_tokens)
 
+    def charge_masks(self, times: Iterable[tuple[Sequence, int]], prefill_rate: float | None) -> None:
+        """Tell the policy of the microseconds that masks have taken, as of the prompt tokens that the worker computes
+        in that time, as far as that is known. What is less than a token is kept for the next time."""
+        if prefill_rate is None or not self._policy.ranks_tenants:
+            return
+        for sequence, us in times:
+            group = sequence.group
+            if not group.is_finished:
+                num_tokens, group.uncharged_mask_tokens = divmod(
+                    group.uncharged_mask_tokens + us * prefill_rate / 1e6, 1
+                )
+                self._policy.charge(group.request.tenant, int(num_tokens), 0)
+
     def charge_search(self, group: SequenceGroup, num_tokens: int) -> None:
         """Count the tokens that the beams of a search go on with, and tell the policy of them."""
         self.counters.num_generation_tokens += num_tokens

@@ -46,8 +46,12 @@ class Results:
             if not row.sequence.is_finished:
                 self._take_prompt_logprobs(row, entries, outputs)
         for sample in resolved.samples:
-            if sample.status is RowStatus.OK and sample.sequence.counts(step):
+            if not sample.sequence.counts(step):
+                continue
+            if sample.status is RowStatus.OK:
                 self._take_sample(epoch, sample, outputs, now)
+            elif sample.status is RowStatus.LATE:
+                epoch.repeat(sample.sequence)
         if resolved.decoded:
             self._take_decoded(epoch, dispatch, resolved.decoded, outputs)
         return outputs
@@ -147,13 +151,15 @@ class Results:
 
     def _take_decoded(self, epoch: Epoch, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs) -> None:
         """Take one token for each decoding row. This is the hot loop of the scheduler: it looks at nothing but the
-        token and its stop set, unless a sample of anybody was dropped since the plan was sent."""
+        token and its stop set, unless a sample of anybody was dropped, or a first one late, since the plan was sent."""
         columns, quarantine = dispatch.columns, self._state.quarantine
         if dispatch.num_drops != epoch.drops.num_drops or quarantine.has_charges:
             kept = [i for i, row in enumerate(columns.sequences) if row.counts(dispatch.step)]
             columns, token_ids = columns.take(kept), [token_ids[i] for i in kept]
             for sequence in columns.sequences:
                 quarantine.cleared(sequence.group)
+                if sequence.first_token_at is None:  # it was late before
+                    sequence.first_token_at = self._state.now
         for output, token_id in zip(columns.token_lists, token_ids, strict=True):
             output.append(token_id)
         self._state.counters.num_generation_tokens += len(token_ids)

@@ -174,6 +174,7 @@ class Scheduler:
         for sequence in began_block:
             epoch.cache.publish(sequence)
         state.charge(began_block)
+        state.charge_masks(resolved.mask_times, epoch.cost.prefill_rate)
         return outputs
 
     def moved(self, step: int, now: float) -> None:

@@ -79,6 +79,7 @@ class SequenceGroup:
     shelf: int = 0  # where its blocks stand when nobody holds them
     is_overdue: bool = False  # it waited as long as its policy lets anybody wait
     num_waiting_sequences: int = 0  # what it counts for in the queue: constant while it is there
+    uncharged_mask_tokens: float = 0.0  # below 1: of what its masks have taken, what its policy has not been told of
     # Crashes of the worker since a token of this request was last confirmed, with the request dispatched; and those of
     # them in which nothing else was.
     num_crashes: int = 0
@@ -227,6 +228,17 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def may_repeat(self) -> bool:
+        """Whether its last known token may be computed again: by a gated row that was preempted, and by one with a
+        grammar that was late. What that reads and writes must still be its own."""
+        return self.is_gated or self.group.request.grammar is not None
+
+    @property
+    def next_position(self) -> int:
+        """The first position that may be computed from now on."""
+        return min(self.num_computed_tokens, self.num_tokens - 1) if self.may_repeat else self.num_computed_tokens
+
+    @property
     def is_decoding(self) -> bool:
         return self._steps is not None
 
@@ -270,6 +282,11 @@ class Sequence:
         """Give a gated row its next token."""
         self.token_ids.append(token_id)
         self._num_expected = len(self.token_ids)
+
+    def repeat(self) -> None:
+        """A sample that was on its way does not come: the position before it is computed again, unless all are."""
+        self._num_expected -= 1
+        self._num_computed = min(self._num_computed, self._num_expected - 1)
 
     def counts(self, step: int) -> bool:
         """Whether what its row sampled in the plan of `step` continues it."""

@@ -31,6 +31,11 @@ HOSTILE: dict[str, tuple[str, str]] = {
         f"start: {' '.join(f'x{i}' for i in range(2000))}\n" + "\n".join(f'x{i}: "a" | "b" | ' for i in range(2000)),
     ),
     "many alternatives": ("grammar", "start: " + " | ".join(f'"{i:06d}"' for i in range(40_000))),
+    # Behind some twenty tokens each of its rules may have begun at each of them.
+    "rules that are ambiguous together": (
+        "grammar",
+        "start: x0\n" + "\n".join(f'x{i}: x{i} x{(i + 1) % 30} | x{(i + 7) % 30} x{i} | "a" | "b"' for i in range(30)),
+    ),
     "references in a circle": (
         "json_schema",
         json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, GrammarLimitError, Matcher, fill_masks
+from pagewire.grammars import (
+    GrammarCache,
+    GrammarCompiler,
+    GrammarError,
+    GrammarLimitError,
+    MaskJob,
+    MaskQueue,
+    Matcher,
+)
 from pagewire.grammars.trial import TOO_MUCH, Trials
 from tests.contract.hostile_grammars import HOSTILE
 from tests.project.sources import ROOT
@@ -204,14 +212,18 @@ def test_state_is_a_function_of_the_tokens(seed: int, compiler: GrammarCompiler,
     assert re.fullmatch(pattern, tokenizer.decode(taken[:-1]))
 
 
-def test_masks_of_several_are_those_of_each(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("has_threads", [False, True])
+def test_masks_of_several_are_those_of_each(compiler: GrammarCompiler, tokenizer: Tokenizer, has_threads: bool) -> None:
     matchers = [compiler.compile("regex", text, (END,)) for text in ("a+", "[0-9]", "x", "(?s:.*)")]
     matchers[2].consume([*ids(tokenizer, "x"), END])
-    masks = ctypes.create_string_buffer(4 * MASK_BYTES)
-    errors = fill_masks([(one, line) for line, one in enumerate(matchers)], ctypes.addressof(masks), MASK_BYTES)
-    assert not errors
-    lines = [masks.raw[i * MASK_BYTES : (i + 1) * MASK_BYTES] for i in range(4)]
-    assert [bits(line) for line in lines] == [allowed(matcher) for matcher in matchers]
+    queue = MaskQueue(has_threads=has_threads)
+    jobs = [MaskJob(matcher, (), MASK_BYTES) for matcher in matchers]
+    for job in jobs:
+        queue.put(job)
+    queue.finish(jobs, None)
+    queue.close()
+    assert all(job.is_done and job.us and job.error is None for job in jobs)
+    assert [bits(bytes(job.mask)) for job in jobs] == [allowed(matcher) for matcher in matchers]
 
 
 def test_a_cache_compiles_once_and_forgets_what_was_used_longest_ago(compiler: GrammarCompiler) -> None:

@@ -9,7 +9,7 @@ Moves are done at once, or held back until `finish_moves`: what touches a block 
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd
@@ -142,6 +142,8 @@ class SimulatedWorker:
     bad_sequences: Mapping[int, RowStatus] = field(default_factory=dict)
     pending: deque[Move] = field(default_factory=deque)
     gates_grammars: bool = False
+    # Whether what a row's grammar allows is not known in time, of the number of its tokens and the step.
+    is_late: Callable[[int, int], bool] = lambda num_tokens, step: False
     reads_grammars: bool = True  # those of `toy_grammar`; False: rows may take any token, whatever their grammar
     grammars: dict[int, AddedGrammar] = field(default_factory=dict)
     ready_grammars: set[int] = field(default_factory=set)
@@ -366,6 +368,7 @@ class SimulatedWorker:
         counts: list[int] = []
         embeddings: list[bytes] = []
         prompt_logprobs: list[PromptLogprobs] = []
+        mask_slots: list[int] = []
         for slot, row in working:
             opening = row.opening
             if opening.sampling.num_prompt_logprobs is not None:
@@ -379,6 +382,13 @@ class SimulatedWorker:
             matcher = row.matcher
             if is_good and matcher is not None and matcher.status is not RowStatus.OK:
                 is_good, failure = False, matcher.status
+            if is_good and matcher is not None and self.is_late(len(row.token_ids), plan.step):
+                statuses.append(RowStatus.LATE)
+                row.num_computed -= 1
+                row.work = int(opening.sampling.num_candidates is None and not self.gates_grammars)
+                continue
+            if matcher is not None:
+                mask_slots.append(slot)
             statuses.append(RowStatus.OK if is_good else failure)
             if opening.sampling.num_candidates is not None:
                 row.work = 0
@@ -410,6 +420,8 @@ class SimulatedWorker:
             tuple(prompt_logprobs),
             last_moved_step=self.last_moved_step,
             embeddings=tuple(embeddings),
+            mask_slots=tuple(mask_slots),
+            mask_us=tuple(100 * (1 + slot % 7) for slot in mask_slots),
         )
 
     def _next_token(self, row: Row, matcher: ToyMatcher | None, prefix: int) -> int:

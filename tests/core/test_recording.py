@@ -146,9 +146,9 @@ def test_a_full_disk_ends_the_recording_with_one_error_and_nothing_else(caplog: 
         ("hello\n", "this is not a recording of pagewire"),
         ("[1]\n", "this is not a recording of pagewire"),
         ("{}\n", "this is not a recording of pagewire"),
-        ('{"pagewire_recording": 0}\n', "the recording is of version 0, this pagewire replays version 4"),
-        ('{"pagewire_recording": 4}\n', "the recording's header is damaged"),
-        ('{"pagewire_recording": 4, "scheduler": {"max_size": 1}}\n', "the recording's header is damaged"),
+        ('{"pagewire_recording": 0}\n', "the recording is of version 0, this pagewire replays version 5"),
+        ('{"pagewire_recording": 5}\n', "the recording's header is damaged"),
+        ('{"pagewire_recording": 5, "scheduler": {"max_size": 1}}\n', "the recording's header is damaged"),
     ],
 )
 def test_what_is_no_recording(text: str, reason: str, tmp_path: Path) -> None:

@@ -165,8 +165,8 @@ MUTANTS = (
     _mutant(
         "a block is published before its tokens are known",
         "cache_manager",
-        "num_known = sequence.num_tokens - sequence.is_gated",
-        "num_known = sequence.num_tokens + sequence.num_in_flight - sequence.is_gated",
+        "num_known = sequence.num_tokens - sequence.may_repeat",
+        "num_known = sequence.num_tokens + sequence.num_in_flight - sequence.may_repeat",
     ),
     _mutant(
         "a reused block is still found by its old content",
@@ -595,6 +595,60 @@ MUTANTS = (
         "results",
         "            if sample.status in _GRAMMAR_FAILURES and",
         "            if sample.status is RowStatus.GRAMMAR_FAILED and",
+    ),
+    # Late rows
+    _mutant(
+        "a late row counts as computed",
+        "sequence",
+        "        self._num_computed = min(self._num_computed, self._num_expected - 1)\n",
+        "",
+    ),
+    _mutant(
+        "a late row that was preempted has computed less than nothing",
+        "sequence",
+        "        self._num_computed = min(self._num_computed, self._num_expected - 1)\n",
+        "        self._num_computed -= 1\n",
+    ),
+    _mutant(
+        "a late row that decodes gets its blocks as if it were not",
+        "epoch",
+        "        if decodes:\n            self.decoding.leave(sequence)\n        elif sequence.is_decoding:\n",
+        "        if sequence.is_decoding and not decodes:\n",
+        "        if decodes:\n            self.decoding.join(sequence)\n        elif sequence.slot",
+        "        if not decodes and sequence.slot",
+    ),
+    _mutant(
+        "a row that was late at first has never had a token",
+        "results",
+        "                if sequence.first_token_at is None:  # it was late before\n",
+        "                if False:\n",
+    ),
+    _mutant(
+        "a late row that is planned by itself never goes on",
+        "epoch",
+        "        elif sequence.slot >= 0 and sequence.num_uncomputed_tokens:\n",
+        "        elif False:\n",
+    ),
+    _mutant(
+        "a late row that no longer counts is counted",
+        "results",
+        "            elif sample.status is RowStatus.LATE:\n",
+        "            elif False:\n",
+        "            if not sample.sequence.counts(step):\n                continue\n",
+        "            if sample.status is RowStatus.LATE:\n                epoch.repeat(sample.sequence)\n"
+        "            if not sample.sequence.counts(step):\n                continue\n",
+    ),
+    _mutant(
+        "what a late row writes again is published",
+        "sequence",
+        "return self.is_gated or self.group.request.grammar is not None",
+        "return self.is_gated",
+    ),
+    _mutant(
+        "the window passes what a late row reads again",
+        "cache_manager",
+        "num_passed = self._first_needed_block(sequence.next_position)",
+        "num_passed = self._first_needed_block(sequence.num_computed_tokens)",
     ),
     # Without a worker
     _mutant(

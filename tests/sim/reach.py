@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.epoch import Epoch
-from scheduler_service.core.plan import Pooling, StepPlan, StepResult
+from scheduler_service.core.plan import Pooling, RowStatus, StepPlan, StepResult
 from scheduler_service.core.request import BlockRemoved, KvEvent, OutputMode, Tier
-from scheduler_service.core.sequence import GroupState, SequenceGroup
+from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 from tests.sim.client import Client
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ STATES = (
     "a grammar is ready",
     "a grammar cannot be read",
     "a false report of a grammar is refused",
+    "a row is late",
+    "a row is late twice",
+    "a beam is late",
+    "a late row decodes",
+    "a late row has its last token planned",
+    "a late row has been preempted",
+    "a late row no longer counts",
+    "a late row has a window",
     "aborted while its grammar is prepared",
     "a stream waits on after the grace",
     "a detached request waits on after the grace",
@@ -104,6 +112,7 @@ class Reach:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._count = simulation.reached
+        self._late: set[Sequence] = set()  # whose last sampling row was late
 
     @property
     def _epoch(self) -> Epoch | None:
@@ -241,9 +250,32 @@ class Reach:
             sequences = [*dispatch.columns.sequences, *(row.sequence for row in dispatch.rows)]
             is_partial = any(not sequence.counts(dispatch.step) for sequence in sequences)
             count["a result has rows that no longer count"] += is_partial
+        if RowStatus.LATE in result.statuses:
+            self._see_late_rows(epoch, result)
         if result.statuses:
             count["bad logits while moves are under way"] += bool(len(epoch.cache.moves))
             count["bad logits while another request is swapped"] += bool(self._simulation.scheduler.state.swapped)
+
+    def _see_late_rows(self, epoch: Epoch, result: StepResult) -> None:
+        count, dispatch = self._count, epoch.unacknowledged[0]
+        rows = {row.slot: row.sequence for row in dispatch.sampling_rows()}
+        rows |= zip(dispatch.columns.slots, dispatch.columns.sequences, strict=True)
+        for slot, status in zip(sorted(rows), result.statuses, strict=True):
+            sequence = rows[slot]
+            if status is not RowStatus.LATE:
+                self._late.discard(sequence)
+                continue
+            count["a row is late"] += 1
+            count["a row is late twice"] += sequence in self._late
+            count["a beam is late"] += sequence.group.beam is not None
+            count["a late row decodes"] += sequence.is_decoding
+            is_last = not sequence.num_uncomputed_tokens and sequence.num_in_flight > 1
+            count["a late row has its last token planned"] += is_last
+            is_dropped = not sequence.counts(dispatch.step)
+            count["a late row no longer counts"] += is_dropped
+            count["a late row has been preempted"] += not is_dropped and sequence.slot < 0
+            count["a late row has a window"] += bool(epoch.cache.window)
+            self._late.add(sequence)
 
     def before_loss(self) -> None:
         epoch, count = self._epoch, self._count

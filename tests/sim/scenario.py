@@ -79,6 +79,7 @@ class Scenario:
     worker_grace: float  # and those that could as well begin elsewhere
     faults: tuple[str, ...]
     fault_rate: float
+    late_rate: float  # of the samples of rows with a grammar, those that are not told in time what that allows
     flush_times: tuple[float, ...]  # when an operator wants the cache emptied
     arrivals: tuple[Arrival, ...]
 
@@ -122,6 +123,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         worker_grace=patience.choice((60.0, 60.0, 0.2, 0.0)),
         faults=tuple(rng.sample(FAULTS, num_faults)),
         fault_rate=rng.choice((0.01, 0.03, 0.1)),
+        late_rate=Random(f"late {seed}").choice((0.0, 0.1, 0.6)),
         flush_times=tuple(flushes.random() for _ in range(flushes.choice((0, 0, 5)))),
         arrivals=tuple(
             replace(

@@ -74,6 +74,7 @@ class Simulation:
             grammar_version="g",
         )
         self.grammar_rng = Random(f"grammars of workers {seed}")
+        self._late_rng = Random(f"late rows {seed}")
         self.clients: dict[tuple[str, str], Client] = {}  # that are served
         self.client_of: dict[int, Client] = {}  # by sequence, also of those that have ended
         self.bad_sequences: dict[int, RowStatus] = {}  # whose next sampling row fails, and how
@@ -323,6 +324,10 @@ class Simulation:
 
     def _delay(self) -> float:
         return self.rng.random() * self.scenario.delay_seconds
+
+    def is_late(self, num_tokens: int, step: int) -> bool:
+        """Whether a worker is late to know what a row's grammar allows."""
+        return not self.is_calm and self._late_rng.random() < self.scenario.late_rate
 
     def receive_result(self, connection: Connection, result: StepResult) -> None:
         if connection is not self.connection:

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.grammars import GrammarCompiler
+from tests.worker.late_queue import LateQueue
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.rows import StepWatch, WorkingRows
@@ -45,7 +46,7 @@ SCHEMA = {
 GRAMMARS = (
     AddedGrammar(1, GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), (END,)),
     AddedGrammar(2, GrammarKind.REGEX, "[a-z ]{40}", (END,)),
-    # Ambiguous: behind 200 tokens it takes more than a step may.
+    # Ambiguous: behind some 60 tokens it takes more than a step may.
     AddedGrammar(3, GrammarKind.GRAMMAR, 'start: s "b"\ns: "a" s "a" | "a" s | s "a" | "a"', (END,)),
 )
 BLOCKS_PER_ROW = 16
@@ -59,6 +60,8 @@ class Driver:
         assert isinstance(worker.runner, ModelRunner)
         self.runner = worker.runner
         self.computation: Any = worker.runner.computation
+        self.masks = worker.runner.table.masks
+        self.masks.waits_for_all = True  # no test hangs on the machine's speed
         self.step = 0
         self.begin()
 
@@ -100,8 +103,57 @@ def worker() -> Iterator[LoadedWorker]:
 
 
 @pytest.fixture
-def driver(worker: LoadedWorker) -> Driver:
-    return Driver(worker)
+def driver(worker: LoadedWorker) -> Iterator[Driver]:
+    driver = Driver(worker)
+    queue = driver.masks.queue
+    yield driver
+    driver.masks.queue = queue
+
+
+def late_outputs(driver: Driver, num_tokens: int, *openings: RowOpening) -> tuple[list[list[int]], int]:
+    """As `outputs`, of rows that may be late; and how often they were."""
+    found: list[list[int]] = [[] for _ in openings]
+    result, num_late = driver.open(*openings), 0
+    while True:
+        token_ids = iter(result.token_ids)
+        for tokens, status in zip(found, result.statuses or (RowStatus.OK,) * len(found), strict=True):
+            assert status in (RowStatus.OK, RowStatus.LATE)
+            num_late += status is RowStatus.LATE
+            if status is RowStatus.OK:
+                tokens.append(next(token_ids))
+        if min(map(len, found)) >= num_tokens:
+            return [tokens[:num_tokens] for tokens in found], num_late
+        result = driver.run()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_late_give_the_same_later(driver: Driver, seed: int) -> None:
+    """With penalties and log-probabilities, beside rows without a grammar, which are never late."""
+    print("seed", seed)
+    sampling = SamplingParams(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, num_logprobs=2)
+    rows = [
+        opening(0, grammar_id=1, sampling=sampling, seed=seed),
+        opening(1, grammar_id=0, seed=seed),
+        opening(2, grammar_id=2, sampling=SamplingParams(temperature=0.0)),
+        opening(3, grammar_id=1, seed=seed),
+    ]
+    driver.masks.queue = LateQueue(seed, rate=0.0)
+    expected = outputs(driver, 25, *rows)
+    driver.begin()
+    driver.masks.queue, driver.masks.waits_for_all = LateQueue(seed, rate=0.6), False
+    found, num_late = late_outputs(driver, 25, *rows)
+    assert found == expected
+    assert num_late > 20
+
+
+def test_a_step_that_would_give_nothing_waits_for_a_mask(driver: Driver) -> None:
+    driver.masks.queue, driver.masks.waits_for_all = LateQueue(1, rate=1.0), False
+    rows = [opening(slot, grammar_id=1, seed=slot) for slot in range(3)]
+    results = [driver.open(*rows), *(driver.run() for _ in range(5))]
+    assert [sorted(status.name for status in result.statuses) for result in results] == [["LATE", "LATE", "OK"]] * 6
+    assert [len(result.mask_us) for result in results] == [1] * 6, "each mask is told of once"
+    free = driver.run(openings=(opening(4, grammar_id=0),), work_slots=(4,), work_num_tokens=(len(PROMPT),))
+    assert [status.name for status in free.statuses] == ["LATE", "LATE", "LATE", "OK"]
 
 
 def outputs(driver: Driver, num_tokens: int, *openings: RowOpening) -> list[list[int]]:
@@ -252,7 +304,7 @@ def test_a_token_that_the_grammar_refuses_fails_its_row_alone_in_every_step(driv
 def test_a_grammar_that_takes_too_much_ends_its_row_alone(driver: Driver) -> None:
     """In the step in which it does, and in every later one."""
     (a,) = TOKENIZER.encode("a").ids[-1:]
-    num_before = 180
+    num_before = 50
     sampling = SamplingParams(logit_bias_token_ids=(a,), logit_bias_values=(100.0,))
     bound = opening(1, grammar_id=3, output=[a] * num_before, sampling=sampling)
     others = opening(0, grammar_id=1), opening(2, grammar_id=0)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pagewire.grammars import GrammarCompiler
+from pagewire.grammars.matcher import MaskPace
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from scheduler_service.core import plan as core_plan
 from scheduler_service.core.cost import PreemptionMode
@@ -31,6 +32,7 @@ from scheduler_service.rpc.worker.wire import encode_plan
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, FakeGraph, Guard, as_kernel
+from tests.worker.late_queue import LateQueue
 from tests.worker.letters import END_TOKEN_ID, letters_tokenizer
 from tests.worker.plans import GREEDY, Row, plan_steps
 from tests.worker.runners import device_runner, host_runner
@@ -152,6 +154,8 @@ class Pair:
             model, self.cache, backend, SAMPLER, self.limits, self.device, grammars=own, **graphs
         )
         self.runner.computation.capture_graphs()
+        for one in (self.plain, self.runner):
+            one.table.masks.waits_for_all = True  # no test hangs on the machine's speed
         self.num_planned: Counter[str] = Counter()
 
     def launch(self, plan: StepPlan) -> tuple[LaunchedStep, StepResult]:
@@ -264,7 +268,7 @@ class History:
         self.scheduler.worker_joined(capacity, 1, 0.0)
         self.under_way: deque[tuple[LaunchedStep, StepResult]] = deque()
         self.num_tokens = 0
-        self.num_embeddings = 0
+        self.num_embeddings = self.num_late = 0
         self.outputs: defaultdict[int, list[int]] = defaultdict(list)
         self.grammars: dict[int, core_plan.Grammar] = {}  # by sequence
 
@@ -293,6 +297,7 @@ class History:
                 assert_equal(result, expected)
                 self.num_tokens += len(result.token_ids)
                 self.num_embeddings += len(result.embeddings)
+                self.num_late += result.statuses.count(RowStatus.LATE)
                 self._take(self.scheduler.complete(as_core(result), now))
             self.scheduler.check()
 
@@ -395,13 +400,16 @@ def test_histories_hold_all_that_a_plan_may(checkpoints: dict[str, Path]) -> Non
     assert min(num_planned[name] for name in COUNTED) > 20
 
 
+@pytest.mark.parametrize("late_rate", [0.0, 0.4])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(3))
 def test_masks_belong_to_the_tokens_before_them(
-    checkpoints: dict[str, Path], tmp_path: Path, seed: int, depth: int
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, depth: int, late_rate: float
 ) -> None:
-    """Rows with grammars, gated, and rows without, which go on meanwhile: samples and beams, some of them preempted."""
+    """Rows with grammars, gated, of which some are late, and rows without, which go on meanwhile: samples and beams,
+    some of them preempted."""
+    seed = depth + 10 * bool(late_rate)
     print("seed", seed)
+    monkeypatch.setattr(MaskPace, "observe", lambda self, seconds: None)  # both are late alike
     rng = random.Random(seed)
     compiler = GrammarCompiler(letters_tokenizer(), VOCAB_SIZE)
     grammars = [
@@ -409,10 +417,13 @@ def test_masks_belong_to_the_tokens_before_them(
         for _ in range(2)
     ]
     pair = Pair(checkpoints["qwen3"], seed, num_blocks=40, num_host_blocks=20, grammars=(grammars[0], grammars[1]))
+    for runner in (pair.plain, pair.runner) if late_rate else ():
+        runner.table.masks.queue, runner.table.masks.waits_for_all = LateQueue(seed, late_rate), False
     history = History(pair, depth, preemption=PreemptionMode.SWAP)
     requests = [(rng.choice([0.0, 0.2]), bound(rng, random_request(rng, index))) for index in range(10)]
     history.run(sorted(requests, key=itemgetter(0)))
     assert sum(len(history.outputs[sequence_id]) for sequence_id in history.grammars) > 30
+    assert history.num_late > 20 if late_rate else not history.num_late
     for sequence_id, grammar in history.grammars.items():
         matcher = compiler.compile(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
         matcher.consume(history.outputs[sequence_id])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from threading import Lock
 
-from pagewire.grammars import GrammarError, Matcher
+from pagewire.grammars import GrammarError, MaskQueue, Matcher
 from worker_service.grammars.compile_thread import Compile, CompileThread
 from worker_service.step import AddedGrammar, GrammarReport, ProtocolError, StepPlan
 
@@ -26,6 +26,7 @@ class EpochGrammars:
     def __init__(self, thread: CompileThread | None, vocab_size: int) -> None:
         """`thread`: None where no grammars can be read."""
         self._thread = thread
+        self.mask_queue = MaskQueue()  # of the rows that have these grammars
         self._vocab_size = vocab_size
         self._lock = Lock()
         self._epoch = 0
@@ -85,7 +86,8 @@ class EpochGrammars:
         raise ProtocolError(f"a row opens with grammar {grammar_id}, but {reason}")
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
+        self.mask_queue.close()
         if self._thread is not None:
             self._thread.stop()
 

@@ -1,40 +1,61 @@
 """The grammars of rows: what state each is in, and which tokens the rows of a step may take."""
 
+import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagewire.grammars import GrammarError, GrammarLimitError, Matcher, fill_masks
+from pagewire.grammars import GrammarLimitError, MaskJob, MaskQueue, Matcher
 from worker_service.step import ProtocolError, RowStatus
 
 IntArray = NDArray[np.int64]
 
 
-@dataclass(slots=True, eq=False)
+# A step that is computed waits for masks as long as this share of what it has taken, and at least so long.
+_PATIENCE = 0.25
+_MIN_PATIENCE_S = 0.001
+
+
 class ConstrainedRow:
     """A row's grammar behind its output. Once it has failed, the row fails in every step in which it samples."""
 
-    matcher: Matcher
-    error: GrammarError | None = None
+    def __init__(self, matcher: Matcher, queue: MaskQueue, mask_bytes: int, token_ids: Sequence[int] = ()) -> None:
+        """`token_ids`: the output that there is."""
+        self._matcher = matcher
+        self._queue = queue
+        self._mask_bytes = mask_bytes
+        self.job = self._put(token_ids)  # what may come next
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Move on by tokens of the row."""
-        if self.error is None:
-            try:
-                self.matcher.consume(token_ids)
-            except GrammarError as error:
-                self.error = error
+        self._finish()
+        if self.job.error is None:
+            self.job = self._put(token_ids)
 
     def fork(self) -> "ConstrainedRow":
-        return ConstrainedRow(self.matcher.copy(), self.error)
+        self._finish()
+        forked = copy(self)
+        forked._matcher = self._matcher.copy()
+        return forked
 
     @property
     def status(self) -> RowStatus:
-        if self.error is None:
+        if self.job.error is None:
             return RowStatus.OK
-        return RowStatus.GRAMMAR_LIMIT if isinstance(self.error, GrammarLimitError) else RowStatus.GRAMMAR_FAILED
+        is_limit = isinstance(self.job.error, GrammarLimitError)
+        return RowStatus.GRAMMAR_LIMIT if is_limit else RowStatus.GRAMMAR_FAILED
+
+    def _put(self, token_ids: Sequence[int]) -> MaskJob:
+        job = MaskJob(self._matcher, token_ids, self._mask_bytes)
+        self._queue.put(job)
+        return job
+
+    def _finish(self) -> None:
+        if not self.job.is_done:  # the matcher is being moved on
+            self._queue.finish([self.job], None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +65,14 @@ class StepMasks:
     Attributes:
         masks: [M, ceil(vocab_size / 32)] int32, as `pagewire.kernels.sampling` has them.
         lines: [R] int32, each row's line of `masks`; -1: it may take any token.
-        rows: the grammars, by index of their row.
+        rows: the grammars, by index of their row, without those of late rows.
+        is_late: [R], the row's mask is not there: it gives no token in this step.
     """
 
     masks: NDArray[np.int32]
     lines: NDArray[np.int32]
     rows: dict[int, ConstrainedRow]
+    is_late: NDArray[np.bool_]
 
     def take(self, token_ids: NDArray[np.integer], has_sampled: NDArray[np.bool_]) -> None:
         """Move the grammars on by the tokens that those of the R rows have which have sampled one."""
@@ -58,8 +81,9 @@ class StepMasks:
                 row.consume((int(token_ids[index]),))
 
     def failures(self) -> dict[int, RowStatus]:
-        """Return the statuses of the rows whose grammar has failed, by index."""
-        return {index: row.status for index, row in self.rows.items() if row.error is not None}
+        """Return the statuses of the rows that are late, and of those whose grammar has failed, by index."""
+        failed = {index: row.status for index, row in self.rows.items() if row.job.error is not None}
+        return {**failed, **dict.fromkeys(np.flatnonzero(self.is_late).tolist(), RowStatus.LATE)}
 
     def leaves_others(self, index: int, token_ids: Sequence[int]) -> bool:
         """Whether a row may take a token that is none of these."""
@@ -80,14 +104,29 @@ class RowMasks:
 
     Attributes:
         matcher_of: gives a matcher of its own for a row, by the number of its grammar. Raises ProtocolError.
+        queue: computes masks, as soon as it is known behind which tokens.
+        waits_for_all: no row is ever late.
         is_constrained: [num_slots], the row has a grammar.
+        is_late: [num_slots], the row had no mask when it was to sample in the step under way.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._rows: dict[int, ConstrainedRow] = {}
         self.matcher_of: Callable[[int], Matcher] = _no_matcher
+        self.queue = MaskQueue(has_threads=False)
+        self.waits_for_all = False
         self.is_constrained = np.zeros(num_slots, np.bool_)
+        self.is_late = np.zeros(num_slots, np.bool_)
         self._masks = np.zeros((num_slots, -(-vocab_size // 32)), np.int32)
+        self._began_at = 0.0
+        self._times: list[tuple[int, int]] = []
+
+    def begin_step(self) -> list[tuple[int, int]]:
+        """Return what will have the microseconds that masks of the step have taken, by slot."""
+        self._began_at = time.perf_counter()
+        self.is_late[:] = False
+        self._times = []
+        return self._times
 
     def clear(self) -> None:
         self._rows.clear()
@@ -97,9 +136,8 @@ class RowMasks:
         """A row moves in, with a grammar or without (0). Raises ProtocolError for one that there is not."""
         self.release(slot)
         if grammar_id:
-            row = ConstrainedRow(self.matcher_of(grammar_id))
-            row.consume(output_token_ids)
-            self._put(slot, row)
+            matcher, mask_bytes = self.matcher_of(grammar_id), self._masks.strides[0]
+            self._put(slot, ConstrainedRow(matcher, self.queue, mask_bytes, output_token_ids))
 
     def release(self, slot: int) -> None:
         self._rows.pop(slot, None)
@@ -126,16 +164,29 @@ class RowMasks:
             return None
         lines = np.full(len(slots), -1, np.int32)
         rows = {index: self._rows[slots[index]] for index in np.flatnonzero(self.is_constrained[slots]).tolist()}
-        going = [(index, row) for index, row in rows.items() if row.error is None]
-        masks = self._masks[: max(1, len(going))]
-        errors = fill_masks(
-            [(row.matcher, line) for line, (_, row) in enumerate(going)], masks.ctypes.data, masks.strides[0]
-        )
-        for line, (index, row) in enumerate(going):
-            row.error = errors.get(line)
-            if row.error is None:
-                lines[index] = line
-        return StepMasks(masks, lines, rows)
+        self._wait([row.job for row in rows.values()], are_all=len(rows) == len(slots))
+        there = {index: row for index, row in rows.items() if row.job.is_done}
+        going = [index for index, row in there.items() if row.job.error is None]
+        for line, index in enumerate(going):
+            lines[index] = line
+            self._masks[line] = np.frombuffer(memoryview(there[index].job.mask), np.int32)
+        for index, row in there.items():
+            if row.job.us:  # it was not told of before
+                self._times.append((int(slots[index]), row.job.us))
+                row.job.us = 0
+        is_late = np.zeros(len(slots), np.bool_)
+        is_late[[index for index in rows if index not in there]] = True
+        self.is_late[slots] = is_late
+        return StepMasks(self._masks[: max(1, len(going))], lines, there, is_late)
+
+    def _wait(self, jobs: Sequence[MaskJob], *, are_all: bool) -> None:
+        """Wait for masks, but not long: others wait for the step. `are_all`: nobody else samples in it, so that it is
+        worth nothing before there is one."""
+        now = time.perf_counter()
+        patience = max(_MIN_PATIENCE_S, _PATIENCE * (now - self._began_at))
+        self.queue.finish(jobs, None if self.waits_for_all else now + patience)
+        if are_all and not any(job.is_done for job in jobs):
+            self.queue.finish([min(jobs, key=lambda job: job.matcher.pace.seconds)], None)
 
     def _put(self, slot: int, row: ConstrainedRow) -> None:
         self._rows[slot] = row

@@ -30,6 +30,7 @@ class BegunStep:
     plan: StepPlan
     last_moved_step: int  # as it begins
     watch: StepWatch
+    mask_times: list[tuple[int, int]]  # microseconds that masks have taken, by slot; complete once it is launched
 
     def result(
         self, samples: Samples, prompt_logprobs: tuple[PromptLogprobs, ...], duration_us: int, parts: StepParts
@@ -47,6 +48,8 @@ class BegunStep:
             duration_us=duration_us,
             last_moved_step=self.last_moved_step,
             parts=parts,
+            mask_slots=tuple(slot for slot, _ in self.mask_times),
+            mask_us=tuple(us for _, us in self.mask_times),
         )
 
 

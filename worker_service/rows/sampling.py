@@ -178,6 +178,11 @@ class StepSampling:
         return len(self.slots)
 
     @property
+    def keeps_no_token(self) -> NDArray[np.bool_]:
+        """[R], what is drawn for the row is not its next token."""
+        return self.reports_candidates if self.masks is None else self.reports_candidates | self.masks.is_late
+
+    @property
     def max_reported(self) -> int | None:
         """None: no row reports log-probabilities."""
         most = int(self.num_reported.max(initial=-1))

@@ -127,19 +127,21 @@ class SequenceTable:
         """The step is launched: its positions count as computed, and sampling rows have a token more.
 
         Rows that report candidates, or an embedding, are paused instead; so are those with a grammar where that is
-        gated, which have a token more. The tokens themselves are written by who
-        computes: here by `put_tokens`, or on a device alone, and then `token_ids` means nothing from there on.
+        gated, which have a token more. Late rows go on as if their last position had not been computed. The tokens
+        themselves are written by who computes: here by `put_tokens`, or on a device alone, and then `token_ids` means
+        nothing from there on.
         """
         self.num_computed_tokens[rows.slots] = rows.ends
         slots = rows.slots[rows.samples]
-        if not rows.are_plain:
-            rests = self.sampling.reports_candidates[slots] | self.sampling.is_pooled[slots]
-            self.work[slots[rests]] = 0
-            slots = slots[~rests]
-        self.num_tokens[slots] += 1
         self.work[slots] = 1
-        if self.gates_grammars and not rows.are_plain:
-            self.work[slots[self.masks.is_constrained[slots]]] = 0
+        if not rows.are_plain:
+            gives_none = self.sampling.reports_candidates[slots] | self.sampling.is_pooled[slots]
+            is_late = self.masks.is_late[slots]
+            rests = gives_none | self.masks.is_constrained[slots] if self.gates_grammars else gives_none
+            self.work[slots[rests]] = 0
+            self.num_computed_tokens[slots[is_late]] -= 1
+            slots = slots[~gives_none & ~is_late]
+        self.num_tokens[slots] += 1
 
     def sampling_of(self, rows: WorkingRows) -> StepSampling:
         """Return how the rows of a step sample that do."""

@@ -84,6 +84,8 @@ class ModelRunner:
         self._grammars = grammars or EpochGrammars(None, self.table.limits.vocab_size)
         self._must_capture = False
         self.table.masks.matcher_of = self._grammars.matcher
+        self.table.masks.queue = self._grammars.mask_queue
+        self.table.masks.waits_for_all = communicator.size > 1  # ranks must agree
         self._is_out_of_memory = is_out_of_memory if splits_steps else lambda error: False
 
     def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None] = lambda report: None) -> None:
@@ -105,10 +107,11 @@ class ModelRunner:
         watch = StepWatch()
         self._cache.check(plan)
         self._grammars.apply(plan)
+        mask_times = self.table.masks.begin_step()
         rows = self.table.apply(plan)
         self._cache.move(plan)
         self._cache.copy(plan)
-        step = BegunStep(plan, self._cache.last_moved_step(), watch)
+        step = BegunStep(plan, self._cache.last_moved_step(), watch, mask_times)
         watch.end("plan")
         launched = self._launch(step, rows)
         self.table.advance(rows)

@@ -74,12 +74,14 @@ class ResolvedResult(NamedTuple):
     samples: list[SampledRow]
     decoded: list[int]  # token ids of the columns' rows; empty if these stand in samples
     prompt_logprobs: list[tuple[PlannedRow, list[TokenLogprobs]]]
+    mask_times: list[tuple[Sequence, int]]  # microseconds that masks of rows took
 
 
 def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> ResolvedResult:
     """Resolve every row. Raises WorkerProtocolError if the columns do not fit the plan."""
     prompt_logprobs = list(_read_prompt_logprobs(dispatch, result, vocab_size))
     rows = dispatch.sampling_rows()
+    mask_times = _read_mask_times(dispatch.step, result, _merge(rows, dispatch.columns)) if result.mask_slots else []
     num_rows = len(rows) + len(dispatch.columns.slots)
     if result.statuses and len(result.statuses) != num_rows:
         raise WorkerProtocolError(
@@ -89,22 +91,34 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise WorkerProtocolError(f"step {dispatch.step} yields a token outside the vocabulary of {vocab_size}")
     if result.statuses or dispatch.columns.has_logprobs:
-        everybody = _merge(rows, dispatch.columns)
-        return ResolvedResult(_read_samples(dispatch, everybody, token_ids, result, vocab_size), [], prompt_logprobs)
+        everybody = [sequence for _, sequence in _merge(rows, dispatch.columns)]
+        samples = _read_samples(dispatch, everybody, token_ids, result, vocab_size)
+        return ResolvedResult(samples, [], prompt_logprobs, mask_times)
     choosing = [row for row in rows if row.sequence.group.request.sampling.chooses_tokens]
     positions = [dispatch.columns.index_of(row.slot) + i for i, row in enumerate(choosing)]
     _check_count(dispatch.step, len(dispatch.columns.slots) + len(positions), len(token_ids))
     decoded = list(token_ids)
     chosen = tuple(reversed([decoded.pop(position) for position in reversed(positions)]))
     samples = _read_samples(dispatch, [row.sequence for row in rows], chosen, result, vocab_size)
-    return ResolvedResult(samples, decoded, prompt_logprobs)
+    return ResolvedResult(samples, decoded, prompt_logprobs, mask_times)
 
 
-def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[Sequence]:
+def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[tuple[int, Sequence]]:
     """Put both kinds of rows in slot order."""
     pairs = [(row.slot, row.sequence) for row in rows]
     pairs.extend(zip(columns.slots, columns.sequences, strict=True))
-    return [sequence for _, sequence in sorted(pairs, key=itemgetter(0))]
+    return sorted(pairs, key=itemgetter(0))
+
+
+def _read_mask_times(step: int, result: StepResult, rows: list[tuple[int, Sequence]]) -> list[tuple[Sequence, int]]:
+    by_slot = dict(rows)
+    slots = result.mask_slots
+    if len(slots) != len(result.mask_us) or len(set(slots)) != len(slots) or not by_slot.keys() >= set(slots):
+        raise WorkerProtocolError(
+            f"step {step} tells {len(result.mask_us)} times of masks of slots {list(slots)}, but samples slots "
+            f"{list(by_slot)}"
+        )
+    return [(by_slot[slot], us) for slot, us in zip(slots, result.mask_us, strict=True)]
 
 
 def _check_count(step: int, num_expected: int, num_tokens: int) -> None:

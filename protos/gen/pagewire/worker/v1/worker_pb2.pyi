@@ -31,6 +31,7 @@ class RowStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_STATUS_OUT_OF_MEMORY: _ClassVar[RowStatus]
     ROW_STATUS_GRAMMAR_FAILED: _ClassVar[RowStatus]
     ROW_STATUS_GRAMMAR_LIMIT: _ClassVar[RowStatus]
+    ROW_STATUS_LATE: _ClassVar[RowStatus]
 GRAMMAR_KIND_UNSPECIFIED: GrammarKind
 GRAMMAR_KIND_JSON_SCHEMA: GrammarKind
 GRAMMAR_KIND_JSON_OBJECT: GrammarKind
@@ -47,6 +48,7 @@ ROW_STATUS_NAN_LOGITS: RowStatus
 ROW_STATUS_OUT_OF_MEMORY: RowStatus
 ROW_STATUS_GRAMMAR_FAILED: RowStatus
 ROW_STATUS_GRAMMAR_LIMIT: RowStatus
+ROW_STATUS_LATE: RowStatus
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("hello", "plan")
@@ -287,7 +289,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias_token_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., num_candidates: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step", "statuses", "token_ids", "logprobs", "prompt_logprobs", "duration_us", "candidates", "last_moved_step", "parts", "embeddings")
+    __slots__ = ("epoch", "step", "statuses", "token_ids", "logprobs", "prompt_logprobs", "duration_us", "candidates", "last_moved_step", "parts", "embeddings", "mask_slots", "mask_us")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +301,8 @@ class StepResult(_message.Message):
     LAST_MOVED_STEP_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    MASK_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MASK_US_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     statuses: _containers.RepeatedScalarFieldContainer[RowStatus]
@@ -310,7 +314,9 @@ class StepResult(_message.Message):
     last_moved_step: int
     parts: StepParts
     embeddings: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., duration_us: _Optional[int] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., last_moved_step: _Optional[int] = ..., parts: _Optional[_Union[StepParts, _Mapping]] = ..., embeddings: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    mask_slots: _containers.RepeatedScalarFieldContainer[int]
+    mask_us: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., duration_us: _Optional[int] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., last_moved_step: _Optional[int] = ..., parts: _Optional[_Union[StepParts, _Mapping]] = ..., embeddings: _Optional[_Iterable[bytes]] = ..., mask_slots: _Optional[_Iterable[int]] = ..., mask_us: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepParts(_message.Message):
     __slots__ = ("plan_us", "batch_us", "products_us", "attention_us", "norms_us", "rotary_us", "model_us", "head_us", "sampling_us")
