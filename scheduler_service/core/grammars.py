@@ -1,5 +1,7 @@
 """The grammars of an epoch: which the worker must prepare, which it has, and which nobody needs any more."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 from scheduler_service.core.plan import AddedGrammar, Grammar
@@ -17,68 +19,84 @@ class GrammarState(Enum):
     FAILED = "failed"  # those that need it end
 
 
+@dataclass(slots=True)
+class _Need:
+    """A grammar that requests need."""
+
+    num_requests: int = 0
+    state: GrammarState = GrammarState.UNTOLD
+    grammar_id: int = 0  # from the plan on that names it
+
+
 class NeededGrammars:
-    """Every grammar that a request needs has a number in the epoch, from 1, which is never given again."""
+    """Every grammar that a plan names has a number in the epoch, from 1, rising, which is never given again."""
 
     def __init__(self) -> None:
-        self._ids: dict[Grammar, int] = {}
-        self._states: dict[int, GrammarState] = {}
-        self._num_needing: dict[int, int] = {}  # requests
+        self._needs: dict[Grammar, _Need] = {}
         self._released: list[int] = []  # which no plan has said
+        self._num_untold = 0
         self.last_id = 0
 
     def need(self, grammar: Grammar) -> bool:
         """Count a request that needs a grammar. Returns whether that is ready."""
-        grammar_id = self._ids.get(grammar)
-        if grammar_id is None:
-            self.last_id += 1
-            grammar_id = self._ids[grammar] = self.last_id
-            self._states[grammar_id] = GrammarState.UNTOLD
-            self._num_needing[grammar_id] = 0
-        self._num_needing[grammar_id] += 1
-        return self._states[grammar_id] is GrammarState.READY
+        need = self._needs.get(grammar)
+        if need is None:
+            need = self._needs[grammar] = _Need()
+            self._num_untold += 1
+        need.num_requests += 1
+        return need.state is GrammarState.READY
 
     def give_up(self, grammar: Grammar) -> None:
         """A request that needed a grammar is gone. The worker forgets what nobody needs."""
-        grammar_id = self._ids[grammar]
-        self._num_needing[grammar_id] -= 1
-        if not self._num_needing[grammar_id]:
-            del self._ids[grammar], self._num_needing[grammar_id]
-            if self._states.pop(grammar_id) is not GrammarState.UNTOLD:
-                self._released.append(grammar_id)
+        need = self._needs[grammar]
+        need.num_requests -= 1
+        if not need.num_requests:
+            del self._needs[grammar]
+            if need.grammar_id:
+                self._released.append(need.grammar_id)
+            else:
+                self._num_untold -= 1
 
     def id_of(self, grammar: Grammar) -> int:
-        """The number of a grammar that somebody needs."""
-        return self._ids[grammar]
+        """The number of a grammar that somebody needs; 0: no plan has named it."""
+        return self._needs[grammar].grammar_id
 
     def is_ready(self, grammar: Grammar) -> bool:
-        return self._states[self._ids[grammar]] is GrammarState.READY
+        return self._needs[grammar].state is GrammarState.READY
+
+    def is_preparing(self, grammar: Grammar | None) -> bool:
+        """Whether the worker has been told of a grammar that somebody needs, and has not told what came of it."""
+        return grammar is not None and self._needs[grammar].state is GrammarState.PREPARING
 
     def num_needing(self, grammar: Grammar) -> int:
         """Count the requests that need a grammar."""
-        return self._num_needing[self._ids[grammar]] if grammar in self._ids else 0
+        return self._needs[grammar].num_requests if grammar in self._needs else 0
 
     def report(self, grammar_id: int, *, is_ready: bool) -> Grammar | None:
         """The worker has prepared a grammar, or cannot. Returns it, or None if nobody needs it any more or the worker
         has told of it before."""
-        if self._states.get(grammar_id) is not GrammarState.PREPARING:
-            return None
-        self._states[grammar_id] = GrammarState.READY if is_ready else GrammarState.FAILED
-        return next(grammar for grammar, known in self._ids.items() if known == grammar_id)
+        for grammar, need in self._needs.items():
+            if need.grammar_id == grammar_id and need.state is GrammarState.PREPARING:
+                need.state = GrammarState.READY if is_ready else GrammarState.FAILED
+                return grammar
+        return None
 
-    def take_added(self) -> list[AddedGrammar]:
-        """Return the grammars that the next plan names, as many as fit into it; that plan must be sent."""
+    def take_added(self, admits: Callable[[Grammar], bool]) -> list[AddedGrammar]:
+        """Return the grammars that the next plan names, as many as fit into it; that plan must be sent. `admits`:
+        whether one may be named now."""
         added: list[AddedGrammar] = []
         num_bytes = 0
-        if self.last_id and GrammarState.UNTOLD in self._states.values():
-            for grammar, grammar_id in self._ids.items():
-                if self._states[grammar_id] is not GrammarState.UNTOLD:
+        if self._num_untold:
+            for grammar, need in self._needs.items():
+                if need.state is not GrammarState.UNTOLD or not admits(grammar):
                     continue
                 num_bytes += 4 * len(grammar.text)
                 if added and num_bytes > _MAX_PLAN_BYTES:
                     break
-                self._states[grammar_id] = GrammarState.PREPARING
-                added.append(AddedGrammar(grammar_id, grammar.kind, grammar.text, grammar.end_token_ids))
+                self.last_id += 1
+                need.state, need.grammar_id = GrammarState.PREPARING, self.last_id
+                added.append(AddedGrammar(self.last_id, grammar.kind, grammar.text, grammar.end_token_ids))
+            self._num_untold -= len(added)
         return added
 
     def take_released(self) -> tuple[int, ...]:

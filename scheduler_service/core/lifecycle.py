@@ -300,6 +300,7 @@ class Lifecycle:
     def lose_worker(self, epoch: Epoch, now: float) -> list[SequenceGroup]:
         """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem
         to have crashed it, and must end."""
+        preparing = {group for group in self.waiting.held if epoch.grammars.is_preparing(group.request.grammar)}
         self.epoch = None
         self.standings.lose()
         self.counters.num_moved_blocks_out += epoch.cache.moves.num_moved_out
@@ -310,7 +311,7 @@ class Lifecycle:
             group.reset()
             self._enter(group, GroupState.WAITING)
         dispatched = {group for dispatch in epoch.unacknowledged for group in dispatch.groups()}
-        return self.quarantine.crashed(group for group in dispatched if not group.is_finished)
+        return self.quarantine.crashed((group for group in dispatched if not group.is_finished), preparing)
 
     # Ends
 

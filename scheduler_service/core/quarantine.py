@@ -3,10 +3,11 @@
 A request is charged for a crash of the worker when it was dispatched and no token of it has been confirmed since. The
 first crash means nothing: workers die. Requests that were there twice are suspects: they run half by half and nobody
 else beside them, until each has had a token confirmed. One that crashes the worker alone, twice, fails. Thus one poison
-request among n costs at most 3 + log2(n) crashes, and nobody else fails for it (S10).
+request among n costs at most 3 + log2(n) crashes, and nobody else fails for it (S10). A grammar that the worker
+prepares may be what crashes it: that is charged to all requests that need it, as to one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from scheduler_service.core.sequence import SequenceGroup
 
@@ -34,14 +35,16 @@ class Quarantine:
         """Whether the request may run beside what runs now."""
         return not self._trial or request in self._trial
 
-    def crashed(self, dispatched: Iterable[SequenceGroup]) -> list[SequenceGroup]:
-        """Charge these requests, which were dispatched when the worker was lost. Returns those that must fail."""
-        charged = sorted(dispatched, key=lambda request: request.order)
+    def crashed(self, computed: Iterable[SequenceGroup], preparing: Set[SequenceGroup]) -> list[SequenceGroup]:
+        """Charge the requests that were computed, and those whose grammars were prepared, when the worker was lost.
+        Returns those that must fail."""
+        charged = sorted({*computed, *preparing}, key=lambda request: request.order)
+        causes = {request.request.grammar if request in preparing else request for request in charged}
         failed = []
         for request in charged:
             request.num_crashes += 1
             self._charged.add(request)
-            if len(charged) == 1:
+            if len(causes) == 1:
                 request.num_lone_crashes += 1
                 if request.num_lone_crashes >= _MAX_LONE_CRASHES:
                     failed.append(request)

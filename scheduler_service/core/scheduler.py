@@ -23,7 +23,7 @@ from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.openings import Openings
-from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core.plan import Grammar, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.plans import PlanDraft, WorkerProtocolError, read_result
 from scheduler_service.core.policy import Policy, create_policy
 from scheduler_service.core.request import (
@@ -124,7 +124,7 @@ class Scheduler:
         if not state.quarantine.is_empty and not self._isolate_trial(epoch, now):
             return None
         draft = PlanDraft(epoch.num_steps + 1, self._draft_tokens(epoch), epoch.decoding, now)
-        draft.added_grammars.extend(epoch.grammars.take_added())
+        draft.added_grammars.extend(epoch.grammars.take_added(self._may_prepare))
         if self._policy.moves_keys and epoch.active:
             max_wait_s = self._policy.max_wait_s
             num_next_tokens = openings.num_next_tokens(draft)
@@ -239,6 +239,13 @@ class Scheduler:
                 epoch.pause(sequence)
         return False
 
+    def _may_prepare(self, grammar: Grammar) -> bool:
+        """Whether a request that may run needs the grammar."""
+        quarantine = self._state.quarantine
+        return quarantine.is_empty or any(
+            group.request.grammar == grammar and quarantine.admits(group) for group in self._state.waiting.held
+        )
+
     def _isolate_trial(self, epoch: Epoch, now: float) -> bool:
         """Let nobody run beside a trial. False while others are still on the worker."""
         state, admits = self._state, self._state.quarantine.admits
@@ -286,7 +293,7 @@ class Scheduler:
         self._events.append(CacheCleared())
         epoch.cache.dissolve()
         for group in self._state.lose_worker(epoch, now):
-            message = "the worker crashed twice while it computed this request alone"
+            message = "the worker crashed twice while it computed this request, or prepared its grammar, alone"
             self._state.end_group(group, EndReason.CRASHES_WORKER, outputs, message=message)
         return outputs
 

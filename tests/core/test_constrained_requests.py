@@ -7,7 +7,8 @@ import pytest
 
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import Grammar, GrammarKind, SamplingParams, StepResult, WorkerCapacity
+from scheduler_service.core.plan import Grammar, GrammarKind, RowStatus, SamplingParams, StepResult, WorkerCapacity
+from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import AdmissionError, EndReason, Request
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from tests.core.simulated_worker import SimulatedWorker
@@ -126,3 +127,92 @@ def test_prompt_log_probabilities_outlive_a_swap_that_drops_the_sample_beside_th
         told += [entry.token_id for entry in outputs.prompt_logprobs.get(0, ())]
     assert explain.stats(scheduler.state).num_swap_preemptions == 1
     assert told == [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("num_bad", [1, 5])
+def test_a_grammar_that_crashes_the_worker_ends_its_requests_alone(num_bad: int):
+    """It is found among others, which each lose a few workers, and all that need it end at once."""
+    scheduler, bad = joined(), Grammar(GrammarKind.REGEX, "bad", (2,))
+    for number in range(num_bad):
+        scheduler.add(request(f"bad{number}", bad), 0.0)
+    for number in range(6):
+        scheduler.add(request(f"good{number}", Grammar(GrammarKind.REGEX, f"g{number}", (2,))), 0.0)
+    ends, epoch = [], 1
+    while not ends:
+        plan = scheduler.schedule(0.0)
+        for added in plan.added_grammars if plan else ():
+            if added.text == "bad":
+                scheduler.check()
+                ends = scheduler.worker_lost(0.0).ended
+                epoch += 1
+                assert epoch <= 1 + 3 + 3, "one among seven is found by log2(7) + 3 crashes"
+                scheduler.worker_joined(CAPACITY, epoch, 0.0)
+                break
+        else:
+            for added in plan.added_grammars if plan else ():
+                scheduler.grammar_ready(added.grammar_id, "", 0.0)
+            if plan and plan.openings:
+                tokens = (2,) * sum(count > 0 for count in plan.work_num_tokens)
+                scheduler.complete(StepResult(epoch, plan.step, token_ids=tokens), 0.0)
+            elif plan:
+                scheduler.complete(StepResult(epoch, plan.step), 0.0)
+    assert [end.reason for end in ends] == [EndReason.CRASHES_WORKER] * num_bad
+    assert "prepared its grammar" in ends[0].message
+    assert not any(name.startswith("bad") for _, name in scheduler.state.groups)
+
+
+def running(policy: str = "fair", num: int = 1) -> Scheduler:
+    """With `num` requests whose grammar is ready, and the results of two plans on their way."""
+    scheduler = Scheduler(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, grammar_version="g", policy=create_policy(policy)
+    )
+    scheduler.worker_joined(CAPACITY, 1, 0.0)
+    for number in range(num):
+        scheduler.add(request(f"r{number}"), 0.0)
+    assert scheduler.schedule(0.0).added_grammars
+    scheduler.grammar_ready(1, "", 0.0)
+    scheduler.complete(StepResult(1, 1), 0.0)
+    assert len(scheduler.schedule(0.0).openings) == num
+    assert scheduler.schedule(0.0) is not None
+    return scheduler
+
+
+@pytest.mark.parametrize("num_late", [1, 2, 5])
+def test_a_late_row_gives_its_tokens_by_as_many_plans_more(num_late: int):
+    """Late at its first token, and then at its last: no plan says a word of it that is not said of others."""
+    scheduler = running()
+    late, ok = (RowStatus.LATE,), ()
+    tokens: list[int] = []
+    ended, step = [], 2
+    for statuses in [late] * num_late + [ok] * 3 + [late] * num_late + [ok]:
+        scheduler.check()
+        outputs = scheduler.complete(
+            StepResult(1, step, statuses=statuses, token_ids=() if statuses else (step,)), 0.5 * step
+        )
+        tokens += outputs.token_ids
+        ended += outputs.ended
+        step += 1
+        if not ended:
+            plan = scheduler.schedule(0.5 * step)
+            assert plan is None or not plan.openings
+    assert tokens == [2 + num_late, 3 + num_late, 4 + num_late, 5 + 2 * num_late]
+    assert [end.reason for end in ended] == [EndReason.LENGTH]
+    assert ended[0].first_token_at == 0.5 * (2 + num_late)
+
+
+def test_the_time_of_masks_is_charged_as_prompt_tokens_are():
+    scheduler = running()
+    epoch = scheduler.state.epoch
+    epoch.cost.prefill_rate = 1000.0  # tokens per second
+    before = scheduler._policy.rank("t")
+    for step in (2, 3):
+        result = StepResult(1, step, token_ids=(5,), mask_slots=(0,), mask_us=(3500,))
+        scheduler.complete(result, 0.0)
+    assert scheduler._policy.rank("t") - before == 7, "what is less than a token is kept"
+
+
+@pytest.mark.parametrize(("slots", "us"), [((0,), ()), ((0, 0), (1, 1)), ((3,), (1,))])
+def test_times_of_masks_that_no_row_has_break_the_protocol(slots: tuple[int, ...], us: tuple[int, ...]):
+    scheduler = running()
+    with pytest.raises(WorkerProtocolError, match="times of masks"):
+        scheduler.complete(StepResult(1, 2, token_ids=(5,), mask_slots=slots, mask_us=us), 0.0)

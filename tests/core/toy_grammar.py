@@ -1,7 +1,8 @@
 """Grammars that are a few numbers: what they allow is a function of these and of the tokens so far.
 
 The text is "seed length fault step". Outputs have at most `length` tokens before the end token; with the fault
-"unreadable" nothing can be made of it, with "failed" or "limit" no output has a token at `step`.
+"unreadable" nothing can be made of it, with "deadly" whoever tries ends, and with "failed" or "limit" no output has a
+token at `step`.
 """
 
 from collections.abc import Iterable
@@ -63,6 +64,11 @@ def read(text: str, end_token_ids: tuple[int, ...], vocab_size: int) -> ToyMatch
     """The grammar at its beginning."""
     seed, length, fault, step = text.split()
     return ToyMatcher(hash((int(seed), 7)), int(length), fault, int(step), end_token_ids, vocab_size)
+
+
+def is_deadly(text: str) -> bool:
+    """Whether it ends whoever reads it."""
+    return text.split()[2] == "deadly"
 
 
 def is_readable(text: str) -> bool:

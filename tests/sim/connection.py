@@ -18,6 +18,7 @@ class Connection:
     up_cut_at: float = NEVER
     plans: list[StepPlan] = field(default_factory=list)  # all that were sent
     grammar_ids: set[int] = field(default_factory=set)  # that the worker has, or prepares
+    told_grammar_ids: set[int] = field(default_factory=set)  # of which the scheduler knows what came of them
 
     def send_down(self, now: float, delay: float) -> float:
         """When a message arrives at the worker, or NEVER."""

@@ -373,8 +373,8 @@ MUTANTS = (
     _mutant(
         "tokens in flight outlive the end of their sequence",
         "results",
-        "            if sample.status is RowStatus.OK and sample.sequence.counts(step):\n",
-        "            if sample.status is RowStatus.OK:\n",
+        "            if not sample.sequence.counts(step):\n                continue\n",
+        "",
     ),
     _mutant(
         "prompt log-probabilities outlive the end of their request",
@@ -484,8 +484,8 @@ MUTANTS = (
     _mutant(
         "crashes are charged to whoever waits",
         "quarantine",
-        "            if len(charged) == 1:\n",
-        "            if len(charged) <= 2:\n",
+        "            if len(causes) == 1:\n",
+        "            if len(causes) <= 2:\n",
     ),
     _mutant(
         "suspects are tried beside others",
@@ -531,14 +531,14 @@ MUTANTS = (
     _mutant(
         "a grammar is released while another request needs it",
         "grammars",
-        "self._num_needing[grammar_id] += 1",
-        "self._num_needing[grammar_id] = 1",
+        "need.num_requests += 1",
+        "need.num_requests = 1",
     ),
     _mutant(
         "a grammar that nobody needs is never released",
         "grammars",
-        "            if self._states.pop(grammar_id) is not GrammarState.UNTOLD:\n",
-        "            if self._states.pop(grammar_id) is None:\n",
+        "            if need.grammar_id:\n                self._released.append(need.grammar_id)\n            else:\n",
+        "            if not need.grammar_id:\n",
     ),
     _mutant(
         "whoever waits for a grammar holds up the queue",
@@ -595,6 +595,18 @@ MUTANTS = (
         "results",
         "            if sample.status in _GRAMMAR_FAILURES and",
         "            if sample.status is RowStatus.GRAMMAR_FAILED and",
+    ),
+    _mutant(
+        "a grammar that crashes the worker is charged to nobody",
+        "lifecycle",
+        "if not group.is_finished), preparing)",
+        "if not group.is_finished), set())",
+    ),
+    _mutant(
+        "grammars of others are prepared beside suspects",
+        "scheduler",
+        "        return quarantine.is_empty or any(\n",
+        "        return True or any(\n",
     ),
     # Late rows
     _mutant(

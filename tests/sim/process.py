@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import RowStatus, StepPlan, WorkerCapacity
 from tests.core.simulated_worker import BAD, SimulatedWorker
+from tests.core.toy_grammar import is_deadly
 from tests.sim.connection import Connection
 from tests.sim.scenario import BAD_TOKEN
 from worker_service.rpc.session import PROTOCOL_VERSION, Session, SessionRegister
@@ -181,6 +182,11 @@ class WorkerProcess:
         if self._is_absent(self._prepare, connection, grammar_id) or connection is not self.connection:
             return
         assert self.machine is not None
+        added = self.machine.grammars.get(grammar_id)
+        if added is not None and is_deadly(added.text):
+            self.simulation.reached["a grammar crashes the worker"] += 1
+            self.die(0.2)
+            return
         error = self.machine.prepare(grammar_id)
         if error is not None:
             simulation = self.simulation

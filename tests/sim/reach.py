@@ -30,6 +30,7 @@ STATES = (
     "ended: grammar_limit",
     "a grammar is ready",
     "a grammar cannot be read",
+    "a grammar crashes the worker",
     "a false report of a grammar is refused",
     "a row is late",
     "a row is late twice",

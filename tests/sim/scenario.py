@@ -148,7 +148,10 @@ def _constrained(rng: Random, arrivals: tuple[Arrival, ...]) -> list[Arrival]:
 
 def _draw_grammar(rng: Random) -> Grammar:
     fault = rng.choice(("none",) * 6 + ("unreadable", "failed", "limit"))
-    text = f"{rng.randrange(1 << 32)} {rng.choice((1, 5, 100))} {fault} {rng.randint(0, 6)}"
+    seed = rng.randrange(1 << 32)
+    if fault == "unreadable" and seed % 3 == 0:
+        fault = "deadly"
+    text = f"{seed} {rng.choice((1, 5, 100))} {fault} {rng.randint(0, 6)}"
     ends = tuple(sorted(rng.sample(range(BAD_TOKEN), rng.choice((1, 1, 2)))))
     return Grammar(GrammarKind.REGEX, text, ends)
 

@@ -13,12 +13,12 @@ from random import Random
 from typing import Any
 
 from scheduler_service.core import explain
-from scheduler_service.core.plan import RowStatus, StepPlan, StepResult
+from scheduler_service.core.plan import Grammar, RowStatus, StepPlan, StepResult
 from scheduler_service.core.plans import Dispatch
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
-from scheduler_service.core.sequence import GroupState
+from scheduler_service.core.sequence import GroupState, SequenceGroup
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client
 from tests.sim.connection import NEVER, Connection
@@ -298,6 +298,7 @@ class Simulation:
     def receive_grammar(self, connection: Connection, grammar_id: int, error: str) -> None:
         if connection is self.connection:
             self.note("grammar", grammar_id, error)
+            connection.told_grammar_ids.add(grammar_id)
             self.reached["a grammar cannot be read" if error else "a grammar is ready"] += 1
             self._take(self.scheduler.grammar_ready(grammar_id, error, self.clock))
             self._audit(16, grammar_id)
@@ -316,11 +317,13 @@ class Simulation:
         self.at(connection.send_down(self.now, self._delay()), self.process.receive, connection, plan)
 
     def _check_grammars(self, connection: Connection) -> None:
-        """The worker has the grammars of those who live, and no others."""
+        """The worker has the grammars of those who live and may run, and none that nobody needs."""
         state = self.scheduler.state
-        needed = {group.request.grammar for group in state.groups.values() if group.request.grammar is not None}
+        needed = {group: group.request.grammar for group in state.groups.values() if group.request.grammar is not None}
         assert state.epoch is not None
-        assert connection.grammar_ids == {state.epoch.grammars.id_of(grammar) for grammar in needed}, "S8: grammars"
+        ids = {group: state.epoch.grammars.id_of(grammar) for group, grammar in needed.items()}
+        admitted = {grammar_id for group, grammar_id in ids.items() if state.quarantine.admits(group)}
+        assert admitted <= connection.grammar_ids <= set(ids.values()) - {0}, "S8: grammars"
 
     def _delay(self) -> float:
         return self.rng.random() * self.scenario.delay_seconds
@@ -409,9 +412,11 @@ class Simulation:
         self.note("lost", reason)
         self.reach.before_loss()
         dispatched = {group for dispatch in self._unacknowledged() for group in dispatch.groups()}
-        live = [group for group in dispatched if not group.is_finished]
-        if len(live) == 1:
-            self.clients[live[0].request.tenant, live[0].request.request_id].num_lone_crashes += 1
+        causes: dict[SequenceGroup, object] = {group: group for group in dispatched if not group.is_finished}
+        causes |= self._preparing(connection)
+        if len(set(causes.values())) == 1:
+            for group in causes:
+                self.clients[group.request.tenant, group.request.request_id].num_lone_crashes += 1
         self.num_losses += 1
         self.connection = None
         self.old_connections.append(connection)
@@ -446,6 +451,14 @@ class Simulation:
             self._take(self.scheduler.worker_timed_out(self.clock))
             assert not self.clients, "a request outlives the worker's timeout"
             self._audit(14)
+
+    def _preparing(self, connection: Connection) -> dict[SequenceGroup, Grammar]:
+        """The requests whose grammars the worker prepares, as far as the scheduler knows, and these."""
+        epoch, preparing = self.scheduler.state.epoch, connection.grammar_ids - connection.told_grammar_ids
+        if epoch is None or not preparing:
+            return {}
+        needed = {group: group.request.grammar for group in self.scheduler.state.groups.values()}
+        return {group: one for group, one in needed.items() if one and epoch.grammars.id_of(one) in preparing}
 
     def _unacknowledged(self) -> list[Dispatch]:
         epoch = self.scheduler.state.epoch
