@@ -18,6 +18,7 @@ from pagewire.client import Client
 from pagewire.errors import PagewireError, Unavailable
 from pagewire.options import Parser
 from pagewire.server import Loads, RequestReport, ServerInfo
+from pagewire.transport.memory_size import describe_memory
 
 # The other screen of the terminal, without a cursor; and back to how it was.
 ENTER_SCREEN, LEAVE_SCREEN = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
@@ -161,19 +162,10 @@ def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
         ("step", f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens, depth {info.pipeline_depth}"),
     ]
     if worker is not None and worker.weight_format:
-        rows.insert(2, ("weights", f"{worker.weight_format}, {_size(worker.weight_bytes)} of memory"))
+        rows.insert(2, ("weights", f"{worker.weight_format}, {describe_memory(worker.weight_bytes)} of memory"))
     if info.structured_output_refusal:
         rows.append(("structured output", f"refused: {info.structured_output_refusal}"))
     return rows
-
-
-def _size(num_bytes: int) -> str:
-    """Writes a number of bytes in the largest unit of which there is at least one."""
-    size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"
 
 
 def _load_rows(loads: Loads) -> list[tuple[str, str]]:
