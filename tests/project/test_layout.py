@@ -374,6 +374,25 @@ def test_every_port_is_bounded() -> None:
     assert found.endswith("pagewire/transport/listening.py: grpc.aio.server")
 
 
+def test_what_users_give_enters_a_message_in_one_place() -> None:
+    """`wire.put` names the field, the value and the limit; protobuf would name none of them."""
+
+    def set_directly(path: Path) -> set[str]:
+        calls = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
+        made = [call for call in calls if ast.unparse(call.func).startswith("pb.")]
+        # These are messages that are made already, and the numbers of the client's own streams.
+        return {word.arg or "**" for call in made for word in call.keywords} - {
+            "request",
+            "submit",
+            "abort",
+            "stream_id",
+        }
+
+    clients = [path for path in sources("pagewire") if path.parent == Path("pagewire")]
+    assert {Path("pagewire/client.py"), Path("pagewire/wire.py")} <= set(clients)
+    assert {path: words for path in clients if (words := set_directly(path))} == {}
+
+
 def test_questions_go_from_the_servicer_to_the_core_at_once() -> None:
     """Nothing on the way repeats them, so a new one is written down in few places."""
     questions = {node.name for node in functions(ROOT / "scheduler_service/core/explain.py") if node.name[0] != "_"}
