@@ -1,18 +1,21 @@
 """Compiles the kernels of the modules of checks that are named for an H200, without one; of all where none is named.
 
-Run as a process of its own, `python -m tests.kernels.triton.compilation [MODULE...]`: in that of the tests Triton
-interprets. Prints what each variant takes, a line each, and ends with status 1 if one does not compile or takes more
-than its case allows.
+Run as a process of its own, `python -m tests.kernels.triton.compilation [--pairs] [MODULE...]`: in that of the tests
+Triton interprets. Prints what each variant takes, a line each, and ends with status 1 if one does not compile or takes
+more than its case allows. With `--pairs` fewer are compiled: see `in_pairs`.
 """
 
+import argparse
 import importlib
+import itertools
 import re
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import triton
@@ -156,11 +159,36 @@ def registers(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def main(modules: list[str]) -> int:
+def in_pairs(cases: Iterable[CompileCase]) -> list[CompileCase]:
+    """Of each kernel, cases that have together every pair of values that any case has, of two things in which variants
+    differ: an argument's type, a constant, how it is launched."""
+    chosen = []
+    kernel_of = attrgetter("kernel.__name__")
+    for _, group in itertools.groupby(sorted(cases, key=kernel_of), kernel_of):
+        pool = [(case, set(itertools.combinations_with_replacement(traits(case), 2))) for case in group]
+        while any(lacking for _, lacking in pool):
+            best, found = max(pool, key=lambda entry: len(entry[1]))
+            chosen.append(best)
+            pool = [(case, lacking - found) for case, lacking in pool]
+    return chosen
+
+
+def traits(case: CompileCase) -> list[tuple[str, str]]:
+    """What a variant is made of, each with its name."""
+    launch = {"num_warps": case.num_warps, "num_stages": case.num_stages, "max_stack": case.max_stack}
+    given = case.signature | case.constexprs | launch
+    return sorted((".".join(map(str, (*path, name))), str(kind)) for path, name, kind in leaves(given))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("modules", nargs="*", default=MODULES)
+    arguments = parser.parse_args()
     status = 0
-    for name in modules or MODULES:
-        module = importlib.import_module(f"tests.kernels.triton.checks.{name}")
-        for case in module.compile_cases():
+    for name in arguments.modules:
+        cases = importlib.import_module(f"tests.kernels.triton.checks.{name}").compile_cases()
+        for case in in_pairs(cases) if arguments.pairs else cases:
             try:
                 print(f"{case.name}: {compile_case(case)}", flush=True)
             except Exception:
@@ -170,4 +198,4 @@ def main(modules: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

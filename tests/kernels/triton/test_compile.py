@@ -4,7 +4,6 @@ memory, spills, and waits for loads. The compiler that Triton brings needs no GP
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,20 +15,38 @@ MODULES = sorted(path.stem for path in CHECKS.glob("*.py") if path.stem not in {
 
 @pytest.mark.timeout(900)
 def test_kernels_compile(tmp_path):
-    """In processes side by side, which do not interpret."""
+    """In a process that does not interpret: what it imports takes as long as ten variants."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.triton.compilation", "--pairs"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(" registers, ") > 100
 
-    def compile_module(module: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "tests.kernels.triton.compilation", module]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
-    # Each takes a core and some hundred MB; the cores of a container are fewer than the machine's.
-    with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
-        results = dict(zip(MODULES, pool.map(compile_module, MODULES), strict=True))
-    failed = {name: result.stdout + result.stderr for name, result in results.items() if result.returncode}
-    assert not failed, "\n".join(failed.values())
-    assert {name for name, result in results.items() if " registers, " not in result.stdout} == set()
+def test_a_sample_has_every_pair_that_any_variant_has():
+    """And each of its variants has one that those before it lack."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _SAMPLES]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    modules = [line.split() for line in result.stdout.splitlines()]
+    assert [name for name, *_ in modules] == MODULES, result.stderr
+    assert all(of_sample == of_all for _, of_sample, of_all, *_ in modules)
+    assert sum(int(count) for *_, count, _ in modules) < sum(int(count) for *_, count in modules) / 1.7
+
+
+_SAMPLES = """
+import importlib, itertools
+from tests.kernels.triton.compilation import MODULES, in_pairs, traits
+
+def pairs(cases):
+    return {(case.kernel.__name__, *pair) for case in cases for pair in itertools.product(traits(case), repeat=2)}
+
+for name in MODULES:
+    cases = list(importlib.import_module(f"tests.kernels.triton.checks.{name}").compile_cases())
+    sample = in_pairs(cases)
+    print(name, len(pairs(sample)), len(pairs(cases)), len(sample), len(cases))
+"""
 
 
 def test_kernels_are_compiled_once_wherever_rows_lie():
