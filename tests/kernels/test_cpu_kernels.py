@@ -1,6 +1,7 @@
 """The C kernels against the specification, over caches that hold NaN wherever no row's positions are."""
 
 import os
+import platform
 import pwd
 import random
 import subprocess
@@ -10,12 +11,22 @@ import pytest
 import torch
 
 import pagewire.kernels.cpu
+from deploy.platform_wheel import variants_of
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import HeadPreparation, Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS, read_rows, row_size, write_rows
 from pagewire.kernels.cpu import BuildError, PagedRows, library
-from pagewire.kernels.cpu.library import FLAGS, MAIN_SOURCE, SOURCES, VARIANTS, build_library, find_compiler, flags_of
-from tests.compiler import skip_without_compiler
+from pagewire.kernels.cpu.library import (
+    FLAGS,
+    MAIN_SOURCE,
+    SOURCES,
+    VARIANTS,
+    build_library,
+    choose_variant,
+    find_compiler,
+    flags_of,
+)
+from tests.compiler import build_variants, skip_without_compiler
 from tests.kernels.variants import load_variant
 from worker_service.startup.cpu_kernels import environment_build, load_cpu_kernels
 
@@ -429,6 +440,23 @@ def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, 
     assert not [line for line in builds if "-fopenmp" in line]  # the runtime is torch's
     assert len(builds) == 2
     assert {entry.name for entry in path.parent.iterdir()} == {"kernels.so", "lock"}
+
+
+def test_tests_have_every_variant_built_that_of_this_processor_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path))
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    # The file behind -o is all that a build wants.
+    touch = 'while [ $# != 0 ]; do [ "$1" != -o ] || touch "$2"; shift; done'
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\n{touch}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    build_variants()
+    commands = [line for line in log.read_text().splitlines() if " -c " in line]
+    variants = variants_of(platform.machine())
+    assert len(commands) == len(set(commands)) == len(variants)
+    assert commands[0].startswith(" ".join(flags_of(choose_variant(environment_build().variant))))
+    build_variants()
+    assert len([line for line in log.read_text().splitlines() if " -c " in line]) == len(variants)
 
 
 @pytest.fixture
