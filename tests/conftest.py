@@ -1,7 +1,10 @@
 """What holds for all tests."""
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +32,25 @@ if not any(device for pattern in DEVICES for device in Path("/dev").glob(pattern
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs())
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        # All processes would wait for the first that needs the library.
+        command = [sys.executable, "-m", "tests.compiler"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # tests that need it say what is wrong
+        building = subprocess.Popen(command, cwd=config.rootpath, start_new_session=True, **quiet)
+        config.add_cleanup(lambda: interrupt(building))
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Its compiler too: so it leaves nothing half done."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    process.wait()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first, lest one process is left with such a file in the end; the CPU's kernels come when
+    they have been built."""
+    folders = ("system", "worker", "kernels", "sim")
+    order = {Path(__file__).parent / folder: index for index, folder in enumerate(folders)}
+    items.sort(key=lambda item: min(order.get(parent, len(folders)) for parent in item.path.parents))

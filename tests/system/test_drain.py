@@ -20,6 +20,8 @@ from tests.system.forked import running
 from tests.system.services import HOST, Service
 from tests.system.streams import Progress, requests_of, run_streams
 
+pytestmark = pytest.mark.alone
+
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 VOCAB_SIZE = 1000
 NUM_RESTARTS = 3

@@ -248,6 +248,7 @@ def test_one_command_serves_the_api(fleet: Fleet) -> None:
 LONG = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "seed": 1}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_client_that_leaves_a_stream_frees_its_blocks(fleet: Fleet, gateway: Gateway, n: int) -> None:
     stream = gateway.stream("/v1/completions", n=n, **LONG)
@@ -261,6 +262,7 @@ def test_a_client_that_leaves_a_stream_frees_its_blocks(fleet: Fleet, gateway: G
     assert num_after - num_before < 1500 * n
 
 
+@pytest.mark.alone
 def test_a_client_that_leaves_before_the_answer_frees_its_blocks(fleet: Fleet, gateway: Gateway) -> None:
     num_before = sum(replica.loads().num_generation_tokens for replica in fleet.replicas)
     connection = http.client.HTTPConnection("127.0.0.1", gateway.port)

@@ -11,6 +11,8 @@ from bench.gpu_bench import GOALS, judge
 from bench.gpu_measurements import IDLE, ON_GPU, PEER, REHEARSAL, THROUGHPUT, decode_name
 from bench.step_trace import STEP_PREFIX, step_times
 
+pytestmark = pytest.mark.alone
+
 
 def test_a_rehearsal_measures_without_judging(tmp_path: Path) -> None:
     output = tmp_path / "gpu_bench.json"

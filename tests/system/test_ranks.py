@@ -95,6 +95,7 @@ async def test_ranks_that_restart_in_order_end_with_0(model):
             assert await streams == calm
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("rank", "returns"), [(0, True), (1, False)])
 async def test_a_stopped_rank_ends_the_epoch(model, rank, returns):
     """The other one waits for it in the middle of a step, until it returns or its connections close."""

@@ -17,6 +17,8 @@ from tests.system import rapid_resets
 from tests.system.forked import running
 from tests.system.services import HOST, Service
 
+pytestmark = pytest.mark.alone
+
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 MAX_GROWTH = 200 << 20
 NUM_CALLS_AT_ONCE = 5_000

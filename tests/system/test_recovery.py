@@ -59,6 +59,7 @@ async def test_10_rolling_restarts_under_100_streams_change_nothing(model):
     assert run.disturbed == run.calm
 
 
+@pytest.mark.alone
 async def test_a_stopped_worker_is_noticed_and_its_streams_go_on(model):
     """SIGSTOP leaves the connection open and silent; a new worker takes over, and the zombie's news do not count."""
     with running(model, worker=["--dtype", "float32"], scheduler=["--worker-timeout", 60]) as system:
@@ -78,6 +79,7 @@ async def test_a_stopped_worker_is_noticed_and_its_streams_go_on(model):
             assert (await client.loads()).num_worker_losses == 1
 
 
+@pytest.mark.alone
 async def test_requests_wait_for_a_missing_worker_and_fail_after_its_timeout(model):
     with running(model, worker=["--dtype", "float32"], scheduler=["--worker-timeout", 2]) as system:
         async with Client(system.url) as client:
