@@ -111,7 +111,7 @@ class Tokenizer:
         try:
             # Only the functions for batches let other threads run meanwhile.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except Exception as error:  # the library raises bare Exceptions
+        except BaseException as error:  # its panics are no Exceptions: a pattern that takes too many steps, say
             raise ValueError(f"{self._path} makes no tokens of this text: {error}") from None
         # No other thread runs while a list of ids is made.
         return encoding.ids if len(encoding) <= max_tokens else len(encoding)

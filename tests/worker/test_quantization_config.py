@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from typing import Any
 
 import pytest
 
@@ -30,7 +32,8 @@ def group(weights, *targets, **more):
 
 def formats(section, *modules):
     quantization = parse_quantization({"quantization_config": section})
-    return [quantization.format_of(module) for module in modules]
+    found = quantization.formats_of(modules)
+    return [found.get(module) for module in modules]
 
 
 def test_a_config_without_one_is_not_quantised():
@@ -188,3 +191,77 @@ def test_an_odd_value_is_refused_in_one_line_or_harmless(seed):
 def test_formats_are_described_for_people():
     (found,) = formats(BY_NAME["GPTQ of 8 bits"].section, QUERIES)
     assert found.describe() == "gptq in 8 bits"
+
+
+# Each takes Python's own matching longer than the sun lasts.
+ENDLESS = [r"(?:(?:.?){40}){40}[!?]", r"(.|..|...)+[!?]"]  # and is refused at the first name that shows it
+HARD = [r"(\w+\.?)+[!?]", r"(.*)*[!?]", r"((a|.)+)+[!?]", r"(.+)+\1[!?]", r"(.+)+!"]  # and is answered all the same
+MODULES = [f"model.layers.{layer}.mlp.experts.{expert}.down_proj" for layer in range(4) for expert in range(16)]
+
+
+def brought(pattern: str) -> list[tuple[str, dict[str, Any]]]:
+    """Every place of a checkpoint that has regular expressions for names of modules."""
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights}
+    compressed = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return [
+        ("ignore", {**compressed, "ignore": [f"re:{pattern}"], "config_groups": {"a": group}}),
+        ("targets", {**compressed, "config_groups": {"a": {**group, "targets": [f"re:{pattern}"]}}}),
+        ("dynamic", {"quant_method": "gptq", "bits": 4, "dynamic": {f"-:{pattern}": {}}}),
+        ("dynamic", {"quant_method": "gptq", "bits": 4, "dynamic": {f"+:{pattern}": {"bits": 8}}}),
+        ("modules_to_not_convert", {"quant_method": "mxfp4", "modules_to_not_convert": [pattern]}),
+    ]
+
+
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("pattern", ENDLESS)
+def test_a_pattern_without_end_is_refused_by_name(pattern: str, place: int) -> None:
+    key, section = brought(pattern)[place]
+    quantization = parse_quantization({"quantization_config": section})
+    assert quantization is not None
+    with pytest.raises(CheckpointError, match=rf"{key} is .*, but must be a pattern that is compared with model\."):
+        quantization.formats_of(MODULES)
+
+
+@pytest.mark.parametrize("pattern", HARD)
+def test_a_pattern_that_is_hard_for_others_is_answered(pattern: str) -> None:
+    (_, section), *_ = brought(pattern)
+    quantization = parse_quantization({"quantization_config": section})
+    assert quantization is not None
+    assert quantization.formats_of(MODULES).keys() == set(MODULES), "none is ignored"
+
+
+def test_many_slow_patterns_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them takes too long, all with all names do."""
+    monkeypatch.setattr("worker_service.models.quantization._MAX_MATCHING_S", 0.1)
+    key, section = brought("(.*.*.*.*)[!?]")[0]
+    quantization = parse_quantization({"quantization_config": {**section, key: section[key] * 1000}})
+    assert quantization is not None
+    with pytest.raises(CheckpointError, match=r"is .*, but must be (a pattern|patterns) that"):
+        quantization.formats_of(MODULES * 100)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"model\.layers\.\d+\.mlp", r".*(?:up|down)_proj$", r"^(?!.*experts\.1\b).*", r".*layers\.[0-2]\..*", "x",
+        r".*experts\.(3|1[0-5])\.down_proj", r".*(?<=experts\.)7\.", r"(\w+)\.layers\.(\d)\.mlp\.experts\.\2",
+    ],
+)  # fmt: skip
+def test_patterns_mean_what_they_mean_to_python(pattern: str) -> None:
+    for key, section in brought(pattern):
+        ending = r"(\.|$)" if key == "modules_to_not_convert" else ""
+        quantization = parse_quantization({"quantization_config": section})
+        assert quantization is not None
+        found = {rule.source[0] for rule in quantization.rules if rule.finds(MODULES[0], 1.0)}
+        assert quantization.formats_of(MODULES).keys() <= set(MODULES)
+        expected = {module for module in MODULES if re.match(f"(?:{pattern}){ending}", module)}
+        rule = next(rule for rule in quantization.rules if rule.source[0])
+        assert {module for module in MODULES if rule.finds(module, 1.0)} == expected
+        assert (key in found) == (MODULES[0] in expected)
+
+
+def test_a_pattern_that_is_a_book_is_refused() -> None:
+    for key, section in brought("a|" * 10_000 + "b"):
+        with pytest.raises(CheckpointError, match=rf"{key} is .*, but must be a regular expression of at most 1"):
+            parse_quantization({"quantization_config": section})

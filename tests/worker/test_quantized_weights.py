@@ -31,7 +31,7 @@ def open_weight(path, case, seed, out_size, in_size):
     """A checkpoint of one weight, `model.x`, and what it means."""
     tensors, meant = case.draw(torch.Generator().manual_seed(seed), out_size, in_size)
     save_file({f"model.x.{kind}": tensor for kind, tensor in tensors.items()}, path / "model.safetensors")
-    weight_format = parse_quantization({"quantization_config": case.section}).format_of("model.x")
+    weight_format = parse_quantization({"quantization_config": case.section}).formats_of(["model.x"])["model.x"]
     return QuantizedCheckpoint(Checkpoint(path), {"model.x": weight_format}), meant
 
 
@@ -207,7 +207,7 @@ def test_decoding_a_weight_takes_no_more_memory_than_was_said(monkeypatch, case)
     """Of what torch allocates beside the target; what is read counts too."""
     monkeypatch.setattr(packing, "_CHUNK_ELEMENTS", 1 << 14)
     tensors, _ = case.draw(torch.Generator().manual_seed(19), 256, 4000)
-    weight_format = parse_quantization({"quantization_config": case.section}).format_of("model.x")
+    weight_format = parse_quantization({"quantization_config": case.section}).formats_of(["model.x"])["model.x"]
     target = torch.empty(256, 4000)
     with torch.profiler.profile(profile_memory=True) as profile:
         packing.copy_floats(target, packing.decode(weight_format, tensors, 256, 4000))

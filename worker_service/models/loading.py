@@ -377,8 +377,7 @@ def _shape(module: Linear) -> tuple[int, int]:
 def _formats(model: Decoder, table: tuple[Weight, ...], quantization: Quantization) -> dict[str, WeightFormat]:
     """The formats of the checkpoint's linear modules that are quantised, by their names there."""
     modules = [weight.source for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
-    formats = {module: quantization.format_of(module) for module in modules}
-    return {module: weight_format for module, weight_format in formats.items() if weight_format is not None}
+    return quantization.formats_of(modules)
 
 
 def _weights(family: Family, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:

@@ -5,6 +5,7 @@ for activations are not followed: each row is given its own. What is not served 
 """
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,10 @@ METHODS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4")
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _BY_NAME_BITS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quantized": (8,)}
 _MAX_SIZE = 1 << 24
+_MAX_PATTERN_CHARS = 10_000
+# Of CPU time: one pattern and one module take microseconds, and all of the largest models a second or two.
+_MAX_MATCH_S = 0.2
+_MAX_MATCHING_S = 60.0
 _KEY = "quantization_config"
 
 
@@ -43,6 +48,19 @@ class QuantizationRule:
 
     pattern: re.Pattern[str]
     format: WeightFormat | None
+    source: tuple[str, str] = ("", "")  # the key and the value of a regular expression that the checkpoint brings
+
+    def finds(self, module: str, timeout_s: float) -> bool:
+        """Raises CheckpointError for a regular expression that has no end, for which Python's own has no limit."""
+        if not self.source[0]:
+            return self.pattern.search(module) is not None
+        import regex  # which only these need
+
+        try:
+            return regex.search(self.pattern.pattern, module, timeout=timeout_s) is not None
+        except (TimeoutError, regex.error, RecursionError) as error:
+            expected = f"a pattern that is compared with {module} in less than {_MAX_MATCH_S} s"
+            raise _error(*self.source, expected) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +70,21 @@ class Quantization:
     method: str
     rules: tuple[QuantizationRule, ...]
 
-    def format_of(self, module: str) -> WeightFormat | None:
-        """Return the format of a linear module of the checkpoint, by the first rule that speaks of it."""
-        return next((rule.format for rule in self.rules if rule.pattern.search(module)), None)
+    def formats_of(self, modules: Iterable[str]) -> dict[str, WeightFormat]:
+        """Return the formats of those linear modules of the checkpoint that are quantised, each by the first rule that
+        speaks of it. Raises CheckpointError for patterns that take too long."""
+        end, found = time.thread_time() + _MAX_MATCHING_S, {}
+        for module in modules:
+            for rule in self.rules:
+                left = end - time.thread_time()
+                if left <= 0:
+                    expected = f"patterns that are compared with the model's modules in {_MAX_MATCHING_S} s"
+                    raise _error(_KEY, f"{len(self.rules)} rules", expected)
+                if rule.finds(module, min(left, _MAX_MATCH_S)):
+                    if rule.format is not None:
+                        found[module] = rule.format
+                    break
+        return found
 
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
@@ -91,7 +121,7 @@ def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise _error(key, value, "unset")
     for target in _names(section, "ignore"):
-        yield QuantizationRule(_target_pattern("ignore", target), None)
+        yield _target_rule("ignore", target, None)
     groups = section.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _error("config_groups", groups, "an object with a group of weights at least")
@@ -102,7 +132,7 @@ def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         weight_format = _compressed_format(section, group)
         for target in _names(group, "targets"):
             order = 2 if target == "Linear" else int(target.startswith("re:"))
-            found.append((order, QuantizationRule(_target_pattern("targets", target), weight_format)))
+            found.append((order, _target_rule("targets", target, weight_format)))
     yield from (rule for _, rule in sorted(found, key=lambda entry: entry[0]))
 
 
@@ -153,13 +183,11 @@ def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
     raise _error("strategy", strategy, "one of tensor, channel, group, block")
 
 
-def _target_pattern(key: str, target: str) -> re.Pattern[str]:
-    """The pattern for a module's name, for names by a pattern after `re:`, or for all modules of the class Linear."""
-    if target == "Linear":
-        return re.compile("")
+def _target_rule(key: str, target: str, weight_format: WeightFormat | None) -> QuantizationRule:
+    """The rule for a module's name, for names by a pattern after `re:`, or for all modules of the class Linear."""
     if target.startswith("re:"):
-        return _compiled(key, target, target.removeprefix("re:"))
-    return re.compile(rf"^{re.escape(target)}$")
+        return _pattern_rule(key, target, target.removeprefix("re:"), weight_format)
+    return QuantizationRule(_ANY if target == "Linear" else re.compile(rf"^{re.escape(target)}$"), weight_format)
 
 
 # The other methods. Heads are not quantised unless that is said.
@@ -194,12 +222,12 @@ def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         raise _error("dynamic", dynamic, "an object of overrides by pattern")
     for pattern, override in dynamic.items():
         if pattern.startswith("-:"):
-            yield QuantizationRule(_compiled("dynamic", pattern, pattern.removeprefix("-:")), None)
+            yield _pattern_rule("dynamic", pattern, pattern.removeprefix("-:"), None)
             continue
         if not isinstance(override, Mapping):
             raise _error("dynamic", {pattern: override}, "an object of objects by pattern")
-        expression = _compiled("dynamic", pattern, pattern.removeprefix("+:"))
-        yield QuantizationRule(expression, _gptq_format(weight_format, override))
+        overridden = _gptq_format(weight_format, override)
+        yield _pattern_rule("dynamic", pattern, pattern.removeprefix("+:"), overridden)
     if not _flag(section, "lm_head", False):
         yield QuantizationRule(_HEAD, None)
     yield QuantizationRule(_ANY, weight_format)
@@ -230,7 +258,7 @@ def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
 def _mxfp4_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     """Names of what is not quantised may hold patterns, such as `model.layers.*.self_attn`."""
     for name in _names(section, "modules_to_not_convert"):
-        yield QuantizationRule(_compiled("modules_to_not_convert", name, rf"(?:{name})(\.|$)"), None)
+        yield _pattern_rule("modules_to_not_convert", name, rf"(?:{name})(\.|$)", None)
     yield QuantizationRule(_HEAD, None)
     yield QuantizationRule(_ANY, WeightFormat("mxfp4", 4, 1, 32))
 
@@ -256,10 +284,12 @@ def _names(section: Mapping[str, Any], key: str) -> Iterable[str]:
     return value
 
 
-def _compiled(key: str, name: str, expression: str) -> re.Pattern[str]:
-    """Found at the beginning of a name, as `re.match` does."""
+def _pattern_rule(key: str, name: str, expression: str, weight_format: WeightFormat | None) -> QuantizationRule:
+    """A rule by a regular expression, which is found at the beginning of a name, as `re.match` does."""
+    if len(expression) > _MAX_PATTERN_CHARS:
+        raise _error(key, name, f"a regular expression of at most {_MAX_PATTERN_CHARS} characters")
     try:
-        return re.compile(rf"^(?:{expression})")
+        return QuantizationRule(re.compile(rf"^(?:{expression})"), weight_format, (key, name))
     except (re.error, RecursionError, OverflowError) as error:
         raise _error(key, name, f"a regular expression: {error}") from error
 

@@ -1,0 +1,25 @@
+"""A tokenizer.json whose patterns have no end: the text is refused, and nothing is kept busy for long."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from scheduler_service.serving.tokenizer import Tokenizer
+
+
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_without_end_is_an_error_of_its_text(tmp_path: Path, place: str) -> None:
+    """The library gives such a pattern up by a panic, which is no Exception."""
+    made = HuggingFaceTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    if place == "pre_tokenizer":
+        made.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    else:
+        made.normalizer = normalizers.Replace(Regex("(a|aa)+$"), "")
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer.json makes no tokens of this text: .*retry-limit-in-match over"):
+        asyncio.run(tokenizer.encode("a" * 60 + "!", 100))
+    tokenizer.close()
