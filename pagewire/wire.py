@@ -174,7 +174,7 @@ def as_prompts(token_ids: Iterable[Any]) -> tuple[list[Sequence[int]], bool]:
 
 def encode_detokenize(prompts: Iterable[Sequence[int]], skip_special_tokens: bool) -> pb.DetokenizeRequest:
     """Makes the message of lists of token ids. Raises InvalidRequest for an id that the wire cannot hold."""
-    request = pb.DetokenizeRequest(skip_special_tokens=skip_special_tokens)
+    request = message(pb.DetokenizeRequest, skip_special_tokens=skip_special_tokens)
     for index, prompt in enumerate(prompts):
         put(request.prompts.add(), "ids", prompt, f"prompts[{index}].ids")
     return request
