@@ -310,8 +310,8 @@ class Sequence:
         self._num_expected = len(self.token_ids) - self._num_decoded
 
     def forget_epoch(self) -> None:
-        """Let samples count from the first step of the next epoch on."""
-        self._first_step = 0
+        """Let samples count from the first step of the next epoch on, whose cache holds nothing that it has matched."""
+        self._first_step = self.num_matched_blocks = 0
         self.forget_in_flight()
 
     def join_decoding(self, steps: StepCount) -> None:
