@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import OutputMode
+from scheduler_service.serving.clock import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class WorkerAvailability:
     def __init__(
         self,
         max_sequence_tokens: int,
+        clock: Clock,
         *,
         worker_timeout: float,
         worker_grace: float | None,
@@ -32,11 +34,12 @@ class WorkerAvailability:
         """`worker_timeout` is how many seconds any request waits for a worker, `worker_grace` how many those wait that
         could as well begin elsewhere, by default as many. The callbacks end these requests, with the reason that they
         are given. `max_sequence_tokens` is the limit before the first worker."""
+        self._clock = clock
         self._worker_timeout = worker_timeout
         self._worker_grace = worker_timeout if worker_grace is None else worker_grace
         self._on_grace_ended = on_grace_ended
         self._on_timed_out = on_timed_out
-        self._timers: list[asyncio.TimerHandle] = []  # while no worker is there
+        self._cancel_timers: list[Callable[[], None]] = []  # while no worker is there
         self._grace_has_ended = self._has_timed_out = False
         self._is_draining = False
         self._epoch_is_fruitless = False  # it has a plan, but no token yet
@@ -126,16 +129,15 @@ class WorkerAvailability:
     def start_timers(self) -> None:
         """Count the time without a worker from now on."""
         self.stop_timers()
-        call_later = asyncio.get_running_loop().call_later
-        self._timers.append(call_later(self._worker_timeout, self._worker_timed_out))
+        self._cancel_timers.append(self._clock.later(self._worker_timeout, self._worker_timed_out))
         if self._worker_grace < self._worker_timeout:
-            self._timers.append(call_later(self._worker_grace, self._worker_grace_ended))
+            self._cancel_timers.append(self._clock.later(self._worker_grace, self._worker_grace_ended))
 
     def stop_timers(self) -> None:
         """The time without a worker does not count any more."""
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
+        for cancel in self._cancel_timers:
+            cancel()
+        self._cancel_timers.clear()
 
     def _worker_grace_ended(self) -> None:
         logger.log(

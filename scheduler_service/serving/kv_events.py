@@ -1,12 +1,12 @@
 """The prefix cache's events on their way from the core to whoever subscribes to them."""
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from scheduler_service.core.request import count_kv_events
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.serving.observer import Observer
 
@@ -19,10 +19,12 @@ class KvEvents:
         scheduler: Scheduler,
         log: KvEventLog,
         observers: Sequence[Observer],
+        clock: Clock,
     ) -> None:
         self._scheduler = scheduler
         self._log = log
         self._observers = observers
+        self._clock = clock
         self._log_grew = asyncio.Event()  # a new one for each batch
         self._has_ended = False
 
@@ -34,7 +36,7 @@ class KvEvents:
         try:
             yield
         finally:
-            self._log.leave(time.monotonic())
+            self._log.leave(self._clock.now())
 
     def snapshot(self) -> KvEventBatch:
         """Return what is cached now, under the number of the last batch."""
@@ -55,7 +57,7 @@ class KvEvents:
 
     def take(self) -> None:
         """Take from the core what has happened since the last time."""
-        if self._log.is_kept(time.monotonic()):
+        if self._log.is_kept(self._clock.now()):
             events = self._scheduler.take_kv_events()
             counts = count_kv_events(events)
             if events:

@@ -7,7 +7,6 @@ emptied before the next plan is made, so a plan always knows the latest news.
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from scheduler_service.serving.availability import WorkerAvailability
+from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.kv_events import KvEvents
 from scheduler_service.serving.observer import Observer
@@ -55,19 +55,22 @@ class StepLoop:
         worker_timeout: float,
         worker_grace: float | None = None,
         kv_event_log: KvEventLog | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """See WorkerAvailability for `worker_timeout` and `worker_grace`."""
+        """See WorkerAvailability for `worker_timeout` and `worker_grace`. Without a `clock` it is the event loop's."""
         self._scheduler = scheduler
         self._observers = observers
+        self._clock = clock = clock or Clock()
         self.availability = WorkerAvailability(
             scheduler.max_sequence_tokens,
+            clock,
             worker_timeout=worker_timeout,
             worker_grace=worker_grace,
             on_grace_ended=partial(self._end_requests, scheduler.worker_grace_ended),
             on_timed_out=partial(self._end_requests, scheduler.worker_timed_out),
         )
-        self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(max_batches=10_000), observers)
-        self._fan_out = FanOut()
+        self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(max_batches=10_000), observers, clock)
+        self._fan_out = FanOut(clock)
         self._streams: dict[int, TokenStream] = {}
         self._inbox: deque[Callable[[float], None]] = deque()  # what the worker told, which gets the time
         self._wake = asyncio.Event()
@@ -93,7 +96,7 @@ class StepLoop:
         refusal = self.availability.refusal(request.output_mode)
         if refusal:
             raise RefusedError(refusal)
-        now = time.monotonic()
+        now = self._clock.now()
         with ExitStack() as submission:
             for observer in self._observers:
                 request = submission.enter_context(observer.submission(request))
@@ -108,7 +111,7 @@ class StepLoop:
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises KeyError if there is no such request."""
-        self._publish(self._scheduler.abort(tenant, request_id, time.monotonic()))
+        self._publish(self._scheduler.abort(tenant, request_id, self._clock.now()))
         self._wake.set()
 
     def cancel(self, sequence_ids: list[int]) -> None:
@@ -119,7 +122,7 @@ class StepLoop:
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
         """A stop text ended a sequence after this many tokens."""
-        self._publish(self._scheduler.stop(sequence_id, num_output_tokens, time.monotonic()))
+        self._publish(self._scheduler.stop(sequence_id, num_output_tokens, self._clock.now()))
         self._wake.set()
 
     async def flush_cache(self, patience: float) -> bool:
@@ -133,7 +136,7 @@ class StepLoop:
                     await self._idle.wait()
         except TimeoutError:
             return False
-        self._scheduler.flush_cache(time.monotonic())
+        self._scheduler.flush_cache(self._clock.now())
         self.kv_events.take()
         return True
 
@@ -146,12 +149,21 @@ class StepLoop:
         try:
             while True:
                 await self._wake.wait()
-                self._wake.clear()
-                self._empty_inbox()
-                self._send_plans()
-                self.kv_events.take()
+                self.turn()
         finally:
             self.availability.stop_timers()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something that `turn` has not seen yet."""
+        return self._wake.is_set()
+
+    def turn(self) -> None:
+        """Take what the worker told, send the plans that follow, and pass on what has happened to the cache."""
+        self._wake.clear()
+        self._empty_inbox()
+        self._send_plans()
+        self.kv_events.take()
 
     async def drain(self) -> None:
         """Take no more requests, and return when those that are there have ended."""
@@ -173,7 +185,7 @@ class StepLoop:
         self._link, self.epoch = link, epoch
         for observer in self._observers:
             observer.worker_changed(capacity)
-        self._publish(self._scheduler.worker_joined(capacity, epoch, time.monotonic()))
+        self._publish(self._scheduler.worker_joined(capacity, epoch, self._clock.now()))
         self._wake.set()
         self.availability.worker_joined(capacity, self._scheduler.max_sequence_tokens)
 
@@ -201,13 +213,15 @@ class StepLoop:
     # Steps
 
     def _tell(self, news: Callable[[float], None]) -> None:
-        self._inbox.append(news)
-        self._wake.set()
+        """Keep news for the next turn. A link whose epoch this has ended may still have some, which nobody wants."""
+        if self._link is not None:
+            self._inbox.append(news)
+            self._wake.set()
 
     def _empty_inbox(self) -> None:
-        while self._inbox and self._link is not None:
+        while self._inbox:
             try:
-                self._inbox.popleft()(time.monotonic())
+                self._inbox.popleft()(self._clock.now())
             except WorkerProtocolError as error:
                 self._fail_epoch(str(error))
 
@@ -242,7 +256,7 @@ class StepLoop:
 
     def _send_plans(self) -> None:
         while self._link is not None:
-            plan = self._scheduler.schedule(time.monotonic())
+            plan = self._scheduler.schedule(self._clock.now())
             if plan is None:
                 return
             if plan.step == 1:
@@ -250,7 +264,7 @@ class StepLoop:
             self._link.send(plan)
 
     def _publish(self, outputs: TokenOutputs) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         for hypothesis in outputs.hypotheses:
             stream = self._streams[hypothesis.sequence_id]
             self._first_token_came(stream, now)
@@ -304,10 +318,10 @@ class StepLoop:
     def _leave_epoch(self) -> None:
         self._link = None
         self._inbox.clear()
-        self._publish(self._scheduler.worker_lost(time.monotonic()))
+        self._publish(self._scheduler.worker_lost(self._clock.now()))
         self.kv_events.take()
         self.availability.worker_left()
 
     def _end_requests(self, event: Callable[[float], TokenOutputs], message: str) -> None:
-        outputs = event(time.monotonic())
+        outputs = event(self._clock.now())
         self._publish(replace(outputs, ended=[replace(end, message=message) for end in outputs.ended]))

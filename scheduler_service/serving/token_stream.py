@@ -5,13 +5,13 @@ per turn of the event loop, so that the step loop never waits for more than a fe
 served before its next token simply gets a longer delta. What waits is bounded by the sequence's own length.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
+from scheduler_service.serving.clock import Clock
 
 
 class Delta(NamedTuple):
@@ -150,7 +150,8 @@ class FanOut:
     Those of an outlet wait in it until they are taken, and its reader is told once.
     """
 
-    def __init__(self, batch_size: int = 16) -> None:
+    def __init__(self, clock: Clock, batch_size: int = 16) -> None:
+        self._clock = clock
         self._batch_size = batch_size
         self._queue: deque[TokenStream | Outlet] = deque()
         self._is_scheduled = False
@@ -169,7 +170,7 @@ class FanOut:
             self._queue.append(outlet)
         if not self._is_scheduled:
             self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._serve)
+            self._clock.soon(self._serve)
 
     def _serve(self) -> None:
         for _ in range(min(self._batch_size, len(self._queue))):
@@ -179,6 +180,6 @@ class FanOut:
             else:
                 waiting.hand_over()
         if self._queue:
-            asyncio.get_running_loop().call_soon(self._serve)
+            self._clock.soon(self._serve)
         else:
             self._is_scheduled = False

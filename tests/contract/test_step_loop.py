@@ -15,6 +15,7 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
+from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
@@ -149,6 +150,26 @@ async def test_a_result_that_does_not_fit_ends_the_epoch() -> None:
         assert not loop.is_connected
         loop.worker_ready(CAPACITY, 2, LocalLink(loop))
         await asyncio.wait_for(reader.ended.wait(), 5)
+        assert loop.availability.num_worker_losses == 1
+
+
+async def test_what_a_closed_link_still_tells_does_not_reach_the_next_epoch() -> None:
+    """The session of an epoch that the loop has ended may read one more message before it is cancelled."""
+    async with running_loop() as loop:
+        link = LocalLink(loop)
+        loop.worker_ready(CAPACITY, 1, link)
+        loop.moved(77)
+        while not link.closed:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        loop.result(SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32).execute(_one_step()))
+        loop.moved(78)
+        loop.grammar_ready(1, "")
+        link = LocalLink(loop)
+        loop.worker_ready(CAPACITY, 2, link)
+        reader = Reader()
+        loop.submit(make_request(1), reader)
+        await asyncio.wait_for(reader.ended.wait(), 5)
+        assert not link.closed
         assert loop.availability.num_worker_losses == 1
 
 
@@ -304,7 +325,7 @@ async def test_ten_epochs_without_a_token() -> None:
 
 
 async def test_fan_out_serves_a_few_per_turn_and_in_order() -> None:
-    fan_out, order = FanOut(batch_size=3), []
+    fan_out, order = FanOut(Clock(), batch_size=3), []
     streams = [TokenStream(make_request(i), i, lambda delta: order.append(delta.index), 0.0) for i in range(10)]
     for stream in streams:
         stream.publish(1, 0.0)

@@ -1,0 +1,21 @@
+"""The time of the step loop, and what it has done later."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+
+class Clock:
+    """The clock and the timers of the event loop that runs. A simulation has others, and overrides all of them."""
+
+    def now(self) -> float:
+        """Return the seconds since any moment in the past. They never go back."""
+        return time.monotonic()
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Have something done in the next turn of the event loop."""
+        asyncio.get_running_loop().call_soon(action)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
+        """Have something done after so many seconds. Returns what prevents it."""
+        return asyncio.get_running_loop().call_later(seconds, action).cancel
