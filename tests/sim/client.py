@@ -1,47 +1,60 @@
 """What a client sees of its request, held against what it must see (S6).
 
-Tokens go through the production `TokenStream`. Every token is compared as it comes with the pure function that an
-undisturbed run is, every end with the reason it claims.
+Each client is a receiver of the production step loop. Every token is compared as it comes with the pure function that
+an undisturbed run is, every end with the reason it claims, and nothing may come after it.
 """
 
+from collections.abc import Callable
+
 from scheduler_service.core.plan import Pooling, RowStatus
-from scheduler_service.core.request import EndReason, Hypothesis, OutputMode, SequenceEnd, TokenLogprobs
-from scheduler_service.serving.token_stream import Delta, TokenStream
+from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
+from scheduler_service.serving.token_stream import Delta, Outlet
 from tests.core.simulated_worker import digest, digest_all, next_token, reference_embedding
 from tests.core.toy_grammar import constrained_token, is_readable, read
 from tests.sim import beam_oracle
 from tests.sim.scenario import VOCAB_SIZE, Arrival
 
 
-def _unused(delta: Delta) -> None:
-    raise AssertionError("a stream delivered by itself")
-
-
 class Client:
-    """One request and the streams of its sequences."""
+    """One request and what has come of its sequences: a `Receiver`."""
 
-    def __init__(self, arrival: Arrival, sequence_ids: list[int], now: float) -> None:
-        request = arrival.request
-        assert len(sequence_ids) == len(set(sequence_ids)) == request.n
+    def __init__(
+        self, arrival: Arrival, on_end: Callable[["Client"], None], outlet: Outlet | None = None, label: int = 0
+    ) -> None:
+        """`on_end` is called when all of its outputs have ended."""
         self.arrival = arrival
-        self.request = request
-        self.key = (request.tenant, request.request_id)
-        self.samples = {
-            sequence_id: _Sample(self, TokenStream(request, index, _unused, now), index)
-            for index, sequence_id in enumerate(sequence_ids)
-        }
-        self.num_live = request.n
+        self.request = arrival.request
+        self.outlet = outlet
+        self.label = label
+        self._on_end = on_end
+        self.key = (arrival.request.tenant, arrival.request.request_id)
+        self.outputs = [Output(self, index) for index in range(arrival.request.n)]
+        self.samples: dict[int, Output] = {}  # by sequence id
+        self.num_live = arrival.request.n  # in the core
         self.num_lone_crashes = 0  # since a token of it was last confirmed
         self.num_preemptions_seen = 0
         self.is_aborted = self.is_abandoned = False
         self.may_be_bad = False
         self._expected_hypotheses: beam_oracle.Hypotheses | None = None
 
+    def is_queued(self, sequence_ids: list[int]) -> None:
+        assert len(sequence_ids) == len(set(sequence_ids)) == self.request.n
+        self.samples = dict(zip(sequence_ids, self.outputs, strict=True))
+
+    def deliver(self, delta: Delta) -> None:
+        assert self.samples, "something came before the request was queued"
+        self.outputs[delta.index].take(delta)
+        if all(output.end is not None for output in self.outputs):
+            self._on_end(self)
+
+    def fail(self, code: int, message: str, field: str = "") -> None:
+        raise AssertionError(f"a step loop refuses at once: {code} {message} {field}")
+
     @property
     def can_begin_elsewhere(self) -> bool:
         """Nobody has had anything of its output, and somebody waits for it now."""
         if self.request.output_mode is OutputMode.STREAMED:
-            return not any(sample.stream.num_published or sample.end for sample in self.samples.values())
+            return not any(output.num_confirmed or output.has_ended for output in self.outputs)
         return self.request.output_mode is OutputMode.WHOLE
 
     @property
@@ -51,13 +64,16 @@ class Client:
         return self._expected_hypotheses
 
 
-class _Sample:
+class Output:
     """The output of one sequence."""
 
-    def __init__(self, client: Client, stream: TokenStream, index: int) -> None:
+    def __init__(self, client: Client, index: int) -> None:
         self.client = client
-        self.stream = stream
         self.index = index
+        self.num_confirmed = 0  # tokens that the core has told of; the client may not have them yet
+        self.has_ended = False  # in the core
+        self.num_stopped: int | None = None  # tokens that it was stopped at, in the core
+        self.num_read_at_stop = 0
         self.received: list[int] = []
         self.end: SequenceEnd | None = None
         self._prefix = digest_all(client.request.prompt_token_ids)
@@ -65,25 +81,36 @@ class _Sample:
         self._must_end = False
         grammar = client.request.grammar
         self._matcher = None if grammar is None else read(grammar.text, grammar.end_token_ids, VOCAB_SIZE)
-        self._hypothesis: Hypothesis | None = None
 
-    def token(self, token_id: int, now: float) -> None:
-        request = self.client.request
-        assert request.beam is None, "S6: a token of a beam"
-        assert not self._must_end, "a token after a stop token or beyond max_tokens"
-        expected = self._expected_token()
-        number = self.stream.num_published
-        assert token_id == expected, f"token {number} of {request.request_id}/{self.index}: {token_id}, not {expected}"
-        self._prefix = digest(self._prefix, token_id)
-        self.stream.publish(token_id, now)
-        sampling = request.sampling
-        stops = token_id in sampling.stop_token_ids and number + 1 > sampling.min_tokens
-        if self._matcher is not None:
-            self._matcher.consume((token_id,))
-            stops = stops or token_id in self._matcher.end_token_ids
-        self._must_end = stops or number + 1 == request.max_tokens
-        if len(self.stream.token_ids) >= self.client.arrival.reads_every:
-            self.read()
+    def take(self, delta: Delta) -> None:
+        assert self.end is None, "S6: something comes after the end"
+        assert delta.first_token == len(self.received), "S6: a token is missing, or came twice"
+        self._take_prompt_logprobs(delta.prompt_logprobs)
+        if self.client.request.beam is None:
+            self.take_tokens(delta.token_ids)
+        else:
+            assert not delta.token_ids or delta.end is not None, "S6: a token of a beam"
+            self.received += delta.token_ids
+        self._take_logprobs(delta.logprobs)
+        if delta.end is not None:
+            self.end = delta.end
+            self._check_end(delta.end, delta.cumulative_logprob)
+
+    def take_tokens(self, token_ids: list[int]) -> None:
+        assert self.end is None, "S6: a token after the end"
+        request, sampling = self.client.request, self.client.request.sampling
+        for token_id in token_ids:
+            assert not self._must_end, "a token after a stop token or beyond max_tokens"
+            number, expected = len(self.received), self._expected_token()
+            assert token_id == expected, f"token {number} of {self.client.key}/{self.index}: {token_id}, not {expected}"
+            self._prefix = digest(self._prefix, token_id)
+            self.received.append(token_id)
+            stops = token_id in sampling.stop_token_ids and number + 1 > sampling.min_tokens
+            if self._matcher is not None:
+                self._matcher.consume((token_id,))
+                stops = stops or token_id in self._matcher.end_token_ids
+            self._must_end = stops or number + 1 == request.max_tokens
+        assert len(self.received) <= self.num_confirmed, "a token that the core has not told"
 
     def _expected_token(self) -> int:
         request, matcher = self.client.request, self._matcher
@@ -94,74 +121,46 @@ class _Sample:
         assert matcher.status is RowStatus.OK, "a token where the grammar has failed"
         return constrained_token(matcher, request.sampling, self._prefix, request.seed, self.index)
 
-    def logprob(self, entry: TokenLogprobs) -> None:
-        """Of the token that has just come. The simulated worker says how many tokens there were."""
+    def _take_logprobs(self, entries: list[TokenLogprobs]) -> None:
+        """Of the tokens that have just come. The simulated worker says how many tokens there were."""
         request = self.client.request
-        assert request.sampling.num_logprobs is not None, "nobody asked for it"
-        self._num_logprobs += 1
-        assert entry.logprob == -float(len(request.prompt_token_ids) + self._num_logprobs)
-        assert self._num_logprobs == self.stream.num_published, "S6: a log-probability without its token"
+        for entry in entries:
+            self._num_logprobs += 1
+            assert entry.logprob == -float(len(request.prompt_token_ids) + self._num_logprobs)
+        num_expected = len(self.received) if request.sampling.num_logprobs is not None else 0
+        assert self._num_logprobs == num_expected, "S6: log-probabilities are not those of the tokens"
 
-    def prompt_logprobs(self, entries: list[TokenLogprobs]) -> None:
+    def _take_prompt_logprobs(self, entries: list[TokenLogprobs]) -> None:
         """Of each prompt token but the first, once and in order."""
+        if not entries:
+            return
         request = self.client.request
         assert request.sampling.num_prompt_logprobs is not None
         assert self.index == 0, "nobody asked for it"
-        assert self.end is None, "S6: prompt log-probabilities after the end"
         first = self._num_prompt_logprobs + 1
         tokens = request.prompt_token_ids[first : first + len(entries)]
         found = [(entry.token_id, entry.logprob) for entry in entries]
         assert found == [(token_id, -float(first + i)) for i, token_id in enumerate(tokens)], "S6: of other tokens"
         self._num_prompt_logprobs += len(entries)
 
-    def hypothesis(self, hypothesis: Hypothesis) -> None:
-        assert self._hypothesis is None, "S6: a hypothesis twice"
-        self._hypothesis = hypothesis
-
-    def read(self) -> None:
-        delta = self.stream.take()
-        assert delta.first_token == len(self.received), "S6: a token is missing, or came twice"
-        self.received += delta.token_ids
-
-    def finish(self, end: SequenceEnd) -> None:
-        assert self.end is None, "S6: two ends"
-        self.end = end
-        self.client.num_live -= 1
-        if self._hypothesis is not None:
-            for token_id in self._hypothesis.token_ids:
-                self.stream.publish(token_id, 0.0)
-        num_published = self.stream.num_published
-        self.stream.finish(end)
-        self.read()
-        self._check_reason(end, num_published)
-
-    def _check_reason(self, end: SequenceEnd, num_published: int) -> None:
-        request, reason, client = self.client.request, end.reason, self.client
+    def _check_end(self, end: SequenceEnd, cumulative_logprob: float | None) -> None:
+        request, reason, client, num_received = self.client.request, end.reason, self.client, len(self.received)
+        assert self.has_ended, "an end that the core has not told"
         assert end.num_prompt_tokens == len(request.prompt_token_ids)
         pooling = request.sampling.pooling
         is_embedded = pooling is not Pooling.NONE and reason is EndReason.STOP
         expected = reference_embedding(request.prompt_token_ids, pooling) if is_embedded else b""
         assert end.embedding == expected, f"the embedding of {request.request_id} is of other tokens"
         if pooling is not Pooling.NONE:
-            assert num_published == 0, "a token of an embedding"
+            assert num_received == 0, "a token of an embedding"
             assert reason is not EndReason.LENGTH
+        if self.num_stopped is not None:
+            assert (reason, end.num_output_tokens) == (EndReason.STOP, self.num_stopped)
+            assert num_received == self.num_read_at_stop, "tokens come behind a stop text"
+            return
+        assert request.beam is not None or num_received == self.num_confirmed, "tokens are missing at the end"
         if reason in (EndReason.STOP, EndReason.LENGTH):
-            if request.sampling.num_prompt_logprobs is not None and self.index == 0:
-                assert self._num_prompt_logprobs == len(request.prompt_token_ids) - 1, (
-                    "prompt log-probabilities are missing"
-                )
-            if request.beam is not None:
-                self._check_hypothesis(end)
-            elif end.stop_token_id is not None or reason is EndReason.LENGTH:
-                assert self._must_end, f"ended by {reason} without a cause"
-                assert end.num_output_tokens == num_published
-                is_stop = reason is EndReason.STOP
-                stops = self.received[-1] in request.sampling.stop_token_ids and (
-                    num_published > request.sampling.min_tokens
-                )
-                is_end = request.grammar is not None and self.received[-1] in request.grammar.end_token_ids
-                assert is_stop == (stops or is_end)
-                assert end.stop_token_id == (self.received[-1] if is_stop else None)
+            self._check_whole(end, cumulative_logprob)
         elif reason is EndReason.ABORT:
             assert client.is_aborted, "nobody aborted it"
         elif reason in (EndReason.GRAMMAR_FAILED, EndReason.GRAMMAR_LIMIT):
@@ -176,14 +175,30 @@ class _Sample:
         elif reason is EndReason.CRASHES_WORKER:
             assert client.num_lone_crashes >= 2, f"S10: it crashed the worker alone {client.num_lone_crashes} times"
 
-    def _check_hypothesis(self, end: SequenceEnd) -> None:
+    def _check_whole(self, end: SequenceEnd, cumulative_logprob: float | None) -> None:
+        """Of an output that has ended by itself."""
+        request, num_received = self.client.request, len(self.received)
+        if request.sampling.num_prompt_logprobs is not None and self.index == 0:
+            num_owed = len(request.prompt_token_ids) - 1
+            assert self._num_prompt_logprobs == num_owed, "prompt log-probabilities are missing"
+        if request.beam is not None:
+            self._check_hypothesis(end, cumulative_logprob)
+        elif request.sampling.pooling is Pooling.NONE:
+            assert self._must_end, f"ended by {end.reason} without a cause"
+            assert end.num_output_tokens == num_received
+            last, is_stop = self.received[-1], end.reason is EndReason.STOP
+            stops = last in request.sampling.stop_token_ids and num_received > request.sampling.min_tokens
+            is_end = request.grammar is not None and last in request.grammar.end_token_ids
+            assert is_stop == (stops or is_end)
+            assert end.stop_token_id == (last if is_stop else None)
+
+    def _check_hypothesis(self, end: SequenceEnd, cumulative_logprob: float | None) -> None:
+        found = (tuple(self.received), cumulative_logprob, end.stop_token_id)
         if self.index >= len(self.client.expected_hypotheses):
             assert self.client.request.grammar is not None, "hypotheses are missing"
-            assert (self._hypothesis, end.reason, end.num_output_tokens) == (None, EndReason.LENGTH, 0)
+            assert (found, end.reason) == (((), 0.0, None), EndReason.LENGTH)
             return
         expected = self.client.expected_hypotheses[self.index]
-        assert self._hypothesis is not None, "a beam ended without its tokens"
-        found = (self._hypothesis.token_ids, self._hypothesis.cumulative_logprob, end.stop_token_id)
         assert found == expected, (
             f"hypothesis {self.index} of {self.client.request.request_id}: {found}, not {expected}"
         )

@@ -20,6 +20,12 @@ _PACKAGES = ("scheduler_service/core", "tests/sim")
 _MODULES = (
     "scheduler_service/__init__.py",
     "scheduler_service/serving/__init__.py",
+    "scheduler_service/serving/availability.py",
+    "scheduler_service/serving/clock.py",
+    "scheduler_service/serving/kv_event_log.py",
+    "scheduler_service/serving/kv_events.py",
+    "scheduler_service/serving/observer.py",
+    "scheduler_service/serving/step_loop.py",
     "scheduler_service/serving/token_stream.py",
     "worker_service/__init__.py",
     "worker_service/rpc/__init__.py",

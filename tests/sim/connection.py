@@ -17,6 +17,7 @@ class Connection:
     down_cut_at: float = NEVER
     up_cut_at: float = NEVER
     plans: list[StepPlan] = field(default_factory=list)  # all that were sent
+    last_moved_step: int = 0  # that the scheduler's side has heard of
     grammar_ids: set[int] = field(default_factory=set)  # that the worker has, or prepares
     told_grammar_ids: set[int] = field(default_factory=set)  # of which the scheduler knows what came of them
 

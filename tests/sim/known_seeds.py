@@ -6,6 +6,9 @@ more; search a new seed for it with more `--seeds`.
 
 KNOWN_SEEDS: dict[int, str] = {
     240: "prompt log-probabilities outlive the end of their request",
+    209: "a group of which nothing is swapped any more is swapped in",
+    5690: "what a row matched in the last epoch is taken for bad with what is bad in this one",
+    21253: "what a row matched in the last epoch is taken for bad with what is bad in this one",
     1611: "prompt log-probabilities outlive the end of their request",
     2969: "prompt log-probabilities outlive the end of their request",
     4997: "a group of which nothing is swapped any more is swapped in",

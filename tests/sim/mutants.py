@@ -22,6 +22,7 @@ from tests.sim.known_seeds import KNOWN_SEEDS
 ROOT = Path(__file__).parents[2]
 _COPIED = ("scheduler_service", "worker_service", "tests/core", "tests/sim")
 _CORE = "scheduler_service/core/"
+_SERVING = "scheduler_service/serving/"
 _SESSION = "worker_service/rpc/session.py"
 
 
@@ -391,8 +392,14 @@ MUTANTS = (
     _mutant(
         "samples of the next epoch are taken for those of the last",
         "sequence",
-        "        self._first_step = 0\n        self.forget_in_flight()\n",
-        "        self.forget_in_flight()\n",
+        "        self._first_step = self.num_matched_blocks = 0\n",
+        "        self.num_matched_blocks = 0\n",
+    ),
+    _mutant(
+        "what a row matched in the last epoch is taken for bad with what is bad in this one",
+        "sequence",
+        "        self._first_step = self.num_matched_blocks = 0\n",
+        "        self._first_step = 0\n",
     ),
     _mutant(
         "a stop text drops no tokens",
@@ -699,6 +706,65 @@ MUTANTS = (
         "cache/prefix_index",
         "            self._changes.append((node, Tier.DEVICE, False))\n",
         "            pass\n",
+    ),
+    # The step loop, and what carries its outputs on
+    _mutant(
+        "what a closed link still tells reaches the next epoch",
+        f"{_SERVING}step_loop.py",
+        "        if self._link is not None:\n            self._inbox.append(news)\n",
+        "        if True:\n            self._inbox.append(news)\n",
+        "        while self._inbox:\n",
+        "        while self._inbox and self._link is not None:\n",
+    ),
+    _mutant(
+        "what waits in the inbox outlives its epoch",
+        f"{_SERVING}step_loop.py",
+        "        self._inbox.clear()\n",
+        "",
+        "        while self._inbox:\n",
+        "        while self._inbox and self._link is not None:\n",
+    ),
+    _mutant(
+        "a stream outlives its end",
+        f"{_SERVING}step_loop.py",
+        "stream = self._streams.pop(end.sequence_id)",
+        "stream = self._streams[end.sequence_id]",
+    ),
+    _mutant(
+        "plans are made before the news are read",
+        f"{_SERVING}step_loop.py",
+        "        self._empty_inbox()\n        self._send_plans()\n",
+        "        self._send_plans()\n        self._empty_inbox()\n",
+    ),
+    _mutant(
+        "a stream that waits already waits twice",
+        f"{_SERVING}token_stream.py",
+        "        if stream.is_queued:\n            return\n",
+        "",
+    ),
+    _mutant(
+        "tokens behind a stop text are delivered",
+        f"{_SERVING}token_stream.py",
+        "        del self.token_ids[num_kept:]\n",
+        "",
+    ),
+    _mutant(
+        "an end is lost behind the tokens that are taken",
+        f"{_SERVING}token_stream.py",
+        "        if self.end is not None or self.logprobs",
+        "        if self.logprobs",
+    ),
+    _mutant(
+        "the patience with a lost worker goes on when the next one is there",
+        f"{_SERVING}availability.py",
+        "        self.stop_timers()\n        self._grace_has_ended",
+        "        self._grace_has_ended",
+    ),
+    _mutant(
+        "requests are refused though a worker has come back",
+        f"{_SERVING}availability.py",
+        "        self._grace_has_ended = self._has_timed_out = False\n        self._epoch_is",
+        "        self._epoch_is",
     ),
     # The session
     _mutant(

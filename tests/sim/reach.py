@@ -101,6 +101,11 @@ STATES = (
     "a worker comes back smaller",
     "a zombie's result is refused",
     "a false result is refused",
+    "a false result ends the epoch",
+    "a result of an epoch that the step loop has ended",
+    "a request is refused without a worker",
+    "a request is cancelled that has ended",
+    "a request is cancelled that has ended, and another one has its name",
     "a false acknowledgement of moves is refused",
     "a stale hello is refused",
     "a plan of an old epoch is refused",
@@ -246,7 +251,8 @@ class Reach:
 
     def before_result(self, result: StepResult) -> None:
         epoch, count = self._epoch, self._count
-        assert epoch is not None
+        if epoch is None:
+            return
         for dispatch in epoch.unacknowledged[:1]:
             sequences = [*dispatch.columns.sequences, *(row.sequence for row in dispatch.rows)]
             is_partial = any(not sequence.counts(dispatch.step) for sequence in sequences)

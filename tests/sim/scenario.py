@@ -1,5 +1,6 @@
 """What one seed is about: a small world, drawn so that seeds differ in kind and not only in detail."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -18,6 +19,7 @@ FAULTS = (
     "out_of_memory",  # the worker ends its session
     "bad_row",  # a sequence's logits are no numbers
     "cancel",
+    "late_cancel",
     "stop",  # a stop text, seen late
     "stale_hello",
     "rival",  # another scheduler takes the worker for a moment
@@ -67,6 +69,7 @@ class Scenario:
     watermark: float
     policy: str
     preemption: PreemptionMode
+    retention: str
     max_waiting_requests: int
     max_waiting_tokens: int
     max_tenant_waiting_requests: int | None
@@ -74,6 +77,7 @@ class Scenario:
     step_seconds: float
     delay_seconds: float  # of a message on its way, at most
     wake_seconds: float  # between an event and the plan that follows from it, at most
+    read_seconds: float  # until a client that has many requests on one call reads, at most
     move_seconds: float  # of one move, at most; 0: moves are done before the forward of their plan
     worker_timeout: float  # without a worker for so long, all requests end
     worker_grace: float  # and those that could as well begin elsewhere
@@ -94,12 +98,17 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     hints = Random(f"hints {seed}") if Random(f"sessions {seed}").random() < 0.3 else None
     embeddings = Random(f"embeddings {seed}") if Random(f"pooling {seed}").random() < 0.2 else None
     lengths = Random(f"length {seed}")
+    sessions = Random(f"sessions {seed}")
     grammars = Random(f"grammars {seed}")
     has_grammars = grammars.random() < 0.25
     if has_grammars:
         capacity = replace(capacity, gates_grammars=grammars.random() < 0.5)
     if capacity.sliding_window and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
+    if sessions.random() < 0.3:
+        arrivals = tuple(_renamed(sessions, arrivals))
+    if sessions.random() < 0.3:
+        arrivals = tuple(replace(arrival, request=_of_a_session(sessions, arrival.request)) for arrival in arrivals)
     return Scenario(
         seed=seed,
         capacity=capacity,
@@ -111,6 +120,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         watermark=rng.choice((0.0, 0.0, 0.01, 0.2, 0.5)),
         policy=rng.choice(POLICIES),
         preemption=rng.choice((PreemptionMode.SWAP, PreemptionMode.SWAP, *PreemptionMode)),
+        retention=sessions.choice(("lru", "learned")),
         max_waiting_requests=3 if rng.random() < 0.07 else 100,
         max_waiting_tokens=20 if rng.random() < 0.07 else 1000,
         max_tenant_waiting_requests=3 if rng.random() < 0.07 else None,
@@ -118,6 +128,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         step_seconds=0.01,
         delay_seconds=rng.choice((0.0, 0.002, 0.03)),
         wake_seconds=rng.choice((0.0, 0.0, 0.002, 0.02)),
+        read_seconds=sessions.choice((0.0, 0.02, 0.2)),
         move_seconds=rng.choice((0.0, 0.005, 0.03, 0.15)),
         worker_timeout=rng.choice((0.3, 60.0, 60.0, 60.0)),
         worker_grace=patience.choice((60.0, 60.0, 0.2, 0.0)),
@@ -174,6 +185,23 @@ def _or_an_embedding(rng: Random | None, request: Request) -> Request:
         return request
     pooling = rng.choice((Pooling.LAST, Pooling.MEAN))
     return replace(request, sampling=SamplingParams(pooling=pooling), max_tokens=0, n=1, beam=None, grammar=None)
+
+
+def _renamed(rng: Random, arrivals: tuple[Arrival, ...]) -> Iterator[Arrival]:
+    """With names that others have, or have had."""
+    for arrival in arrivals:
+        name = rng.choice(arrivals).request.request_id if rng.random() < 0.5 else arrival.request.request_id
+        yield replace(arrival, request=replace(arrival.request, request_id=name))
+
+
+def _of_a_session(rng: Random, request: Request) -> Request:
+    """Perhaps one of a few, which says or does not say that it comes back, and what its blocks are worth to it."""
+    return replace(
+        request,
+        session_id=rng.choice(("", "s", "t")),
+        will_return=rng.choice((None, True, False)),
+        retention_seconds=rng.choice((None, 1, 3600)),
+    )
 
 
 def _lengthened(rng: Random, arrival: Arrival, max_model_len: int) -> Arrival:

@@ -1,10 +1,12 @@
-"""Scheduler core and worker session, both the production code, in one seeded event loop with everything that can fail.
+"""Scheduler core, step loop and worker session, the production code, in one seeded event loop with everything that can
+fail.
 
 One heap of (time, number) orders all events and one `random.Random(seed)` makes all choices: a seed is a history. The
-scheduler's side does what `step_loop.py` and `rpc/worker/worker_link.py` do, the worker's what `rpc/servicer.py` and
-`engine.py` do, without gRPC, threads or a clock.
+scheduler's side does what `rpc/worker/worker_link.py` does, the worker's what `rpc/servicer.py` and `engine.py` do,
+without gRPC, threads or a clock.
 """
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -16,21 +18,33 @@ from scheduler_service.core import explain
 from scheduler_service.core.plan import Grammar, RowStatus, StepPlan, StepResult
 from scheduler_service.core.plans import Dispatch
 from scheduler_service.core.policy import create_policy
-from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, EndReason, Request, TokenOutputs
-from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
+from scheduler_service.core.request import (
+    AdmissionError,
+    AdmissionReason,
+    BlockUse,
+    OutputMode,
+    Request,
+)
+from scheduler_service.core.retention import EXPECTATIONS
+from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.core.sequence import GroupState, SequenceGroup
+from scheduler_service.serving.kv_event_log import KvEventLog
+from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client
 from tests.sim.connection import NEVER, Connection
 from tests.sim.move_ledger import MoveLedger
 from tests.sim.process import WorkerProcess
 from tests.sim.reach import Reach
+from tests.sim.reader import Reader
 from tests.sim.root_ledger import RootLedger
 from tests.sim.scenario import Arrival, draw_scenario, smaller
+from tests.sim.surroundings import Link, SimulatedClock, Witness
+from tests.sim.watched_scheduler import WatchedScheduler
 
 _HEARTBEAT_LIMIT = 2.5
 _BACKOFF = 0.1
-_MAX_EVENTS = 20_000
+_MAX_EVENTS = 40_000
 
 
 def _brief(value: Any) -> str:
@@ -58,7 +72,7 @@ class Simulation:
         self.num_steps = 0
         self.log_hash = seed
         self.reached: Counter[str] = Counter()
-        self.scheduler = Scheduler(
+        self.scheduler = WatchedScheduler(
             max_num_seqs=scenario.max_num_seqs,
             max_num_batched_tokens=scenario.max_num_batched_tokens,
             max_model_len=scenario.max_model_len,
@@ -72,10 +86,24 @@ class Simulation:
             preemption=scenario.preemption,
             max_decode_slowdown=scenario.max_decode_slowdown,
             grammar_version="g",
+            new_expectation=EXPECTATIONS[scenario.retention],
         )
+        self.scheduler.watch(self)
+        self._kv_event_log = KvEventLog(max_batches=1000)
+        self.loop = StepLoop(
+            self.scheduler,
+            [Witness(self)],
+            worker_timeout=scenario.worker_timeout,
+            worker_grace=scenario.worker_grace,
+            kv_event_log=self._kv_event_log,
+            clock=SimulatedClock(self),
+        )
+        self.reader = Reader(self)
         self.grammar_rng = Random(f"grammars of workers {seed}")
         self._late_rng = Random(f"late rows {seed}")
         self.clients: dict[tuple[str, str], Client] = {}  # that are served
+        self.waiting: dict[Client, None] = {}  # for more to come, though the core may have ended their requests
+        self.gone: list[Client] = []  # those that have everything
         self.client_of: dict[int, Client] = {}  # by sequence, also of those that have ended
         self.bad_sequences: dict[int, RowStatus] = {}  # whose next sampling row fails, and how
         self.num_losses = self.num_poison_crashes = 0
@@ -83,14 +111,17 @@ class Simulation:
         self.epoch = 0
         self.connection: Connection | None = None  # of the epoch that the scheduler is in
         self.dialled: Connection | None = None  # waits for Ready
+        self.expects_close = False  # a worker has lied to the step loop
+        self.closing: Connection | None = None  # that the step loop has closed, and whose session does not know it yet
+        self.missing_since: float | None = 0.0  # there is no worker
         self.old_connections: deque[Connection] = deque(maxlen=3)
         self.ledger = MoveLedger(scenario.capacity.block_size, scenario.capacity.sliding_window)
         self.root_ledger = RootLedger(scenario.capacity.block_size, scenario.capacity.sliding_window)
-        self.last_moved_step = 0
         self.cache_view = CacheView()
         self.process = WorkerProcess(self, scenario.capacity)
         self.is_calm = False  # faults have stopped
-        self.wake_at = NEVER
+        self.turn_is_due = False
+        self.num_kv_batches = 0
         self.max_steps = 0
         self.reach = Reach(self)
 
@@ -112,27 +143,38 @@ class Simulation:
             self.at(arrival.time, self.arrive, arrival)
         for time in self.scenario.flush_times:
             self.at(time, self.flush)
+        disabled = logging.root.manager.disable
+        logging.disable()  # a worker that is lost is news for an operator
+        try:
+            with self.loop.kv_events.following():
+                self._run()
+        finally:
+            logging.disable(disabled)
+
+    def _run(self) -> None:
+        self.loop.availability.start_timers()
         self.dial()
         heap = self.heap
         while heap:
             self.now, _, action, args = heappop(heap)
             action(*args)
             assert self.num_scheduled < _MAX_EVENTS, "L1: events without end"
+            if self.loop.is_due and not self.turn_is_due:
+                self.turn_is_due = True
+                self.after(self.rng.random() * self.scenario.wake_seconds, self.turn)
         assert not self.clients, f"L1: nothing happens any more, but these wait: {sorted(self.clients)}"
+        assert not self.waiting, f"S6: an end has not come: {[client.key for client in self.waiting]}"
         self._check_idle()
 
     def note(self, name: str, *values: object) -> None:
         if self.trace is not None:
             self.trace(f"{self.now:9.4f} {name} {' '.join(map(str, values))}")
 
-    def _audit(self, *values: int) -> None:
+    def audit(self, *values: int) -> None:
         """After every event of the scheduler."""
         self.num_audits += 1
         self.log_hash = hash((self.log_hash, self.now, *values))
         self.scheduler.check()
-        for event in self.scheduler.take_kv_events():
-            self.cache_view.take(event)
-            self.reach.cache_changed(event)
         if not self.is_calm:
             self._tempt_fate()
 
@@ -166,14 +208,29 @@ class Simulation:
     def _check_idle(self) -> None:
         scheduler = self.scheduler
         assert not scheduler.has_requests
-        self.cache_view.check(scheduler.kv_snapshot())
+        self._check_cache_view()
         stats = explain.stats(scheduler.state)
         assert (stats.num_held_blocks, stats.num_held_host_blocks) == (0, 0), f"S8: {stats}"
         assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_waiting_tokens) == (0, 0, 0, 0)
 
+    def _check_cache_view(self) -> None:
+        """Read what somebody who follows the KV events hears, and compare it with what is cached."""
+        self.loop.kv_events.take()
+        while (batch := self._kv_event_log.after(self.num_kv_batches)) is not None:
+            self.num_kv_batches += 1
+            for event in batch.events:
+                self.cache_view.take(event)
+                self.reach.cache_changed(event)
+        self.cache_view.check(self.scheduler.kv_snapshot())
+
     @property
     def clock(self) -> float:
         return self.now + self.clock_offset
+
+    @property
+    def seconds_missing(self) -> float:
+        """For how long there has been no worker."""
+        return 0.0 if self.missing_since is None else self.now - self.missing_since + 1e-9
 
     # Clients
 
@@ -182,29 +239,54 @@ class Simulation:
         request = arrival.request
         if self.trace is not None:
             self.note("add", _brief(request), "crashes the worker" if arrival.crashes_worker else "")
-        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        client = Client(arrival, self.has_everything) if arrival.reads_every == 1 else self.reader.client(arrival)
         try:
-            sequence_ids = self.scheduler.add(request, self.clock)
+            sequence_ids = self.loop.submit(request, client)
         except AdmissionError as error:
             self.note("refused", error)
             self._check_refusal(arrival, error)
+        except RefusedError as refusal:  # a name of its own, for mypyc
+            self.note("refused", refusal)
+            self._check_patience(request.output_mode)
+            self.reached["a request is refused without a worker"] += 1
         else:
-            assert num_tokens <= self.scheduler.max_sequence_tokens, "a request that can never run was taken"
-            client = Client(arrival, sequence_ids, self.now)
-            self.clients[client.key] = client
-            num_rows = request.beam.beam_width if request.beam else request.n
-            for sequence_id in range(sequence_ids[0], sequence_ids[0] + num_rows):
-                self.client_of[sequence_id] = client
-                if arrival.goes_bad:
-                    self._turn_bad(sequence_id)
-            if request.deadline is not None:
-                self.at(request.deadline, self.abort, client)
-        self._audit(1)
-        self.wake()
+            self._is_queued(client, sequence_ids)
         if self.is_calm and not self.num_expected:
             self._bound_steps()
 
-    def _check_misfit(self, request: Request) -> None:
+    def _is_queued(self, client: Client, sequence_ids: list[int]) -> None:
+        request, arrival = client.request, client.arrival
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        assert num_tokens <= self.scheduler.max_sequence_tokens, "a request that can never run was taken"
+        assert not self._is_out_of_patience(request.output_mode, 0.001), "a request is taken after the worker's timeout"
+        client.is_queued(sequence_ids)
+        self.clients[client.key] = client
+        self.waiting[client] = None
+        num_rows = request.beam.beam_width if request.beam else request.n
+        for sequence_id in range(sequence_ids[0], sequence_ids[0] + num_rows):
+            self.client_of[sequence_id] = client
+            if arrival.goes_bad:
+                self._turn_bad(sequence_id)
+        if request.deadline is not None:
+            self.at(request.deadline, self.abort, client)
+
+    def _is_out_of_patience(self, output_mode: OutputMode, margin: float) -> bool:
+        """Whether requests of this kind have had to do without a worker for too long, and for this much longer."""
+        scenario = self.scenario
+        patience = scenario.worker_timeout
+        if output_mode is not OutputMode.DETACHED:
+            patience = min(patience, scenario.worker_grace)
+        return self.missing_since is not None and self.seconds_missing >= patience + margin
+
+    def _check_patience(self, output_mode: OutputMode) -> None:
+        assert self._is_out_of_patience(output_mode, 0.0), "a worker is there, or has not been away for long"
+
+    def has_everything(self, client: Client) -> None:
+        """The last of the client's outputs has ended."""
+        del self.waiting[client]
+        self.gone.append(client)
+
+    def check_misfit(self, request: Request) -> None:
         if request.grammar is not None and self.process.capacity.grammar_version != "g":
             return
         num_tokens = len(request.prompt_token_ids) + max(1, request.max_tokens)
@@ -214,7 +296,7 @@ class Simulation:
         request, scenario = arrival.request, self.scenario
         if error.reason is AdmissionReason.INVALID:
             self.reached["a request that can never fit is refused"] += 1
-            self._check_misfit(request)
+            self.check_misfit(request)
         elif error.reason is AdmissionReason.QUEUE_FULL:
             self.reached["the queue is full"] += 1
             assert (
@@ -231,60 +313,30 @@ class Simulation:
         self.note("abort", client.key)
         self.reach.before_abort(client)
         client.is_aborted = True
-        self._take(self.scheduler.abort(*client.key, self.clock))
-        assert not client.num_live, "an aborted request goes on"
-        self._audit(2)
-        self.wake()
+        if self.rng.random() < 0.5:
+            self.loop.cancel(list(client.samples))
+        else:
+            self.loop.abort(*client.key)
 
-    def _take(self, outputs: TokenOutputs) -> None:
-        """As StepLoop._publish."""
-        for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
-            client = self.client_of[sequence_id]
-            client.num_lone_crashes = 0
-            client.samples[sequence_id].token(token_id, self.now)
-            self.log_hash = hash((self.log_hash, sequence_id, token_id))
-        for sequence_id, entry in outputs.logprobs.items():
-            self.client_of[sequence_id].samples[sequence_id].logprob(entry)
-        for sequence_id, entries in outputs.prompt_logprobs.items():
-            self.client_of[sequence_id].samples[sequence_id].prompt_logprobs(entries)
-        for hypothesis in outputs.hypotheses:
-            client = self.client_of[hypothesis.sequence_id]
-            client.samples[hypothesis.sequence_id].hypothesis(hypothesis)
-        for end in outputs.ended:
-            client = self.client_of[end.sequence_id]
-            self.note("end", client.key, client.samples[end.sequence_id].index, end.reason, end.message)
-            if end.reason is EndReason.NO_LONGER_FITS:
-                self._check_misfit(client.request)
-            client.samples[end.sequence_id].finish(end)
-            self.reached[f"ended: {end.reason.value}"] += 1
-            self.log_hash = hash((self.log_hash, end.sequence_id, end.num_output_tokens))
-            if not client.num_live:
-                del self.clients[client.key]
+    # Plans and results
 
-    # Plans and results, as the step loop
+    def turn(self) -> None:
+        """The step loop's: it takes what has arrived first."""
+        self.turn_is_due = False
+        self.loop.turn()
 
-    def wake(self) -> None:
-        """Plan soon: the step loop takes what has arrived first."""
-        time = self.now + self.rng.random() * self.scenario.wake_seconds
-        if time < self.wake_at or self.wake_at < self.now:
-            self.wake_at = time
-            self.at(time, self.plan)
-
-    def plan(self) -> None:
-        self.wake_at = NEVER
-        while self.connection is not None:
-            plan = self.scheduler.schedule(self.clock)
-            if plan is None:
-                self._check_nobody_waits_for_grammars()
-                self._audit(13)
-                return
-            self.num_steps += 1
-            assert not self.max_steps or self.num_steps <= self.max_steps, "L1: too many steps"
-            if self.trace is not None:
-                self.note("plan", _brief(plan))
-            self._send(self.connection, plan)
-            self.reach.planned(plan)
-            self._audit(3, plan.step, *plan.released_slots, *plan.append_block_ids, *plan.work_num_tokens)
+    def planned(self, plan: StepPlan | None) -> None:
+        """The core has made a plan, or has nothing to do."""
+        if plan is None:
+            self._check_nobody_waits_for_grammars()
+            self.audit(13)
+            return
+        self.num_steps += 1
+        assert not self.max_steps or self.num_steps <= self.max_steps, "L1: too many steps"
+        if self.trace is not None:
+            self.note("plan", _brief(plan))
+        self.reach.planned(plan)
+        self.audit(3, plan.step, *plan.released_slots, *plan.append_block_ids, *plan.work_num_tokens)
 
     def _check_nobody_waits_for_grammars(self) -> None:
         """A worker with nothing to do is one that prepares the grammars of all who wait."""
@@ -296,15 +348,13 @@ class Simulation:
             assert group.request.grammar is not None, "L1: it waits for a grammar and has none"
 
     def receive_grammar(self, connection: Connection, grammar_id: int, error: str) -> None:
-        if connection is self.connection:
+        if connection in (self.connection, self.closing):
             self.note("grammar", grammar_id, error)
-            connection.told_grammar_ids.add(grammar_id)
             self.reached["a grammar cannot be read" if error else "a grammar is ready"] += 1
-            self._take(self.scheduler.grammar_ready(grammar_id, error, self.clock))
-            self._audit(16, grammar_id)
-            self.wake()
+            self.loop.grammar_ready(grammar_id, error)
 
-    def _send(self, connection: Connection, plan: StepPlan) -> None:
+    def send(self, connection: Connection, plan: StepPlan) -> None:
+        assert connection is self.connection, "S9: a plan for a worker that is gone"
         assert plan.epoch == connection.epoch
         assert plan.step == len(connection.plans) + 1
         connection.plans.append(plan)
@@ -333,16 +383,14 @@ class Simulation:
         return not self.is_calm and self._late_rng.random() < self.scenario.late_rate
 
     def receive_result(self, connection: Connection, result: StepResult) -> None:
-        if connection is not self.connection:
+        if connection not in (self.connection, self.closing):
             self._refuse(result, "a zombie's result is refused")
             return
         if self.trace is not None:
             self.note("result", _brief(result))
-        self._moved(result.last_moved_step)
-        self.reach.before_result(result)
-        self._take(self.scheduler.complete(result, self.clock))
-        self._audit(4, result.step)
-        self.wake()
+        self.reached["a result of an epoch that the step loop has ended"] += connection is self.closing
+        self._hear_of_moves(connection, result.last_moved_step)
+        self.loop.result(result)
 
     def _refuse(self, result: StepResult, what: str) -> None:
         """S9, and the core is as it was."""
@@ -351,22 +399,24 @@ class Simulation:
         except WorkerProtocolError as error:
             self.note("refused", error)
             self.reached[what] += 1
-            self._audit(5, result.step)
+            self.audit(5, result.step)
         else:
             raise AssertionError(f"S9: {what}: it was not: {result}")
 
     def receive_heartbeat(self, connection: Connection, last_moved_step: int) -> None:
-        if connection is self.connection:
+        if connection in (self.connection, self.closing):
             self.note("heartbeat", last_moved_step)
-            self._moved(last_moved_step)
-            self.wake()
+            self._hear_of_moves(connection, last_moved_step)
 
-    def _moved(self, step: int) -> None:
-        if step > self.last_moved_step:
-            self.last_moved_step = step
-            self.ledger.moved(step)
-            self.scheduler.moved(step, self.clock)
-            self._audit(6, step)
+    def _hear_of_moves(self, connection: Connection, step: int) -> None:
+        if step > connection.last_moved_step:
+            connection.last_moved_step = step
+            self.loop.moved(step)
+
+    def moved(self, step: int) -> None:
+        """The core knows that these moves are done."""
+        self.ledger.moved(step)
+        self.audit(6, step)
 
     # Epochs, as the link
 
@@ -389,11 +439,9 @@ class Simulation:
             self.note("ready", connection.epoch, _brief(self.process.capacity))
         self.dialled, self.connection = None, connection
         capacity = self.process.capacity
-        self.ledger, self.last_moved_step = MoveLedger(capacity.block_size, capacity.sliding_window), 0
+        self.ledger = MoveLedger(capacity.block_size, capacity.sliding_window)
         self.root_ledger = RootLedger(capacity.block_size, capacity.sliding_window)
-        self._take(self.scheduler.worker_joined(capacity, connection.epoch, self.clock))
-        self._audit(7, connection.epoch)
-        self.wake()
+        self.loop.worker_ready(capacity, connection.epoch, Link(self, connection))
 
     def receive_refusal(self, connection: Connection, epoch: int) -> None:
         if connection is self.dialled:
@@ -407,50 +455,40 @@ class Simulation:
         if connection is self.dialled:
             self.dialled = None
             self.after(_BACKOFF, self.dial)
-        if connection is not self.connection:
-            return
-        self.note("lost", reason)
+        if connection is self.closing:
+            self.closing = None
+            self.loop.worker_lost(reason)
+            self.after(_BACKOFF, self.dial)
+        elif connection is self.connection:
+            self.note("lost", reason)
+            self.loop.worker_lost(reason)
+            if self.closing is connection:  # what had arrived before was false
+                self.closing = None
+            self.after(_BACKOFF, self.dial)
+
+    def close(self, connection: Connection, reason: str) -> None:
+        """The step loop ends an epoch. Its session hears of it a moment later."""
+        assert self.expects_close, f"the step loop ends an epoch: {reason}"
+        self.note("closed", reason)
+        self.expects_close = False
+        self.closing = connection
+        self.after(self.rng.random() * 0.05, self.lose, connection, reason)
+
+    def before_loss(self) -> None:
+        """The core is about to hear that the worker is lost."""
+        assert self.connection is not None
         self.reach.before_loss()
         dispatched = {group for dispatch in self._unacknowledged() for group in dispatch.groups()}
         causes: dict[SequenceGroup, object] = {group: group for group in dispatched if not group.is_finished}
-        causes |= self._preparing(connection)
+        causes |= self._preparing(self.connection)
         if len(set(causes.values())) == 1:
             for group in causes:
                 self.clients[group.request.tenant, group.request.request_id].num_lone_crashes += 1
         self.num_losses += 1
+        self.missing_since = self.now
+        self.old_connections.append(self.connection)
         self.connection = None
-        self.old_connections.append(connection)
-        self._take(self.scheduler.worker_lost(self.clock))
-        self._audit(8, connection.epoch)
-        self.after(self.scenario.worker_grace, self._end_grace, self.num_losses)
-        self.after(self.scenario.worker_timeout, self._time_out, self.num_losses)
-        self.after(_BACKOFF, self.dial)
-
-    def _is_missing(self, num_losses: int) -> bool:
-        """Whether no worker has come since that loss."""
-        return self.connection is None and self.num_losses == num_losses and not self.is_calm
-
-    def _end_grace(self, num_losses: int) -> None:
-        if self._is_missing(num_losses):
-            self.note("grace ended")
-            staying = []
-            for client in self.clients.values():
-                client.is_abandoned = client.can_begin_elsewhere
-                if not client.is_abandoned:
-                    staying.append(client)
-            self.reach.before_grace_ends(staying)
-            self._take(self.scheduler.worker_grace_ended(self.clock))
-            assert list(self.clients.values()) == staying, "a request that could begin elsewhere waits on"
-            self._audit(15)
-
-    def _time_out(self, num_losses: int) -> None:
-        if self._is_missing(num_losses):
-            self.note("timed out")
-            for client in self.clients.values():
-                client.is_abandoned = True
-            self._take(self.scheduler.worker_timed_out(self.clock))
-            assert not self.clients, "a request outlives the worker's timeout"
-            self._audit(14)
+        self.expects_close = False
 
     def _preparing(self, connection: Connection) -> dict[SequenceGroup, Grammar]:
         """The requests whose grammars the worker prepares, as far as the scheduler knows, and these."""
@@ -522,27 +560,32 @@ class Simulation:
         if client is not None:
             self.abort(client)
 
+    def late_cancel(self) -> None:
+        """Of a request that the core has ended, whether or not its client has heard of it, and whoever else has its
+        name by now."""
+        clients = [*self.gone, *(client for client in self.waiting if not client.num_live)]
+        if clients:
+            client = self.rng.choice(clients)
+            self.note("late cancel", client.key)
+            self.reached["a request is cancelled that has ended"] += 1
+            is_renamed = client.key in self.clients
+            self.reached["a request is cancelled that has ended, and another one has its name"] += is_renamed
+            self.loop.cancel(list(client.samples))
+
     def stop(self) -> None:
         """A stop text was seen in what a client has received."""
         client = self._any_client()
         if client is None or client.request.beam is not None:
             return
-        for sample in client.samples.values():
-            sample.read()
-        sequence_ids = [sequence_id for sequence_id, sample in client.samples.items() if sample.received]
+        sequence_ids = [sequence_id for sequence_id, output in client.samples.items() if output.received]
         if sequence_ids:
             sequence_id = self.rng.choice(sequence_ids)
-            sample = client.samples[sequence_id]
-            num_tokens = self.rng.randint(1, len(sample.received))
+            output = client.samples[sequence_id]
+            num_tokens = self.rng.randint(1, len(output.received))
             self.note("stop", sequence_id, num_tokens)
-            has_ended = sample.end is not None
-            if not has_ended:
+            if not output.has_ended:
                 self.reach.before_stop(client, sequence_id)
-            outputs = self.scheduler.stop(sequence_id, num_tokens, self.clock)
-            assert [end.num_output_tokens for end in outputs.ended] == ([] if has_ended else [num_tokens])
-            self._take(outputs)
-            self._audit(9, sequence_id)
-            self.wake()
+            self.loop.stop(sequence_id, num_tokens)
 
     def stale_hello(self) -> None:
         self.process.refuse_stale_hello(self.rng.randint(0, 2))
@@ -570,7 +613,12 @@ class Simulation:
             replace(result, step=step + 1),
             replace(result, token_ids=(0,) * (num_samples + 1)),
         ]
-        self._refuse(self.rng.choice(false), "a false result is refused")
+        if self.connection is None or self.rng.random() < 0.5:
+            self._refuse(self.rng.choice(false), "a false result is refused")
+            return
+        self.reached["a false result ends the epoch"] += 1
+        self.expects_close = True
+        self.loop.result(self.rng.choice(false))
 
     def false_acknowledgement(self) -> None:
         """Of moves that were never ordered; then one that says nothing new."""
@@ -584,8 +632,8 @@ class Simulation:
             raise AssertionError("moves of a step that was never planned are acknowledged")
         self._report_false_grammars()
         if epoch:
-            self.scheduler.moved(self.last_moved_step // 2, self.clock)
-        self._audit(11)
+            self.scheduler.moved(epoch.last_moved_step // 2, self.clock)
+        self.audit(11)
 
     def _report_false_grammars(self) -> None:
         """One that was never added; then one that nobody has any more."""
@@ -613,8 +661,8 @@ class Simulation:
             report = explain.report(self.scheduler.state, *client.key)
             assert report.num_sequences == client.num_live or client.request.beam
             assert report.reason or report.state == "running", f"it waits without a reason: {report}"
-        self.cache_view.check(self.scheduler.kv_snapshot())
-        self._audit(12)
+        self._check_cache_view()
+        self.audit(12)
 
     def flush(self) -> None:
         """An operator empties the cache; while there are requests nothing happens."""
@@ -627,24 +675,25 @@ class Simulation:
         elif before and self.connection is not None:
             assert not after, "content outlives a flush"
             self.reached["the cache is emptied"] += 1
-        self._audit(15)
 
     def clock_jump(self) -> None:
         self.clock_offset += self.rng.choice((0.5, 100.0))
 
     def duplicate(self) -> None:
         client = self._any_client()
-        if client is not None:
-            self.note("duplicate", client.key)
-            assert self._refusal(client.request) is AdmissionReason.DUPLICATE, "S8: a request was taken twice"
-            self._audit(10)
-
-    def _refusal(self, request: Request) -> AdmissionReason | None:
+        if client is None or self.loop.availability.refusal(client.request.output_mode):
+            return
+        self.note("duplicate", client.key)
         try:
-            self.scheduler.add(request, self.clock)
+            self.loop.submit(client.request, client)
         except AdmissionError as error:
-            return error.reason
-        return None
+            self._check_duplicate(error.reason)
+        else:
+            raise AssertionError("S8: a request was taken twice")
+
+    def _check_duplicate(self, reason: AdmissionReason) -> None:
+        assert reason is AdmissionReason.DUPLICATE
+        self.audit(10)
 
     # What the worker's process asks for
 

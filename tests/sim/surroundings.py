@@ -1,0 +1,77 @@
+"""What the step loop has around it in a simulation: a clock, the way to a worker, and somebody who observes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from scheduler_service.core.plan import StepPlan
+from scheduler_service.core.request import Request, SequenceEnd
+from scheduler_service.serving.clock import Clock
+from scheduler_service.serving.observer import Observer
+from tests.sim.connection import Connection
+
+if TYPE_CHECKING:
+    from tests.sim.simulation import Simulation
+
+
+class _Timer:
+    """What is done later, unless it is cancelled."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def fire(self) -> None:
+        if self._action is not None:
+            self._action()
+
+    def cancel(self) -> None:
+        self._action = None
+
+
+class SimulatedClock(Clock):
+    """The time of a simulation, which may jump, and its timers, which do not."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def now(self) -> float:
+        return self._simulation.clock
+
+    def soon(self, action: Callable[[], None]) -> None:
+        self._simulation.at(self._simulation.now, action)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
+        timer = _Timer(action)
+        self._simulation.after(seconds, timer.fire)
+        return timer.cancel
+
+
+class Link:
+    """The step loop's way to the worker for one epoch."""
+
+    def __init__(self, simulation: Simulation, connection: Connection) -> None:
+        self._simulation = simulation
+        self._connection = connection
+
+    def send(self, plan: StepPlan) -> None:
+        self._simulation.send(self._connection, plan)
+
+    def close(self, reason: str) -> None:
+        self._simulation.close(self._connection, reason)
+
+
+class Witness(Observer):
+    """Sees that observers hear of each end once, as clients do."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._ended: set[int] = set()
+
+    def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
+        assert end.sequence_id not in self._ended, "S6: two ends"
+        self._ended.add(end.sequence_id)
+        assert self._simulation.client_of[end.sequence_id].request is request, "an end of another request"
+
+    def invariant_failed(self) -> None:
+        raise AssertionError("an invariant is broken that the simulator has not seen broken")
