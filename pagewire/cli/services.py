@@ -30,8 +30,8 @@ from pagewire.hosting.runtime_directory import RuntimeDirectory
 from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ, free_port
 from pagewire.transport.process import (
     EXIT_REFUSED,
-    REFUSAL_PREFIX,
     announce_ready,
+    announce_refusal,
     exit_with_parent,
     is_child,
     python_command,
@@ -81,6 +81,8 @@ def serve(arguments: Sequence[str]) -> int:
     if gateway_config.gateway:
         _check_gateway(parser, gateway_config, scheduler_config)
     log_config = _start_logging(known, resolved)
+    if gateway_config.gateway:
+        log.warning("through the gateway, min_tokens does not hold against stop: a stop text before it cuts the text")
     try:
         gateway_config.check_ports()
     except OSError as error:
@@ -106,7 +108,8 @@ def serve(arguments: Sequence[str]) -> int:
         workers.append(Supervisor(python_command("pagewire", "worker", *flags), environ, name=name))
 
     def gateway_of(url: str) -> Supervisor:
-        command = gateway_command(gateway_config, url, log_config.log_level, free_port)
+        max_prompt_bytes = scheduler_config.max_prompt_bytes
+        command = gateway_command(gateway_config, url, log_config.log_level, max_prompt_bytes, free_port)
         # Nobody administers a gateway of one scheduler: nobody is told the key.
         locked = environ | {ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
         return Supervisor(command, locked, name="gateway", on_ready=announce_ready, level_of=level_of)
@@ -127,9 +130,25 @@ def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, schedu
     """Refuse options that a gateway and its scheduler cannot have both."""
     if scheduler_config.tls_cert is not None:
         parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
+    if scheduler_config.tenants is not None and not _admits_anonymous(scheduler_config.tenants):
+        parser.error(
+            f"--gateway shows the scheduler no credentials, but no tenant of --tenants {scheduler_config.tenants} is "
+            "anonymous; add one with `anonymous: true` and its quotas for all clients of the gateway, or leave one of "
+            "the two flags out"
+        )
     for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
         if port and port == gateway_config.gateway_port:
             parser.error(f"{flag} and --gateway-port are both {port}; choose another for one of them")
+
+
+def _admits_anonymous(tenants: str) -> bool:
+    """Whether callers without credentials are a tenant. What is wrong with the file, the scheduler says."""
+    from scheduler_service.rpc.tenants.tenant_file import TenantFile
+
+    try:
+        return TenantFile(tenants).anonymous() is not None
+    except (OSError, ValueError):
+        return True
 
 
 def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
@@ -198,7 +217,7 @@ def _refuse(reason: str) -> int:
     """Says why this process will never be able to start, once: to whoever watches it, else in the log."""
     reason = " ".join(reason.split())
     if is_child():
-        print(f"{REFUSAL_PREFIX}{reason}", flush=True)
+        announce_refusal(reason)
     else:
         log.critical("%s", reason)
     return EXIT_REFUSED

@@ -32,6 +32,8 @@ _LONG_MASKS = (
     "make it simpler"
 )
 _MAX_WALK_TOKENS, _WALK_SECONDS = 64, 0.03
+_MAX_ERROR_CHARS = 4096
+_MAX_ANSWER_CHARS = 16 * _MAX_ERROR_CHARS  # as JSON
 _ENDED = "the process that reads grammars has ended"
 _NICENESS = 10
 _COPY_SECONDS = 0.015  # of those, what making and ending the copy of a process takes
@@ -77,17 +79,18 @@ class Trials:
     def _ask(self, question: dict[str, object]) -> str | None:
         """Return the answer; None if there is none, and the process has ended."""
         process = self._process
-        assert process is not None
+        if process is None:  # it has not survived the tokenizer
+            return None
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
+            answer = json.loads(process.stdout.readline(_MAX_ANSWER_CHARS))
         except (OSError, ValueError):
-            answer = ""
-        if answer:
-            return json.loads(answer)
+            answer = None
+        if isinstance(answer, str):
+            return answer
         process.kill()
         process.communicate()
         self._process = None
@@ -189,7 +192,7 @@ class _Walk:
 
 
 def _answer(answers: IO[str], error: str) -> None:
-    answers.write(json.dumps(error) + "\n")
+    answers.write(json.dumps(error[:_MAX_ERROR_CHARS]) + "\n")
     answers.flush()
 
 
@@ -198,4 +201,6 @@ if __name__ == "__main__":
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)  # what the library says when it panics is no line of our log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's, which is for the service
-    _serve(sys.stdin, sys.stdout)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(null, 1)  # nor is anything that it prints an answer
+    _serve(sys.stdin, answers)

@@ -29,6 +29,8 @@ _ABOUT_PICTURES = re.compile(r".* WARN smg::routers::grpc::multimodal: .*: libtu
 # Seconds between two looks at a replica that does not answer, and between two looks at one that does.
 _STARTUP_CHECK_INTERVAL = 1
 _HEALTH_CHECK_INTERVAL = 5
+# A character of a prompt can take so much more in JSON, with room for the rest of a request.
+_BODY_BYTES_OF_PROMPT = 8
 _SHUTDOWN_GRACE = 1  # seconds; it is ended when the scheduler has drained
 
 
@@ -66,9 +68,14 @@ def level_of(line: str) -> int:
 
 
 def gateway_command(
-    config: GatewayConfig, scheduler_url: str, log_level: str, free_port: Callable[[str], int]
+    config: GatewayConfig,
+    scheduler_url: str,
+    log_level: str,
+    max_prompt_bytes: int,
+    free_port: Callable[[str], int],
 ) -> list[str]:
-    """Make the command that starts the gateway for the scheduler at `grpc://HOST:PORT`."""
+    """Make the command that starts the gateway for the scheduler at `grpc://HOST:PORT`, which takes prompts of so many
+    bytes."""
     host, _, port = scheduler_url.removeprefix("grpc://").rpartition(":")
     options = {
         "host": config.gateway_host,
@@ -79,6 +86,7 @@ def gateway_command(
         "worker-startup-check-interval": _STARTUP_CHECK_INTERVAL,
         "health-check-interval-secs": _HEALTH_CHECK_INTERVAL,
         "shutdown-grace-period-secs": _SHUTDOWN_GRACE,
+        "max-payload-size": _BODY_BYTES_OF_PROMPT * max_prompt_bytes,
         "log-level": _LOG_LEVELS[log_level],
     }
     flags = [f"--{name}={value}" for name, value in options.items()]

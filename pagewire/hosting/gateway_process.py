@@ -14,6 +14,9 @@ from pagewire.transport.process import announce_ready, exit_with_parent
 
 _POLL_INTERVAL = 0.1  # seconds
 _TIMEOUT = 5.0
+# smg reads a stop text in a time that grows with the square of its length, half a minute for 100,000 characters, on one
+# of these threads. By default there is one for each core, so that two such requests would stop everybody else's.
+_NUM_THREADS = 64
 
 
 def main(arguments: list[str]) -> None:
@@ -21,6 +24,7 @@ def main(arguments: list[str]) -> None:
     from smg.router import Router
 
     exit_with_parent()
+    os.environ.setdefault("TOKIO_WORKER_THREADS", str(_NUM_THREADS))
     url, *flags = arguments
     key = os.environ.pop(ADMIN_KEY_VARIABLE, None)
     if key is not None:

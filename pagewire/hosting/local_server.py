@@ -14,15 +14,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO
 
 from pagewire.errors import CommandError, StartError
+from pagewire.hosting.child_output import READ_BYTES, ChildOutput
 from pagewire.transport.process import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX, python_command
+from pagewire.transport.queued_writer import QueuedWriter, stream_writer
 
 # Ports of its own choice, so that it runs beside anything.
 SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--metrics-port=0", "--log-level=warning")
 STOP_TIMEOUT_S = 45.0
 SEPARATOR = "--"
+_FLUSH_TIMEOUT_S = 2.0  # for the server's last lines to be read
 # Of what the server has written on standard error, to say why it ended.
 MAX_TAIL_CHARS = 4096
 # What stands before the message in a log line, and in an error of the command.
@@ -50,6 +52,7 @@ class LocalServer:
         self.owner = os.getpid()
         self._url: Future[str] = Future()
         self._tail: deque[str] = deque(maxlen=MAX_TAIL_CHARS)
+        self._errors = QueuedWriter(stream_writer(lambda: sys.stderr), _dropped_notice)
         self._process: subprocess.Popen[bytes] | None = None
         self._launched = threading.Event()
         # The kernel kills the server when the thread ends that has started it (PAGEWIRE_EXIT_WITH_PARENT). This one
@@ -117,6 +120,8 @@ class LocalServer:
         with self._process as process:
             said = self._read(process)
             process.wait()
+        self._errors.flush(_FLUSH_TIMEOUT_S)
+        self._errors.close()
         if not self._url.done():
             reason = said or self.reason
             self._url.set_exception(StartError(reason or f"pagewire serve ended with {self.exit} and gave no reason"))
@@ -126,31 +131,36 @@ class LocalServer:
         its url."""
         assert process.stdout is not None
         assert process.stderr is not None
-        out = ""
+        said, output = "", ChildOutput()
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             selector.register(process.stderr, selectors.EVENT_READ)
             while selector.get_map():
                 for key, _ in selector.select():
-                    data = os.read(key.fd, 65536)
+                    data = os.read(key.fd, READ_BYTES)
                     if not data:
                         selector.unregister(key.fileobj)
                     elif key.fileobj is process.stderr:
-                        self._tell(decoder.decode(data), sys.stderr)
-                    elif not self._url.done():
-                        out += data.decode(errors="replace")
-                        # A gateway says that it is ready too.
-                        ready = re.search(rf"^{READY_PREFIX}(grpc://\S+)\n", out, re.MULTILINE)
-                        if ready is not None:
-                            self._url.set_result(ready[1])
-        return "" if self._url.done() else out.strip().removeprefix(REFUSAL_PREFIX)
+                        self._tail.extend(decoder.decode(data))
+                        self._errors.put(data)
+                    else:
+                        for line in output.add(data):
+                            said = self._hear(line) or said
+        for line in output.end():
+            said = self._hear(line) or said
+        return "" if self._url.done() else said
 
-    def _tell(self, text: str, file: IO[str] | None) -> None:
-        self._tail.extend(text)
-        if file is not None:
-            file.write(text)
-            file.flush()
+    def _hear(self, line: str) -> str:
+        """Takes note of the server's url. Returns what else it says."""
+        # A gateway says that it is ready too.
+        if line.startswith(f"{READY_PREFIX}grpc://") and not self._url.done():
+            self._url.set_result(line.removeprefix(READY_PREFIX).strip())
+        return "" if line.startswith(READY_PREFIX) else line.strip().removeprefix(REFUSAL_PREFIX)
+
+
+def _dropped_notice(num_dropped: int) -> bytes:
+    return b"nobody read standard error in time: %d lines of pagewire serve were dropped here\n" % num_dropped
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Sets up the logging of the services, which goes to standard error: standard output is for results.
 
-Lines go through a queue (`log_writer.py`), so that a standard error which nobody reads stops no service.
+Lines go through a queue (`queued_writer.py`), so that a standard error which nobody reads stops no service.
 """
 
 import contextlib
@@ -9,11 +9,12 @@ import json
 import logging
 import os
 import sys
+import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from pagewire.hosting.log_writer import LogWriter
+from pagewire.transport.queued_writer import QueuedWriter, descriptor_writer
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -53,17 +54,24 @@ class JsonFormatter(logging.Formatter):
 
 
 class TerminationLog(logging.Handler):
-    """Writes the last critical line, after which a process ends, to a file that is there already."""
+    """Writes the last critical line, after which a process ends, to a file that is there already. A file that takes no
+    bytes holds nobody up."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.CRITICAL)
         self._path = path
 
     def emit(self, record: logging.LogRecord) -> None:
+        line = f"{record.getMessage()}\n".encode()[:MAX_TERMINATION_LOG]
+        writing = threading.Thread(target=self._write, args=(line,), name="termination log", daemon=True)
+        writing.start()
+        writing.join(FLUSH_TIMEOUT)
+
+    def _write(self, line: bytes) -> None:
         # Not there, or not for us to write: this is no pod.
         with contextlib.suppress(OSError), open(self._path, "r+b") as file:
             file.truncate()
-            file.write(f"{record.getMessage()}\n".encode()[:MAX_TERMINATION_LOG])
+            file.write(line)
 
 
 class LogQueue(logging.Handler):
@@ -72,7 +80,7 @@ class LogQueue(logging.Handler):
     def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
         super().__init__()
         self.setFormatter(formatter)
-        self.writer = LogWriter(descriptor, self._dropped_notice)
+        self.writer = QueuedWriter(descriptor_writer(descriptor), self._dropped_notice)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -100,7 +108,7 @@ class LogQueue(logging.Handler):
 class _QueuedFile(io.RawIOBase):
     """A standard error for the interpreter and `print` that writes to the same queue as the log lines."""
 
-    def __init__(self, writer: LogWriter, descriptor: int) -> None:
+    def __init__(self, writer: QueuedWriter, descriptor: int) -> None:
         self._writer = writer
         self._descriptor = descriptor
 

@@ -2,6 +2,7 @@
 behind."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pagewire.hosting.child_output import READ_BYTES, ChildOutput
 from pagewire.transport.process import EXIT_REFUSED, EXIT_WITH_PARENT, MEMORY_PREFIX, READY_PREFIX, REFUSAL_PREFIX
 
 log = logging.getLogger(__name__)
@@ -178,21 +180,30 @@ class Supervisor:
         )
 
     async def _watch(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
-        """Reads the child's standard output to its end."""
+        """Reads the child's standard output to its end, whatever comes: a child whose output nobody reads stands still,
+        and asyncio does not tell of its death."""
         assert process.stdout is not None
-        async for line in process.stdout:
-            text = _COLOURS.sub("", line.decode(errors="replace")).rstrip()
-            if text.startswith(REFUSAL_PREFIX):
-                self._refusal = text.removeprefix(REFUSAL_PREFIX)
+        output = ChildOutput()
+        while data := await process.stdout.read(READ_BYTES):
+            for line in output.add(data):
+                self._hear(line, process, ready)
+        for line in output.end():
+            self._hear(line, process, ready)
+
+    def _hear(self, line: str, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
+        text = _COLOURS.sub("", line).rstrip()
+        if text.startswith(REFUSAL_PREFIX):
+            self._refusal = text.removeprefix(REFUSAL_PREFIX)
+            with contextlib.suppress(ProcessLookupError):
                 process.kill()  # all that is left for it is to take itself apart, which takes seconds
-                continue
-            if text.startswith(MEMORY_PREFIX):
-                self._memory = text.removeprefix(MEMORY_PREFIX)
-            is_ready = text.startswith(READY_PREFIX)
-            log.log(logging.DEBUG if is_ready else self._level_of(text), "%s: %s", self._name, text)
-            if is_ready:
-                ready.set()
-                self._on_ready(text.removeprefix(READY_PREFIX))
+            return
+        if text.startswith(MEMORY_PREFIX):
+            self._memory = text.removeprefix(MEMORY_PREFIX)
+        is_ready = text.startswith(READY_PREFIX)
+        log.log(logging.DEBUG if is_ready else self._level_of(text), "%s: %s", self._name, text)
+        if is_ready:
+            ready.set()
+            self._on_ready(text.removeprefix(READY_PREFIX))
 
     async def _terminate(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is not None:

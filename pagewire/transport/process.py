@@ -1,10 +1,14 @@
 """Tells a service's process and the one that started it of each other, by lines, exit codes and a variable."""
 
+import atexit
 import ctypes
 import logging
 import os
 import signal
 import sys
+from functools import cache
+
+from pagewire.transport.queued_writer import QueuedWriter, stream_writer
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +23,7 @@ EXIT_REFUSED = 78
 # The variable by which a child learns the process that it must not outlive.
 EXIT_WITH_PARENT = "PAGEWIRE_EXIT_WITH_PARENT"
 _PR_SET_PDEATHSIG = 1
+_FLUSH_TIMEOUT_S = 2.0  # for announcements to be read
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -28,13 +33,32 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 def announce_ready(url: str) -> None:
     """Tell on standard output that the service at `url` can be called."""
-    print(f"{READY_PREFIX}{url}", flush=True)
+    _announce(f"{READY_PREFIX}{url}")
+
+
+def announce_refusal(reason: str) -> None:
+    """Tell a parent on standard output why this process, which ends now, will never be able to start."""
+    _announce(f"{REFUSAL_PREFIX}{reason}")
+    _output().flush(_FLUSH_TIMEOUT_S)
 
 
 def announce_memory(demand: str) -> None:
     """Tell a parent on standard output what memory this process is about to take, and what there is."""
     if is_child():
-        print(f"{MEMORY_PREFIX}{demand}", flush=True)
+        _announce(f"{MEMORY_PREFIX}{demand}")
+        _output().flush(_FLUSH_TIMEOUT_S)
+
+
+def _announce(line: str) -> None:
+    _output().put(f"{line}\n".encode(errors="backslashreplace"))
+
+
+@cache
+def _output() -> QueuedWriter:
+    """What writes to standard output: nobody may be reading that, or nobody any more."""
+    writer = QueuedWriter(stream_writer(lambda: sys.stdout), lambda num_dropped: b"")
+    atexit.register(writer.flush, _FLUSH_TIMEOUT_S)
+    return writer
 
 
 def is_child() -> bool:

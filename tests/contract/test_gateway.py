@@ -1,6 +1,10 @@
 """The flags of `pagewire serve --gateway`, and that the gateway's process never outlives its parent."""
 
+import asyncio
+import contextlib
+import http.client
 import importlib.util
+import json
 import logging
 import os
 import signal
@@ -9,13 +13,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from pagewire.cli.command import main
 from pagewire.hosting.gateway import GatewayConfig, gateway_command, level_of
-from pagewire.hosting.supervisor import free_port
-from tests.contract.scheduler_stack import make_checkpoint
+from pagewire.hosting.supervisor import Supervisor, child_environ, free_port
+from tests.contract.scheduler_stack import make_checkpoint, serve
 
 SERVE = ["serve", "models/storyteller", "--gateway"]
 
@@ -31,11 +36,12 @@ SERVE = ["serve", "models/storyteller", "--gateway"]
 )
 def test_the_gateway_dials_the_scheduler(url: str, dialled: str) -> None:
     config = GatewayConfig(gateway=True, gateway_host="0.0.0.0", gateway_port=8000, gateway_metrics_port=29_000)
-    flags = gateway_command(config, url, "info", lambda host: pytest.fail("the port is given"))
+    flags = gateway_command(config, url, "info", 1000, lambda host: pytest.fail("the port is given"))
     assert f"--worker-urls={dialled}" in flags
     assert {"--host=0.0.0.0", "--port=8000", "--prometheus-host=127.0.0.1", "--prometheus-port=29000"} < set(flags)
+    assert "--max-payload-size=8000" in flags, "no more than a prompt takes as JSON"
     assert f"--prometheus-port={29_001}" in gateway_command(
-        GatewayConfig(gateway=True), url, "debug", lambda host: 29_001
+        GatewayConfig(gateway=True), url, "debug", 1000, lambda host: 29_001
     )
 
 
@@ -72,6 +78,22 @@ def test_it_cannot_dial_a_scheduler_with_certificates(capsys: pytest.CaptureFixt
     assert "--gateway and --tls-cert cannot go together" in capsys.readouterr().err
 
 
+TENANT = "tenants: {{somebody: {{api_keys: ['sha256:{digest}']{more}}}}}"
+
+
+@pytest.mark.parametrize(("more", "is_refused"), [("", True), (", anonymous: true", False)])
+def test_a_scheduler_that_would_not_know_it_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, more: str, is_refused: bool
+) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text(TENANT.format(digest="0" * 64, more=more))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code = main([*SERVE, "--gateway-port", str(port), "--tenants", str(path)])
+    told = f"no tenant of --tenants {path} is anonymous; add one with `anonymous: true`"
+    assert (code, told in capsys.readouterr().err) == ((2, True) if is_refused else (1, False))
+
+
 def test_it_ends_with_its_parent() -> None:
     port, metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
     flags = [f"--port={port}", "--worker-urls=grpc://127.0.0.1:1", f"--prometheus-port={metrics_port}"]
@@ -91,6 +113,74 @@ time.sleep(600)
         finally:
             parent.send_signal(signal.SIGKILL)
     until(lambda: not is_running(pid))
+
+
+MODEL_NAME = "m" * 200_000
+
+
+class Restarted:
+    """The gateway's URL each time that it comes up."""
+
+    def __init__(self) -> None:
+        self._urls: asyncio.Queue[str] = asyncio.Queue()
+        self.note = self._urls.put_nowait
+
+    async def next(self) -> str:
+        return await asyncio.wait_for(self._urls.get(), 60)
+
+
+def complete(url: str, **fields: object) -> tuple[int, str]:
+    """The status of a completion and the body."""
+    body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2} | fields)
+    with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)) as connection:
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+async def test_what_clients_send_neither_deafens_its_supervisor_nor_fills_it(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """smg tells of a model that it does not have by its name, in lines that no reader of lines takes."""
+    restarted, host = Restarted(), "127.0.0.1"
+    async with serve(checkpoint) as stack:
+        config = GatewayConfig(gateway=True, gateway_port=free_port(host))
+        command = gateway_command(config, stack.url, "warning", 100_000, free_port)
+        supervisor = Supervisor(
+            command, child_environ(os.environ, []), name="gateway", on_ready=restarted.note, level_of=level_of
+        )
+        running = asyncio.create_task(supervisor.run())
+        try:
+            url = await restarted.next()
+            for _ in range(6):
+                assert (await asyncio.to_thread(complete, url, model=MODEL_NAME))[0] == 404
+            # The gateway may close the connection before it has read all of the body, and its answer with it.
+            with contextlib.suppress(ConnectionError):
+                assert (await asyncio.to_thread(complete, url, prompt="x" * 900_000))[0] == 413
+            [pid] = pids_of("pagewire.hosting.gateway_process")
+            assert num_threads(pid, "tokio") >= 64, "what one request costs is its thread's"
+            os.kill(pid, signal.SIGKILL)
+            url = await restarted.next()
+            assert (await asyncio.to_thread(complete, url))[0] == 200
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+    lines = [record.getMessage() for record in caplog.records if MODEL_NAME[:1000] in record.getMessage()]
+    assert len(lines) >= 6
+    assert all(line.endswith(" more characters]") for line in lines)
+    assert "the gateway ended (signal SIGKILL" in caplog.text
+
+
+def pids_of(module: str) -> list[int]:
+    """Children of this process that run a module."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [child for child in children if module in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def num_threads(pid: int, name: str) -> int:
+    names = [(task / "comm").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(each.startswith(name) for each in names)
 
 
 def until(holds) -> None:

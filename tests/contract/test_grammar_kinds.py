@@ -4,6 +4,7 @@ import ctypes
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pagewire.grammars import (
     MaskJob,
     MaskQueue,
     Matcher,
+    trial,
 )
 from pagewire.grammars.trial import TOO_MUCH, Trials
 from tests.contract.hostile_grammars import HOSTILE
@@ -247,6 +249,16 @@ def test_a_cache_compiles_once_and_forgets_what_was_used_longest_ago(compiler: G
 def trials() -> Iterator[Trials]:
     trials = Trials(TOKENIZER.read_text(encoding="utf-8"), VOCAB_SIZE, (END,))
     yield trials
+    trials.close()
+
+
+@pytest.mark.parametrize("answer", ["\\xff\\n", "no JSON\\n", "5\\n", '"cut', "x" * 1000, ""])
+def test_whatever_the_process_prints_is_an_answer_or_none(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = f"import sys; sys.stdout.buffer.write(b'{answer}' * 1000)"
+    monkeypatch.setattr(trial, "python_command", lambda module: [sys.executable, "-S", "-c", program])
+    trials = Trials("{}", VOCAB_SIZE, (END,))
+    with pytest.raises(GrammarError, match="the process that reads grammars has ended"):
+        trials.run("regex", "a+", (END,))
     trials.close()
 
 

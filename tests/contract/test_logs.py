@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def test_text_is_the_default(written: Callable[[], str]) -> None:
     logs.configure(logs.LogConfig())
     logging.getLogger("pagewire.test").warning("hello", extra={"request_id": "r-1"})
     assert written().endswith(" WARNING pagewire.test: hello\n")
+
+
+def test_a_termination_log_that_takes_no_bytes_holds_nobody_up(
+    written: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(logs.TerminationLog, "_write", lambda self, line: let_go.wait())
+    monkeypatch.setattr(logs, "FLUSH_TIMEOUT", 0.01)
+    logs.configure(logs.LogConfig())
+    logging.getLogger("pagewire.test").critical("why")
+    let_go.set()
 
 
 def test_the_line_on_why_a_process_ends_goes_to_the_termination_log(tmp_path: Path, written: Callable[[], str]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import resource
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.hosting.child_output import MAX_LINE_CHARS, ChildOutput
 from pagewire.hosting.supervisor import (
     Exit,
     GivenUp,
@@ -341,6 +343,59 @@ async def test_the_childs_output_is_not_ours(
     out, err = capfd.readouterr()
     assert out == ""
     assert "loud" in err
+
+
+NOISE = """
+    import random
+    rng = random.Random({seed})
+    for _ in range(10):
+        length = rng.choice([0, 1, 65_535, 65_536, 65_537, 200_000])
+        alphabet = rng.choice([b"x", bytes(range(11, 256)), "\u00e9\U0001f98a".encode(), b"ready on"])
+        sys.stdout.buffer.write((alphabet * length)[:length] + rng.choice([b"", b"\\n", b"\\n\\r\\0\\x1b["]))
+    print("\\nready on grpc://127.0.0.1:1\\nlast words", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_nothing_that_a_child_prints_ends_the_reading(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    child = Child(tmp_path, NOISE.format(seed=seed))
+    urls: asyncio.Queue[str] = asyncio.Queue()
+    running = asyncio.create_task(Supervisor(child.command, os.environ, QUICK, on_ready=urls.put_nowait).run())
+    try:
+        for _ in range(2):
+            async with asyncio.timeout(60):
+                while await urls.get() != "grpc://127.0.0.1:1":
+                    pass
+            os.kill(child.pids()[-1], signal.SIGKILL)
+        await asyncio.wait_for(urls.get(), 60)
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    assert max(len(record.getMessage()) for record in caplog.records) < MAX_LINE_CHARS + 100
+    assert caplog.text.count("worker: last words") >= 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_are_the_same_whatever_pieces_they_come_in(seed: int) -> None:
+    rng = random.Random(seed)
+    texts = ["", "short", "\u00e9" * 5000, "x" * MAX_LINE_CHARS, "y" * (MAX_LINE_CHARS + 1), "\U0001f98a" * 30_000]
+    lines = rng.choices(texts, k=6)
+    data, output, found = "\n".join(lines).encode(), ChildOutput(), []
+    while data:
+        size = rng.choice([1, 7, 4096, 65_536])
+        found += output.add(data[:size])
+        data = data[size:]
+    found += output.end()
+
+    def told(line: str) -> str:
+        rest = len(line) - MAX_LINE_CHARS
+        return f"{line[:MAX_LINE_CHARS]} [{rest} more characters]" if rest > 0 else line
+
+    assert found == [told(line) for line in (lines if lines[-1] else lines[:-1])]
 
 
 async def test_a_terminals_interrupt_does_not_reach_the_child(

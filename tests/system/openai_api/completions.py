@@ -80,6 +80,12 @@ FIELDS = (
     ),
     honoured("ignore_eos", {"ignore_eos": True}, lambda it: it.reply.num_output_tokens == 120, beside=TO_THE_END),
     honoured("min_tokens", {"min_tokens": 120}, lambda it: it.reply.num_output_tokens == 120, beside=TO_THE_END),
+    changed(
+        "min_tokens, with stop",
+        {"min_tokens": 20, "stop": "him"},
+        lambda it: _stops_at_him(it) and it.reply.num_output_tokens >= 20,
+        note="a stop text before so many tokens cuts the text all the same; all of them are computed, and counted",
+    ),
     honoured(
         "skip_special_tokens",
         {"skip_special_tokens": False},

@@ -11,6 +11,7 @@ from tests.system.openai_api.field import (
     Proof,
     Route,
     Verdict,
+    changed,
     constraints,
     differs,
     greedy,
@@ -102,6 +103,12 @@ FIELDS = (
     ),
     _honoured("ignore_eos", {"ignore_eos": True}, lambda it: it.reply.num_output_tokens == 120, **_TO_THE_END),
     _honoured("min_new_tokens", {"min_new_tokens": 120}, lambda it: it.reply.num_output_tokens == 120, **_TO_THE_END),
+    changed(
+        "sampling_params.min_new_tokens, with stop",
+        {"sampling_params": {"min_new_tokens": 20, "stop": "him"}},
+        lambda it: _stops_at_him(it) and it.reply.num_output_tokens >= 20,
+        note="a stop text before so many tokens cuts the text all the same; all of them are computed, and counted",
+    ),
     _honoured(
         "skip_special_tokens",
         {"skip_special_tokens": False},

@@ -1,4 +1,4 @@
-"""Log lines whose reader is slow, silent or gone: whoever logs never waits, and what is lost is counted."""
+"""Lines whose reader is slow, silent or gone: whoever writes them never waits, and what is lost is counted."""
 
 import asyncio
 import fcntl
@@ -15,11 +15,11 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from pagewire.hosting import log_writer
-from pagewire.hosting.log_writer import LogWriter
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
+from pagewire.transport import queued_writer
+from pagewire.transport.queued_writer import QueuedWriter, descriptor_writer
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.certificates import Authority
 from tests.contract.fake_worker import FakeWorker
@@ -74,12 +74,9 @@ def lines_from(descriptor: int, *, until: str) -> list[str]:
 
 
 @pytest.mark.parametrize("is_blocking", [True, False])
-def test_lines_that_find_no_room_are_counted_where_they_would_have_stood(
-    full_pipe: Pipe, monkeypatch: pytest.MonkeyPatch, is_blocking: bool
-) -> None:
-    monkeypatch.setattr(log_writer, "MAX_WAITING_BYTES", MAX_BYTES)
+def test_lines_that_find_no_room_are_counted_where_they_would_have_stood(full_pipe: Pipe, is_blocking: bool) -> None:
     os.set_blocking(full_pipe.write_end, is_blocking)
-    writer = LogWriter(full_pipe.write_end, notice)
+    writer = QueuedWriter(descriptor_writer(full_pipe.write_end), notice, max_waiting_bytes=MAX_BYTES)
     for number in range(1000):
         writer.put(b"line %04d\n" % number)
     assert not writer.flush(0.01)
@@ -96,16 +93,16 @@ def test_lines_that_find_no_room_are_counted_where_they_would_have_stood(
 
 def test_a_line_longer_than_the_queue_is_written_too() -> None:
     pipe = Pipe()
-    writer = LogWriter(pipe.write_end, notice)
+    writer = QueuedWriter(descriptor_writer(pipe.write_end), notice)
     reader: list[str] = []
     reading = threading.Thread(target=lambda: reader.extend(lines_from(pipe.read_end, until="end")))
     reading.start()
-    writer.put(b"x" * (log_writer.MAX_WAITING_BYTES + 1) + b"\n")
+    writer.put(b"x" * (queued_writer.MAX_WAITING_BYTES + 1) + b"\n")
     assert writer.flush(20)
     writer.put(b"end\n")
     assert writer.flush(20)
     reading.join()
-    assert [len(line) for line in reader] == [log_writer.MAX_WAITING_BYTES + 1, 3]
+    assert [len(line) for line in reader] == [queued_writer.MAX_WAITING_BYTES + 1, 3]
     writer.close()
     pipe.close()
 
@@ -114,7 +111,7 @@ def test_a_reader_that_has_gone_costs_the_lines_alone() -> None:
     pipe = Pipe()
     os.close(pipe.read_end)
     pipe.read_end = -1
-    writer = LogWriter(pipe.write_end, notice)
+    writer = QueuedWriter(descriptor_writer(pipe.write_end), notice)
     writer.put(b"lost\n")
     assert writer.flush(20)
     assert writer.num_dropped == 1
@@ -150,9 +147,9 @@ def test_a_process_ends_whether_or_not_its_last_lines_are_read(full_pipe: Pipe, 
     assert text.endswith(f"{last}\n")
 
 
-def start(arguments: list[str], stderr: Pipe) -> "subprocess.Popen[str]":
+def start(arguments: list[str], stderr: Pipe, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "pagewire", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr.write_end, text=True)
+    return subprocess.Popen(command, stdout=stdout, stderr=stderr.write_end, text=True)
 
 
 async def ready(process: "subprocess.Popen[str]") -> str:
@@ -201,6 +198,25 @@ async def test_a_scheduler_goes_on_when_nobody_reads_its_log(
     finally:
         process.kill()
         process.communicate()
+        await worker.kill()
+
+
+async def test_a_standard_output_that_nobody_reads_stops_no_scheduler(checkpoint: Path, full_pipe: Pipe) -> None:
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    await worker.start()
+    port = free_port("127.0.0.1")
+    flags = [f"--worker=127.0.0.1:{worker.port}", f"--port={port}", "--metrics-port=0"]
+    process = start(["scheduler", str(checkpoint), *flags], full_pipe, full_pipe.write_end)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            call = stub.Generate(request(PROMPT, max_tokens=3), wait_for_ready=True, timeout=60)
+            assert sum([len(response.token_ids) async for response in call]) == 3
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    finally:
+        process.kill()
+        process.wait()
         await worker.kill()
 
 

@@ -1,0 +1,69 @@
+"""The server that a process runs for itself, whatever it prints; a few lines of Python stand in for it."""
+
+import io
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pagewire.errors import StartError
+from pagewire.hosting import local_server
+from pagewire.hosting.local_server import LocalServer
+
+TALKATIVE = r"""
+import signal, sys
+out, err = sys.stdout.buffer, sys.stderr.buffer
+out.write(b"x" * 200_000 + b"\n" + bytes(range(256)) * 300 + b"\nready on http://a-gateway\n")
+err.write(b"\xff" * 300_000 + b"\n" * 100_000)
+out.write(b"ready on grpc://127.0.0.1:1\n" + b"y" * 300_000)
+out.flush()
+err.write(b"z" * 3_000_000)
+signal.pause()
+"""
+FAILING = r"""
+import sys
+sys.stdout.buffer.write(b"x" * 200_000 + b"\ncannot start: for want of a reason\n")
+sys.exit(78)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def make(program: str) -> LocalServer:
+        path = tmp_path / "server.py"
+        path.write_text(program)
+        monkeypatch.setattr(local_server, "python_command", lambda *arguments: [sys.executable, "-S", str(path)])
+        return LocalServer("model")
+
+    return make
+
+
+class Stuck(io.StringIO):
+    """A standard error that takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.let_go.wait()
+        return super().write(text)
+
+
+def test_a_standard_error_that_takes_nothing_holds_nobody_up(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = Stuck()
+    monkeypatch.setattr(sys, "stderr", stuck)
+    monkeypatch.setattr(local_server, "_FLUSH_TIMEOUT_S", 0.01)
+    server = run(TALKATIVE)
+    try:
+        assert server.start() == "grpc://127.0.0.1:1"
+    finally:
+        server.stop()
+        stuck.let_go.set()
+    assert server.exit == "signal SIGTERM"
+
+
+def test_what_it_says_instead_of_its_url_is_the_reason(run) -> None:
+    with pytest.raises(StartError, match=r"^for want of a reason$"):
+        run(FAILING).start()
