@@ -224,7 +224,7 @@ class _Scheduler:
             if self._metrics_server is not None:
                 self._metrics_server.close()
             if self._recorder is not None:
-                self._recorder.close()
+                await asyncio.to_thread(self._recorder.close)
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 

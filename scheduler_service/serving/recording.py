@@ -8,6 +8,8 @@ every plan. A recording is a text file of JSON lines: a header with the version 
 - tokens for clients: their xxh3_64; ids of new sequences; or null;
 - {"error": ...} for what was raised.
 
+Where the file could not be written in time, events are missing, and {"missing_events": their number} stands instead.
+
 The file holds every prompt: it is created readable by its owner only.
 """
 
@@ -26,6 +28,7 @@ from typing import IO, Any
 
 from xxhash import xxh3_64_hexdigest
 
+from pagewire.transport.queued_writer import QueuedWriter, descriptor_writer
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, create_policy
@@ -51,9 +54,12 @@ EVENTS: dict[str, tuple[type, ...]] = {
     "worker_timed_out": (),
     "flush_cache": (),
 }
+_MISSING = "missing_events"
 _FLUSH_INTERVAL = 1.0  # seconds
 _MAX_PENDING_CHARS = 262_144
 _MAX_HEADER_CHARS = 65_536
+MAX_WAITING_BYTES = 64 << 20  # for the file to take them
+_CLOSE_TIMEOUT = 2.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +94,36 @@ class SchedulerArguments:
 
 
 class Recorder:
-    """Writes a recording line by line. Once its file fails it writes no more: recording never stops serving."""
+    """Writes a recording line by line, on a thread that waits for the file. Recording never stops serving: once the
+    file has failed, or too many bytes wait for it, nothing more is recorded, which the file says where it can."""
 
     def __init__(self, path: str, arguments: SchedulerArguments) -> None:
         self._path = path
-        self._descriptor: int | None = None
+        self._descriptor = -1
+        self._writer: QueuedWriter | None = None
         self._pending = [encode({"pagewire_recording": VERSION, "scheduler": asdict(arguments)})]
         self._num_pending_chars = 0
         self._flushed_at = 0.0
 
     def open(self) -> None:
         """Begin the file. An older one of this name is kept as PATH.old. Raises OSError."""
+        path = Path(self._path)
+        # A FIFO may have no reader yet: only whoever reads it as well can open it at once.
+        mode = os.O_RDWR if path.is_fifo() else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
-            if Path(self._path).is_file():
-                Path(self._path).replace(f"{self._path}.old")
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            if path.is_file():
+                path.replace(f"{self._path}.old")
+            self._descriptor = os.open(path, mode | os.O_NONBLOCK, 0o600)
         except OSError as error:
             raise OSError(f"--record {self._path} cannot be written: {error.strerror}; name another file") from error
+        self._writer = QueuedWriter(
+            descriptor_writer(self._descriptor), _gap, max_waiting_bytes=MAX_WAITING_BYTES, ends_at_loss=True
+        )
         self.flush()
 
     @property
     def is_open(self) -> bool:
-        return self._descriptor is not None
+        return self._writer is not None
 
     def write(self, name: str, now: float, arguments: Sequence[Any], outcome: Any) -> None:
         line = encode((name, now, arguments, outcome))
@@ -120,25 +134,41 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        if self._descriptor is not None and self._pending:
-            data = memoryview("\n".join([*self._pending, ""]).encode("ascii"))
-            try:
-                while data:
-                    data = data[os.write(self._descriptor, data) :]
-            except OSError as error:
-                logger.error("the recording %s ends here, serving goes on: %s", self._path, error)
-                self._close()
+        """Hand what is pending to the thread that writes it."""
+        if self._writer is not None and self._pending:
+            self._writer.put("\n".join([*self._pending, ""]).encode("ascii"))
+            if self._writer.num_dropped:
+                reason = self._writer.failure or f"its file has taken no bytes while {MAX_WAITING_BYTES >> 20} MiB came"
+                logger.error("the recording %s ends here, serving goes on: %s", self._path, reason)
+                self._end()
         self._pending.clear()
         self._num_pending_chars = 0
 
     def close(self) -> None:
+        """Record no more. Waits until all is written, but for a file that takes no bytes not for long."""
         self.flush()
-        self._close()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
+        if self._writer is None:
+            return
+        if self.is_written_within(_CLOSE_TIMEOUT):
             os.close(self._descriptor)
-            self._descriptor = None
+        else:
+            logger.error("the recording %s lacks its last events: its file takes no bytes", self._path)
+        self._end()
+
+    def is_written_within(self, timeout: float) -> bool:
+        """Wait until the file has all that was handed to the thread, no longer than `timeout` seconds."""
+        return self._writer is not None and self._writer.flush(timeout)
+
+    def _end(self) -> None:
+        """Let the thread end when it has written what waits, for which a file that takes no bytes stays open."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _gap(num_lines: int) -> bytes:
+    """Make the line that says how many events are missing where it stands."""
+    return f"{encode({_MISSING: num_lines})}\n".encode()
 
 
 def record(scheduler: Scheduler, recorder: Recorder) -> Scheduler:
@@ -260,10 +290,10 @@ class RecordingError(Exception):
 
 
 class CutShortError(Exception):
-    """The recording ends in the middle of an event."""
+    """The recording cannot be followed beyond the event before this number; the text says why."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"the recording ends in the middle of event {number}")
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(reason)
         self.number = number
 
 
@@ -300,9 +330,13 @@ class RecordingReader:
         """Raises CutShortError at an end in the middle of a line, RecordingError for a line that is no event."""
         for number, line in enumerate(self._file, start=1):
             if not line.endswith("\n"):
-                raise CutShortError(number)
+                raise CutShortError(number, f"the recording ends in the middle of event {number}")
             try:
-                name, now, arguments, told = json.loads(line)
+                read = json.loads(line)
+                if isinstance(read, dict):
+                    reason = f"{read[_MISSING]} events or more are missing from event {number} on"
+                    raise CutShortError(number, f"{reason}, which the file did not take in time")
+                name, now, arguments, told = read
                 pairs = zip(EVENTS[name], arguments, strict=True)
                 decoded = tuple(_decode(hint, argument) for hint, argument in pairs)
                 event = Event(number, name, _decode(float, now), decoded, told)

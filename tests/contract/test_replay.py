@@ -2,15 +2,21 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from pagewire.cli.replay import main
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
+from scheduler_service.serving.model_info import read_model_info
+from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import make_checkpoint, request, serve
 from tests.core.recorded_history import RecordedHistory
 
@@ -18,6 +24,10 @@ from tests.core.recorded_history import RecordedHistory
 def replay(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "pagewire", "replay", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def start(*arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-m", "pagewire", *arguments], stdout=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
@@ -132,6 +142,29 @@ def test_a_policy_that_does_not_exist_is_named(recording: Path, capsys: pytest.C
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"pagewire: error: cannot read {tmp_path / 'none'}: No such file or directory\n"
+
+
+async def test_a_fifo_that_nobody_reads_stops_no_scheduler(checkpoint: Path, tmp_path: Path) -> None:
+    """Neither when it is opened, nor while it is full, nor on the way out."""
+    os.mkfifo(tmp_path / "fifo")
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    await worker.start()
+    flags = [f"--worker=127.0.0.1:{worker.port}", "--port=0", "--metrics-port=0", f"--record={tmp_path / 'fifo'}"]
+    process = start("scheduler", str(checkpoint), *flags)
+    try:
+        assert process.stdout is not None
+        line = await asyncio.to_thread(process.stdout.readline)
+        async with grpc.aio.insecure_channel(line.strip().removeprefix("ready on grpc://")) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            for _ in range(40):  # of about 2 KiB each
+                async with asyncio.timeout(60):
+                    assert [_ async for _ in stub.Generate(request([7] * 200, max_tokens=20))]
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+        await worker.kill()
 
 
 async def test_a_recording_that_cannot_be_made_ends_the_scheduler_at_once(

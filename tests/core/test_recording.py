@@ -14,6 +14,7 @@ from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.serving import recording
 from scheduler_service.serving.recording import (
     EVENTS,
     CutShortError,
@@ -107,19 +108,24 @@ def test_events_reach_the_file_within_a_second_of_events_and_when_all_is_quiet(t
     scheduler.add(request(), 10.0)
     for now in (10.2, 10.4):
         assert scheduler.schedule(now) is None
+    assert recorder.is_written_within(20)
     num_lines = len(lines(path))
     scheduler.schedule(11.5)
+    assert recorder.is_written_within(20)
     assert len(lines(path)) == 5 > num_lines
     scheduler.abort("t", "r", 11.6)
+    assert recorder.is_written_within(20)
     assert len(lines(path)) == 6
     recorder.close()
 
 
 def test_what_was_raised_is_recorded_and_raised(tmp_path: Path) -> None:
     path = tmp_path / "recording"
-    scheduler = record(DEFAULTS.build(), opened(path))
+    recorder = opened(path)
+    scheduler = record(DEFAULTS.build(), recorder)
     with pytest.raises(KeyError):
         scheduler.abort("t", "nobody", 1.0)
+    assert recorder.is_written_within(20)
     assert lines(path)[1] == ["abort", 1.0, ["t", "nobody"], {"error": "KeyError: ('t', 'nobody')"}]
 
 
@@ -131,12 +137,54 @@ def test_a_full_disk_ends_the_recording_with_one_error_and_nothing_else(caplog: 
     scheduler = record(DEFAULTS.build(), recorder)
     with caplog.at_level(logging.ERROR):
         assert len(scheduler.add(request("a"), 100.0)) == 1
-        assert not recorder.is_open
+        assert recorder.is_written_within(20)
         assert len(scheduler.add(request("b"), 200.0)) == 1
+        assert not recorder.is_open
+        assert len(scheduler.add(request("c"), 300.0)) == 1
         recorder.close()
     assert [record.getMessage() for record in caplog.records] == [
         "the recording /dev/null ends here, serving goes on: [Errno 28] No space left on device"
     ]
+
+
+def test_a_file_that_takes_no_bytes_ends_the_recording_where_it_says(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(recording, "MAX_WAITING_BYTES", 20_000)
+    monkeypatch.setattr(recording, "_CLOSE_TIMEOUT", 0.01)
+    os.mkfifo(tmp_path / "fifo")
+    history = RecordedHistory(tmp_path / "fifo", seed=3)
+    history.run(2000)  # nobody reads: the FIFO holds 64 KiB
+    assert "/fifo ends here, serving goes on: its file has taken no bytes while 0 MiB came" in caplog.text
+    text = read_to_the_end_of_a_line(tmp_path / "fifo", "missing_events")
+    *_, last = text.splitlines()
+    (tmp_path / "recording").write_text(text)
+    num_events = len(text.splitlines()) - 2
+    assert num_events > 100
+    assert main([str(tmp_path / "recording")]) == 1
+    missing = f"{json.loads(last)['missing_events']} events or more are missing from event {num_events + 1} on"
+    replayed = f"{num_events} events were replayed without a difference"
+    assert capsys.readouterr().out == f"{missing}, which the file did not take in time; {replayed}\n"
+
+
+def test_the_last_events_hold_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recording, "_CLOSE_TIMEOUT", 0.01)
+    os.mkfifo(tmp_path / "fifo")
+    RecordedHistory(tmp_path / "fifo", seed=3).run(2000)
+    assert "/fifo lacks its last events: its file takes no bytes" in caplog.text
+
+
+def read_to_the_end_of_a_line(path: Path, word: str) -> str:
+    text = ""
+    with path.open() as file:
+        while word not in text:
+            text += file.readline()
+    return text
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ ALLOWED_IMPORTS = {
         "pagewire.gguf",
         "pagewire.grammars",
         "pagewire.transport.sampling_ranges",
+        "pagewire.transport.queued_writer",
     ),
     "scheduler_service.simulation": ("scheduler_service.core", "scheduler_service.simulation"),
     # What several of the packages beside it need, and no more.
