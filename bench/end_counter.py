@@ -10,6 +10,7 @@ class EndCounter:
 
     outlet = None
     label = 0
+    keeps_all = True
 
     def __init__(self, num_requests: int) -> None:
         self._num_open = num_requests

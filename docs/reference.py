@@ -6,7 +6,7 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,7 @@ from pagewire.gguf import ARCHITECTURES, SERVED_TYPES
 from pagewire.kernels.rounding import BITS
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
-from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
+from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.operations import CpuOperations
 from worker_service.models.families import BY_ARCHITECTURE
@@ -42,9 +42,10 @@ MADE = "<!-- Made by `make docs`; do not edit. -->"
 
 METRICS_TITLE = """# Metrics
 
-The scheduler serves metrics in Prometheus' text format over HTTP: `curl -s 127.0.0.1:9090/metrics`. `--metrics-host`
-and `--metrics-port` choose the address; port 0 turns them off. Names and buckets that begin with `vllm:` are those of
-vLLM, so dashboards and gateways made for it work here too. Names of our own begin with `pagewire:`.
+The scheduler and each front end serve metrics in Prometheus' text format over HTTP: `curl -s 127.0.0.1:9090/metrics`.
+`--metrics-host` and `--metrics-port` choose the address; port 0 turns them off. Names and buckets that begin with
+`vllm:` are those of vLLM, so dashboards and gateways made for it work here too. Names of our own begin with
+`pagewire:`.
 
 Every series has the labels `model_name` and `engine` (always "0"). A histogram has the series `_bucket`, `_sum` and
 `_count`. A dashboard and alerts are in [deploy/components/monitoring](../deploy/components/monitoring).
@@ -52,7 +53,14 @@ Every series has the labels `model_name` and `engine` (always "0"). A histogram 
 `pagewire:waiting_text_bytes`, `pagewire:detached_bytes`, `pagewire:kv_event_bytes`, `pagewire:waiting_grammar_bytes`
 and `pagewire:unread_failures` tell what clients make the scheduler hold now. The first three are bounded by
 `--max-waiting-text-bytes`, `--max-detached-bytes` and `--max-kv-event-bytes`, the next by 64 MiB, the last by 1,024 for
-each call of `GenerateMany`."""
+each call of `GenerateMany`.
+
+`vllm:generation_tokens_total` counts what clients got, whichever way they came, and `pagewire:discarded_tokens_total`
+what was computed beyond. Both together are what was computed, once nothing runs. What a client does not read before it
+leaves counts as what it got."""
+FRONT_END_METRICS = """## Front ends
+
+A front end's own port tells of its clients. Their requests are in the scheduler's figures too, under other names."""
 API_TITLE = """# API reference
 
 What the public port serves, made from the comments of
@@ -96,12 +104,19 @@ FieldPath = tuple[int, ...]
 
 def metrics_page() -> str:
     rows = ["| series | type | labels of its own | what it says |", "|---|---|---|---|"]
-    for family in _exported().collect():
+    rows += _series(_exported().collect())
+    front_end = FrontEndCollector(FrontEndStats).collect()
+    own = [FRONT_END_METRICS, "", rows[0], rows[1], *_series(front_end)]
+    return "\n".join([METRICS_TITLE, "", MADE, "", *rows, "", *own, ""])
+
+
+def _series(families: Iterable[Metric]) -> Iterator[str]:
+    """Yields a row for each family of series."""
+    for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine", "le"}
         own = ", ".join(_described_label(family, label) for label in sorted(labels))
-        rows.append(f"| `{name}` | {family.type} | {own} | {family.documentation} |")
-    return "\n".join([METRICS_TITLE, "", MADE, "", *rows, ""])
+        yield f"| `{name}` | {family.type} | {own} | {family.documentation} |"
 
 
 def _described_label(family: Metric, label: str) -> str:

@@ -11,6 +11,12 @@ from scheduler_service.core.retention import EXPECTATIONS
 
 _MAX_COUNT = 2**31 - 1  # of what GetServerInfo tells
 # What the texts of prompts may take, at the scheduler as at a front end.
+_METRICS_HOST = ("127.0.0.1", "address to serve /metrics on")
+_METRICS_PORT = (
+    None,
+    "HTTP port of /metrics; 0 turns it off (default: 9090, or a free one, which is logged, if 9090 is taken)",
+    PORT,
+)
 _PROMPT_BYTES = (1_048_576, "how long the text of one prompt can be, in bytes", at_least(1))
 _WAITING_TEXT_BYTES = (67_108_864, "how many bytes of prompts can wait to be tokenized", at_least(1))
 _TENANT_WAITING_TEXT_BYTES = (
@@ -125,12 +131,8 @@ class SchedulerConfig:
     otlp_traces_endpoint: str | None = option(
         None, "where to send traces: http://HOST:PORT of a collector, OTLP over gRPC; needs the extra `tracing`", URL
     )
-    metrics_host: str = option("127.0.0.1", "address to serve /metrics on")
-    metrics_port: int | None = option(
-        None,
-        "HTTP port of /metrics; 0 turns it off (default: 9090, or a free one, which is logged, if 9090 is taken)",
-        PORT,
-    )
+    metrics_host: str = option(*_METRICS_HOST)
+    metrics_port: int | None = option(*_METRICS_PORT)
     tls_cert: str | None = option(
         None, "PEM file with the server's certificate chain; turns TLS on", needs=("tls_key",)
     )
@@ -228,6 +230,8 @@ class FrontEndConfig:
     max_prompt_bytes: int = option(*_PROMPT_BYTES)
     max_waiting_text_bytes: int = option(*_WAITING_TEXT_BYTES)
     max_tenant_waiting_text_bytes: int = option(*_TENANT_WAITING_TEXT_BYTES)
+    metrics_host: str = option(*_METRICS_HOST)
+    metrics_port: int | None = option(*_METRICS_PORT)
 
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""

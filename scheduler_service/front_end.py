@@ -14,6 +14,8 @@ from pagewire.transport.dialling import dial
 from pagewire.transport.process import EXIT_ERROR
 from pagewire.transport.signals import serve_until_signalled
 from scheduler_service.config import FrontEndConfig
+from scheduler_service.metrics import FrontEndCollector, FrontEndStats
+from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
 from scheduler_service.rpc.front_end.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.front_end.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
@@ -27,17 +29,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def serve(config: FrontEndConfig) -> int:
+def serve(config: FrontEndConfig, num_log_lines_dropped: Callable[[], int]) -> int:
     """Serve until SIGTERM or SIGINT; a second one ends at once. The exit code."""
-    return asyncio.run(serve_until_signalled(partial(run, config)))
+    return asyncio.run(serve_until_signalled(partial(run, config, num_log_lines_dropped=num_log_lines_dropped)))
 
 
 async def run(
-    config: FrontEndConfig, *, stop: asyncio.Event, ready: Callable[[str], None], stop_now: asyncio.Event | None = None
+    config: FrontEndConfig,
+    *,
+    stop: asyncio.Event,
+    ready: Callable[[str], None],
+    stop_now: asyncio.Event | None = None,
+    num_log_lines_dropped: Callable[[], int] = lambda: 0,
 ) -> int:
     """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
 
-    `ready` gets the front end's URL once, when it first serves.
+    `ready` gets the front end's URL once, when it first serves. `num_log_lines_dropped` is for the metrics.
     """
     try:
         config.validate()
@@ -60,12 +67,31 @@ async def run(
             text_limits=service.text_limits,
         )
         service.listen(servicer, partial(_make_vllm, link, servicer, service.model))
+        read_stats = partial(_stats, link, servicer, num_log_lines_dropped)
+        metrics = serve_metrics(FrontEndCollector(read_stats), config)
     except (ValueError, OSError) as error:
         return refused(error)
     try:
         return await service.run(link, failed=_failed, stop=stop, stop_now=stop_now or asyncio.Event(), ready=ready)
     finally:
         await channel.close()
+        if metrics is not None:
+            metrics.close()
+
+
+def _stats(link: SchedulerLink, servicer: FrontEndServicer, num_log_lines_dropped: Callable[[], int]) -> FrontEndStats:
+    texts = servicer.intake.texts
+    return FrontEndStats(
+        model_name=link.served_model_name,
+        is_connected=link.is_connected,
+        num_running=link.num_running,
+        num_ended=dict(link.num_ended),
+        num_failed=link.num_failed,
+        num_generation_tokens=link.counts.num_kept,
+        waiting_text_bytes=texts.num_waiting_bytes if texts is not None else 0,
+        num_unread_failures=servicer.num_unread_failures,
+        num_log_lines_dropped=num_log_lines_dropped(),
+    )
 
 
 def _scheduler_link(config: FrontEndConfig, channel: grpc.aio.Channel, service: RequestService) -> SchedulerLink:

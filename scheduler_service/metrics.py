@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -32,6 +32,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.serving.activity import share
 from scheduler_service.serving.observer import ENDED_WELL, Observer
+from scheduler_service.serving.token_stream import TokenCounts
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip  # noqa: E501
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -88,10 +89,20 @@ _COUNTERS = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the cache.", "num_prompt_tokens"),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the cache.", "num_cached_prompt_tokens"),
     "vllm:prompt_tokens": ("Prompt tokens of sequences that ran.", "num_prompt_tokens"),
-    "vllm:generation_tokens": ("Output tokens.", "num_generation_tokens"),
     "vllm:num_preemptions": ("Requests preempted.", "num_preemptions"),
     "pagewire:admitted_requests": ("Requests that first ran.", "num_admitted_requests"),
     "pagewire:overdue_requests": ("Of those, such as had waited longer than --max-wait.", "num_overdue_requests"),
+}
+# The tokens of outputs: their texts, and their names in TokenCounts.
+_TOKEN_COUNTERS = {
+    "vllm:generation_tokens": (
+        "Output tokens that clients got, those of front ends too. Of a request with stop texts they count at its end.",
+        "num_kept",
+    ),
+    "pagewire:discarded_tokens": (
+        "Tokens computed beyond what clients got: behind a stop text, and by beams that were not returned.",
+        "num_discarded",
+    ),
 }
 # Counters that are told as they are: their texts, and their names in Metrics.
 _METRICS_COUNTERS = {
@@ -118,6 +129,27 @@ _SERVICE_GAUGES = {
 }
 
 
+_LOG_LINES_DROPPED = (
+    "pagewire:log_lines_dropped",
+    "Lines of the log that were dropped since nobody read standard error.",
+)
+# Those of a front end: their texts, and their names in FrontEndStats.
+_FRONT_END_GAUGES = {
+    "pagewire:frontend_connected": ("Whether the front end has a connection to its scheduler, 1 or 0.", "is_connected"),
+    "pagewire:frontend_running_samples": ("Samples of its clients that have not ended.", "num_running"),
+    "pagewire:waiting_text_bytes": (_SERVICE_GAUGES["pagewire:waiting_text_bytes"][0], "waiting_text_bytes"),
+    "pagewire:unread_failures": (_SERVICE_GAUGES["pagewire:unread_failures"][0], "num_unread_failures"),
+}
+_FRONT_END_COUNTERS = {
+    "pagewire:frontend_generation_tokens": (
+        "Output tokens that its clients got. The scheduler's vllm:generation_tokens_total has them too.",
+        "num_generation_tokens",
+    ),
+    "pagewire:frontend_failed_requests": ("Requests of its clients that failed.", "num_failed"),
+    _LOG_LINES_DROPPED[0]: (_LOG_LINES_DROPPED[1], "num_log_lines_dropped"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
     """Counts of what the service around the core holds, and of what it has let go. Sizes are in bytes."""
@@ -129,6 +161,22 @@ class ServiceStats:
     num_unread_failures: int = 0
     waiting_grammar_bytes: int = 0
     num_grammar_verdicts: int = 0
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndStats:
+    """Counts of what a front end does, and of what it holds. Sizes are in bytes."""
+
+    model_name: str = ""
+    is_connected: bool = False
+    num_running: int = 0
+    num_ended: Mapping[EndReason, int] = field(default_factory=dict)
+    num_failed: int = 0
+    num_generation_tokens: int = 0
+    waiting_text_bytes: int = 0
+    num_unread_failures: int = 0
+    num_log_lines_dropped: int = 0
 
 
 class Histogram:
@@ -243,7 +291,48 @@ class Metrics(Observer):
         self.histograms[name].observe(value, count)
 
 
-class MetricsCollector(Collector):
+class Labelled:
+    """Makes series that bear the labels of a process."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def _number(
+        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float, **labels: str
+    ) -> Metric:
+        family = kind(name, text, labels=[*self._labels, *labels])
+        family.add_metric([*self._labels.values(), *labels.values()], value)
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """Make a counter for each value of one more label."""
+        family = CounterMetricFamily(name, text, labels=[*self._labels, label])
+        for label_value, value in values.items():
+            family.add_metric([*self._labels.values(), label_value], value)
+        return family
+
+
+class FrontEndCollector(Labelled, Collector):
+    """Puts a front end's numbers into Prometheus' form when they are asked for."""
+
+    def __init__(self, read_stats: Callable[[], FrontEndStats]) -> None:
+        """`read_stats` is called on other threads than the event loop's."""
+        super().__init__("")
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read_stats()
+        self._labels["model_name"] = stats.model_name  # the scheduler's, which tells it when there is a connection
+        for name, (text, field_name) in _FRONT_END_GAUGES.items():
+            yield self._number(GaugeMetricFamily, name, text, getattr(stats, field_name))
+        for name, (text, field_name) in _FRONT_END_COUNTERS.items():
+            yield self._number(CounterMetricFamily, name, text, getattr(stats, field_name))
+        ended = {reason.value: stats.num_ended.get(reason, 0) for reason in ENDED_WELL}
+        text = "Samples of the front end's clients that ended, by reason."
+        yield self._counters("pagewire:frontend_ended_samples", text, "finished_reason", ended)
+
+
+class MetricsCollector(Labelled, Collector):
     """Puts the numbers into Prometheus' form when they are asked for."""
 
     def __init__(
@@ -254,28 +343,29 @@ class MetricsCollector(Collector):
         read_service_stats: Callable[[], ServiceStats],
     ) -> None:
         """`read_stats` and `read_service_stats` are called on other threads than the event loop's."""
+        super().__init__(model_name)
         self._metrics = metrics
         self._read_stats = read_stats
         self._read_service_stats = read_service_stats
-        self._labels = {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
         stats, metrics, service = self._read_stats(), self._metrics, self._read_service_stats()
         yield from self._gauges(stats)
-        for name, (text, field) in _SERVICE_GAUGES.items():
-            yield self._number(GaugeMetricFamily, name, text, getattr(service, field))
-        for name, (text, field) in _COUNTERS.items():
-            yield self._number(CounterMetricFamily, name, text, getattr(stats, field))
+        for name, (text, field_name) in _SERVICE_GAUGES.items():
+            yield self._number(GaugeMetricFamily, name, text, getattr(service, field_name))
+        for name, (text, field_name) in _COUNTERS.items():
+            yield self._number(CounterMetricFamily, name, text, getattr(stats, field_name))
+        for name, (text, field_name) in _TOKEN_COUNTERS.items():
+            yield self._number(CounterMetricFamily, name, text, getattr(service.tokens, field_name))
         yield from self._shares(stats)
         kv_events = dict(zip(("stored", "removed", "cleared"), metrics.num_kv_events, strict=True))
         yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
         kinds, results = metrics.num_grammar_requests, metrics.num_grammar_checks
         yield self._counters("pagewire:grammar_requests", "Requests taken with a grammar, by its kind.", "kind", kinds)
         yield self._counters("pagewire:grammar_checks", "Grammars compiled to be checked.", "result", results)
-        for name, (text, field) in _METRICS_COUNTERS.items():
-            yield self._number(CounterMetricFamily, name, text, getattr(metrics, field))
-        text = "Lines of the log that were dropped since nobody read standard error."
-        yield self._number(CounterMetricFamily, "pagewire:log_lines_dropped", text, service.num_log_lines_dropped)
+        for name, (text, field_name) in _METRICS_COUNTERS.items():
+            yield self._number(CounterMetricFamily, name, text, getattr(metrics, field_name))
+        yield self._number(CounterMetricFamily, *_LOG_LINES_DROPPED, service.num_log_lines_dropped)
         yield self._counters(
             "pagewire:step_part_seconds",
             "Seconds of all steps on the worker, by part of the step.",
@@ -288,8 +378,8 @@ class MetricsCollector(Collector):
             yield family
 
     def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
-        for name, (text, field) in _GAUGES.items():
-            yield self._number(GaugeMetricFamily, name, text, getattr(stats, field))
+        for name, (text, field_name) in _GAUGES.items():
+            yield self._number(GaugeMetricFamily, name, text, getattr(stats, field_name))
         for name, (text, held, whole) in _USAGES.items():
             yield self._number(GaugeMetricFamily, name, text, share(getattr(stats, held), getattr(stats, whole)))
         capacity = self._metrics.capacity
@@ -332,20 +422,6 @@ class MetricsCollector(Collector):
         num_ended = {reason.value: self._metrics.num_ended[reason] for reason in ENDED_WELL}
         num_ended["error"] = sum(self._metrics.num_ended.values()) - sum(num_ended.values())
         yield self._counters("vllm:request_success", "Sequences that ended, by reason.", "finished_reason", num_ended)
-
-    def _number(
-        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float, **labels: str
-    ) -> Metric:
-        family = kind(name, text, labels=[*self._labels, *labels])
-        family.add_metric([*self._labels.values(), *labels.values()], value)
-        return family
-
-    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Make a counter for each value of one more label."""
-        family = CounterMetricFamily(name, text, labels=[*self._labels, label])
-        for label_value, value in values.items():
-            family.add_metric([*self._labels.values(), label_value], value)
-        return family
 
 
 def _by_age(values: tuple[int, ...]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, gener
 from prometheus_client.registry import Collector
 
 from pagewire.transport.listening import refusal
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,11 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def serve_metrics(collector: Collector, config: SchedulerConfig | FrontEndConfig) -> MetricsServer | None:
+    """Serve what a service's options say, which may be nothing. Raises OSError."""
+    return None if config.metrics_port == 0 else MetricsServer(collector, config.metrics_host, config.metrics_port)
 
 
 class _HttpServer(ThreadingHTTPServer):

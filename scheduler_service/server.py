@@ -22,7 +22,7 @@ from scheduler_service.config import SchedulerConfig
 from scheduler_service.core import explain
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
-from scheduler_service.metrics_server import MetricsServer
+from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
 from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.report import encode_server
@@ -137,7 +137,8 @@ class _Scheduler:
         service.listen(self._servicer, self._make_vllm)
         if self._recorder is not None:
             self._recorder.open()
-        self._metrics_server = self._serve_metrics()
+        collector = MetricsCollector(self._metrics, self._stats, info.served_model_name, self._service_stats)
+        self._metrics_server = serve_metrics(collector, config)
 
     def _make_servicer(self) -> SchedulerServicer:
         service, availability = self._service, self._step_loop.availability
@@ -164,13 +165,6 @@ class _Scheduler:
     def _stats(self) -> SchedulerStats:
         return explain.stats(self._step_loop.state)
 
-    def _serve_metrics(self) -> MetricsServer | None:
-        """Raises OSError."""
-        if self._config.metrics_port == 0:
-            return None
-        collector = MetricsCollector(self._metrics, self._stats, self._info.served_model_name, self._service_stats)
-        return MetricsServer(collector, self._config.metrics_host, self._config.metrics_port)
-
     def _service_stats(self) -> ServiceStats:
         texts = self._servicer.intake.texts
         return ServiceStats(
@@ -181,6 +175,7 @@ class _Scheduler:
             num_unread_failures=self._servicer.num_unread_failures,
             waiting_grammar_bytes=self._grammars.num_waiting_bytes,
             num_grammar_verdicts=self._grammars.num_verdicts,
+            tokens=self._step_loop.token_counts(),
         )
 
     def _make_vllm(self, vllm: ModuleType) -> "VllmServicer":

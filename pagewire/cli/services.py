@@ -187,7 +187,7 @@ def frontend(arguments: Sequence[str]) -> int:
     freed_memory.give_back_large()
     freed_memory.share_small()
     garbage_collection.keep_short()
-    return front_end.serve(config)
+    return front_end.serve(config, logs.num_dropped_lines)
 
 
 def worker(arguments: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ class BeamGroup:
     forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
     appended: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
     unborn_slots: set[int] = field(default_factory=set)  # targets of these forks that have no row yet
+    num_tokens: int = 0  # that its beams have gone on with, all together
 
     def report(self, beam: Sequence, candidates: list[tuple[int, float]]) -> bool:
         """A beam's row has computed its candidates. Whether all have by now, so that `select` can choose among them."""

@@ -38,6 +38,7 @@ def stats(state: Lifecycle) -> SchedulerStats:
         num_cached_prompt_tokens=counters.num_cached_prompt_tokens,
         num_host_cached_prompt_tokens=counters.num_host_cached_prompt_tokens,
         num_generation_tokens=counters.num_generation_tokens,
+        num_discarded_tokens=counters.num_discarded_tokens,
         num_admitted_requests=counters.num_admitted_requests,
         num_overdue_requests=counters.num_overdue_requests,
         num_kept_session_tokens=tuple(counters.num_kept_session_tokens),

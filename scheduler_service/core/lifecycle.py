@@ -56,7 +56,8 @@ class Counters:
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_host_cached_prompt_tokens: int = 0
-    num_generation_tokens: int = 0
+    num_generation_tokens: int = 0  # computed
+    num_discarded_tokens: int = 0  # of these, by searches, such as no hypothesis has that was returned
     num_moved_blocks_out: int = 0  # of earlier epochs
     num_moved_blocks_in: int = 0
     num_admitted_requests: int = 0
@@ -355,6 +356,7 @@ class Lifecycle:
             outputs.hypotheses.append(Hypothesis(sequence_id, found.token_ids, found.cumulative_logprob))
             reason = EndReason.LENGTH if found.stop_token_id is None else EndReason.STOP
             outputs.ended.append(_sequence_end(first, sequence_id, reason, len(found.token_ids), found.stop_token_id))
+        self._count_search(beam, sum(len(found.token_ids) for found in best))
         for sequence_id in beam.output_ids[len(best) :]:  # a vocabulary smaller than the beam
             outputs.ended.append(_sequence_end(first, sequence_id, EndReason.LENGTH, 0))
         self._leave(group)
@@ -365,6 +367,7 @@ class Lifecycle:
             for sequence in group.live_sequences:
                 self.end(sequence, reason, outputs, message=message)
             return
+        self._count_search(group.beam, 0)
         for sequence_id in group.beam.output_ids:
             outputs.ended.append(_sequence_end(group.sequences[0], sequence_id, reason, 0, message=message))
         self._leave(group)
@@ -420,8 +423,16 @@ class Lifecycle:
 
     def charge_search(self, group: SequenceGroup, num_tokens: int) -> None:
         """Count the tokens that the beams of a search go on with, and tell the policy of them."""
+        assert group.beam is not None
+        group.beam.num_tokens += num_tokens
         self.counters.num_generation_tokens += num_tokens
         self._policy.charge(group.request.tenant, 0, num_tokens)
+
+    def _count_search(self, beam: BeamGroup, num_returned: int) -> None:
+        """Count the tokens of a search that ends which its hypotheses do not have. Their own last ones no beam has gone
+        on with: the search is taken to have computed as many tokens, at least, as it returns."""
+        self.counters.num_generation_tokens += max(0, num_returned - beam.num_tokens)
+        self.counters.num_discarded_tokens += max(0, beam.num_tokens - num_returned)
 
 
 def _is_gated(request: Request, epoch: Epoch | None) -> bool:

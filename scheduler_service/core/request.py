@@ -171,13 +171,14 @@ class SchedulerStats:
     num_prompt_tokens: int  # of sequences that first ran
     num_cached_prompt_tokens: int  # of those, found in the cache, in either tier
     num_host_cached_prompt_tokens: int  # of those, found in host blocks
-    num_generation_tokens: int
+    num_generation_tokens: int  # computed
     num_admitted_requests: int = 0  # that first ran
     num_overdue_requests: int = 0  # of those, served in order of arrival since they had waited too long
     # Prompt tokens of requests that went on with a session, which its earlier requests had computed: those that were
     # still cached, and those that were not. By how long the session was away, see SESSION_AGES_S.
     num_kept_session_tokens: tuple[int, ...] = (0,) * NUM_SESSION_AGES
     num_lost_session_tokens: tuple[int, ...] = (0,) * NUM_SESSION_AGES
+    num_discarded_tokens: int = 0  # of those computed, such as beam searches did not return
 
 
 @dataclass(frozen=True, slots=True)

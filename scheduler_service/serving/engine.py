@@ -74,5 +74,9 @@ class RequestEngine(Protocol):
     def cancel(self, sequence_ids: list[int]) -> None:
         """Let what is left of a request end with ABORT, whoever else uses its name by now."""
 
+    def settle(self, sequence_id: int, num_computed: int, num_kept: int) -> None:
+        """Take note of how many tokens of a sample its client got, of those that it was given. For samples whose
+        receiver does not keep all."""
+
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
         """End a sequence after this many tokens, since a stop text was found in them."""

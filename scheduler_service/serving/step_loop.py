@@ -24,7 +24,7 @@ from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.kv_events import KvEvents
 from scheduler_service.serving.observer import Observer
-from scheduler_service.serving.token_stream import FanOut, Receiver, TokenStream
+from scheduler_service.serving.token_stream import FanOut, Receiver, TokenCounts, TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class StepLoop:
         )
         self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(max_batches=10_000), observers, clock)
         self._fan_out = FanOut(clock)
+        self._counts = TokenCounts()
         self._streams: dict[int, TokenStream] = {}
         self._inbox: deque[Callable[[float], None]] = deque()  # what the worker told, which gets the time
         self._wake = asyncio.Event()
@@ -103,7 +104,7 @@ class StepLoop:
             sequence_ids = self._scheduler.add(request, now)
         for index, sequence_id in enumerate(sequence_ids):
             self._streams[sequence_id] = TokenStream(
-                request, index, receiver.deliver, now, receiver.outlet, receiver.label + index
+                request, index, receiver.deliver, now, receiver.outlet, receiver.label + index, receiver.keeps_all
             )
         self._idle.clear()
         self._wake.set()
@@ -119,6 +120,15 @@ class StepLoop:
         stream = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
         if stream is not None:
             self.abort(stream.request.tenant, stream.request.request_id)
+
+    def settle(self, sequence_id: int, num_computed: int, num_kept: int) -> None:
+        """Count what a client got of a sample, and what was computed beyond."""
+        self._counts.settle(num_computed, num_kept)
+
+    def token_counts(self) -> TokenCounts:
+        """Return how many tokens clients got, and how many were computed beyond, beams included."""
+        num_discarded = self.state.counters.num_discarded_tokens
+        return TokenCounts(self._counts.num_kept, self._counts.num_discarded + num_discarded)
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
         """A stop text ended a sequence after this many tokens."""
@@ -271,6 +281,7 @@ class StepLoop:
             for token_id in hypothesis.token_ids:
                 stream.publish(token_id, now)
             stream.cumulative_logprob = hypothesis.cumulative_logprob
+            self._counts.num_kept += len(hypothesis.token_ids)
         gaps: dict[float, int] = {}
         for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
             stream = self._streams[sequence_id]
@@ -279,6 +290,7 @@ class StepLoop:
             else:
                 gaps[stream.last_token_at] = gaps.get(stream.last_token_at, 0) + 1
             stream.publish(token_id, now)
+            self._counts.num_kept += stream.keeps_all
             self._fan_out.enqueue(stream)
         for last_token_at, num_tokens in gaps.items():
             for observer in self._observers:

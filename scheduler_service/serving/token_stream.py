@@ -27,10 +27,24 @@ class Delta(NamedTuple):
     prompt_logprobs: list[TokenLogprobs]
     end: SequenceEnd | None
     cumulative_logprob: float | None = None  # of a hypothesis, with its end
+    num_computed: int = 0  # with its end: tokens that the sample got, and what was computed behind the output's end
 
 
 # Called on the event loop; must not raise.
 Deliver = Callable[[Delta], None]
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """How many output tokens clients got, and how many were computed beyond what they got."""
+
+    num_kept: int = 0
+    num_discarded: int = 0
+
+    def settle(self, num_computed: int, num_kept: int) -> None:
+        """A sample is over of which it was not known what is kept."""
+        self.num_kept += num_kept
+        self.num_discarded += num_computed - num_kept
 
 
 class Receiver(Protocol):
@@ -44,6 +58,10 @@ class Receiver(Protocol):
     @property
     def label(self) -> int:
         """The first sample's name in the outlet; those of the others follow it."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all tokens go to the client. If not, the receiver tells at the end how many did."""
 
     def deliver(self, delta: Delta) -> None:
         """Take what one of the samples got."""
@@ -79,6 +97,7 @@ class TokenStream:
     arrived_at: float
     outlet: Outlet | None = None  # where it waits for its reader; None: it is delivered by itself
     label: int = 0  # its name in the outlet
+    keeps_all: bool = True  # see Receiver
     last_token_at: float | None = None
     num_published: int = 0
     num_delivered: int = 0
@@ -138,6 +157,7 @@ class TokenStream:
             self.prompt_logprobs,
             self.end,
             self.cumulative_logprob,
+            self.num_published if self.end is not None else 0,
         )
         self.num_delivered += len(self.token_ids)
         self.token_ids, self.logprobs, self.prompt_logprobs = [], [], []

@@ -65,10 +65,10 @@ class FrontEnd:
 
 @asynccontextmanager
 async def serve_front_end(
-    checkpoint: Path, scheduler: str, *, waits: bool = True, **options: str
+    checkpoint: Path, scheduler: str, *, waits: bool = True, **options: str | int
 ) -> AsyncIterator[FrontEnd]:
     address, port = scheduler.removeprefix("grpc://"), free_port("127.0.0.1")
-    config = FrontEndConfig(model=str(checkpoint), scheduler=address, port=port, **options)
+    config = FrontEndConfig(model=str(checkpoint), scheduler=address, port=port, **({"metrics_port": 0} | options))
     stop, stop_now = asyncio.Event(), asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(front_end.run(config, stop=stop, ready=url.set_result, stop_now=stop_now))

@@ -226,6 +226,7 @@ async def test_a_front_end_under_mutual_tls_reaches_the_scheduler_and_answers_pr
             port=free_port("localhost"),
             health_host="localhost",
             health_port=free_port("localhost"),
+            metrics_port=0,
             scheduler_tls_ca=files["tls_client_ca"],
             scheduler_tls_cert=shown[0],
             scheduler_tls_key=shown[1],

@@ -99,6 +99,7 @@ async def running_loop(
 class Reader:
     outlet = None
     label = 0
+    keeps_all = True
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

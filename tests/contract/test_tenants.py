@@ -258,7 +258,7 @@ async def test_only_operators_are_told_what_the_server_is_doing(
             assert await asyncio.to_thread(command.main, ["status", "--url", stack.url]) == 0
             text = capsys.readouterr().out
             assert ("only operators may see it" in text) == (tenant == "acme")
-            assert "positions" in text
+            assert "vocabulary" in text
 
 
 async def test_quotas_hold_one_tenant_and_no_other(checkpoint: Path, tenants: Path) -> None:

@@ -122,7 +122,7 @@ async def test_a_worker_of_another_model_is_a_warning(checkpoint: Path, lines: L
 
 async def test_a_front_end_waits_calmly_too(checkpoint: Path, lines: Lines) -> None:
     port = free_port(LOOPBACK)
-    config = FrontEndConfig(model=str(checkpoint), scheduler=f"{LOOPBACK}:{port}", port=0)
+    config = FrontEndConfig(model=str(checkpoint), scheduler=f"{LOOPBACK}:{port}", port=0, metrics_port=0)
     stop = asyncio.Event()
     running = asyncio.create_task(front_end.run(config, stop=stop, ready=lambda url: None))
     told = await lines.next(f"waiting for the scheduler at {LOOPBACK}:{port}: there is no connection")

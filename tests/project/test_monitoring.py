@@ -12,7 +12,7 @@ import pytest
 
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
-from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
+from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from tests.project.manifests import DEPLOY, documents
 
 MONITORING = DEPLOY / "components" / "monitoring"
@@ -23,13 +23,15 @@ LABEL_USE = re.compile(r"([a-z_]+)\s*(?:=~|!~|!=|=)\s*\"")
 
 
 def exported() -> dict[str, set[str]]:
-    """Returns every series that the scheduler exports, and its labels."""
+    """Returns every series that the scheduler and front ends export, and its labels."""
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     numbers = {field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING}
     collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model", ServiceStats)
     return {
-        sample.name: set(sample.labels) | TARGET_LABELS for family in collector.collect() for sample in family.samples
+        sample.name: set(sample.labels) | TARGET_LABELS
+        for family in (*collector.collect(), *FrontEndCollector(FrontEndStats).collect())
+        for sample in family.samples
     }
 
 

@@ -114,6 +114,15 @@ def test_clients_and_prometheus_reach_the_scheduler() -> None:
     assert ports(prometheus) == [int(flags["metrics-port"])]
 
 
+def test_clients_and_prometheus_reach_a_front_end() -> None:
+    objects = rendered(DEPLOY / "overlays" / "frontends")
+    flags = flags_of(find(objects, "Deployment", "frontend")["spec"]["template"]["spec"])
+    clients, prometheus = policy_of(objects, "frontend")["ingress"]
+    assert peers(clients, "from") == ["gateway", *CLIENTS]
+    assert ports(clients) == [int(flags["port"])]
+    assert (peers(prometheus, "from"), ports(prometheus)) == ([PROMETHEUS], [int(flags["metrics-port"])])
+
+
 def test_names_are_resolved_by_the_clusters_dns_by_openshifts_and_by_the_nodes_cache() -> None:
     cluster, openshift, node = find(base_objects(), "NetworkPolicy", "dns")["spec"]["egress"]
     assert peers(cluster, "to") == [

@@ -26,6 +26,7 @@ class Client:
         self.request = arrival.request
         self.outlet = outlet
         self.label = label
+        self.keeps_all = True
         self._on_end = on_end
         self.key = (arrival.request.tenant, arrival.request.request_id)
         self.outputs = [Output(self, index) for index in range(arrival.request.n)]

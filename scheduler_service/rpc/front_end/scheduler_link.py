@@ -7,6 +7,7 @@ of their requests.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,13 +15,13 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.core.request import OutputMode, Request, SequenceEnd, TokenLogprobs
+from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.output import FINISH_REASONS, encode_embedding
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.waiting import Waiting
-from scheduler_service.serving.token_stream import Delta, Receiver
+from scheduler_service.serving.token_stream import Delta, Receiver, TokenCounts
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +47,14 @@ _END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINIS
 class _Sent:
     """A request that the scheduler has. Its samples' streams count up from `stream_id`."""
 
-    def __init__(self, stream_id: int, request: Request, receiver: Receiver) -> None:
+    def __init__(self, stream_id: int, request: Request, receiver: Receiver, counts: TokenCounts) -> None:
         self.stream_id = stream_id
         self.stream_ids = list(range(stream_id, stream_id + request.n))
         self.key = (request.tenant, request.request_id)
         self.is_beam_search = request.beam is not None
         self.num_open = request.n
         self.receiver = receiver
+        self._counts = counts
         self._num_tokens = [0] * request.n  # that came of each sample
 
     def deliver(
@@ -68,7 +70,12 @@ class _Sent:
         index = stream_id - self.stream_id
         first_token = self._num_tokens[index]
         self._num_tokens[index] += len(token_ids)
-        self.receiver.deliver(Delta(index, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob))
+        if self.receiver.keeps_all:
+            self._counts.num_kept += len(token_ids)
+        num_computed = self._num_tokens[index] if end is not None else 0
+        self.receiver.deliver(
+            Delta(index, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob, num_computed)
+        )
 
 
 class SchedulerLink:
@@ -100,6 +107,9 @@ class SchedulerLink:
         self._streams: dict[int, _Sent] = {}  # requests by each of their streams that has not ended
         self._requests: dict[tuple[str, str], _Sent] = {}  # by tenant and request id
         self._next_stream_id = 0  # never used twice, whatever the call
+        self.counts = TokenCounts()  # of the clients here
+        self.num_ended: Counter[EndReason] = Counter()  # samples
+        self.num_failed = 0  # requests
         self._is_draining = False
         self._server_info = scheduler_pb2.GetServerInfoResponse()  # the latest
         self.capacity: scheduler_pb2.WorkerInfo | None = None  # of the worker that is there or was there last
@@ -161,7 +171,7 @@ class SchedulerLink:
         all deltas one by one, outlet or not. Raises RpcError."""
         if self._outbox is None or self._is_draining:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
-        sent = _Sent(self._next_stream_id, request, receiver)
+        sent = _Sent(self._next_stream_id, request, receiver, self.counts)
         self._next_stream_id += request.n
         self._streams.update(dict.fromkeys(sent.stream_ids, sent))
         self._requests.setdefault(sent.key, sent)
@@ -175,6 +185,7 @@ class SchedulerLink:
             traceparent=trace_context_of_call().get("traceparent"),
             tenants_revision=self._tenants_revision() if self._tenants_revision is not None else "",
             read_whole=request.output_mode is OutputMode.WHOLE,
+            tells_kept=not receiver.keeps_all,
         )
         self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(submit=submission))
         return sent.stream_ids
@@ -192,9 +203,32 @@ class SchedulerLink:
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
         """Tell the scheduler that a stop text ended a sequence after this many tokens."""
-        if self._outbox is not None and sequence_id in self._streams:
-            stop = scheduler_pb2.StreamStop(stream_id=sequence_id, num_tokens=num_output_tokens)
+        if sequence_id in self._streams:
+            self._send_stop(sequence_id, num_output_tokens)
+
+    def settle(self, sequence_id: int, num_computed: int, num_kept: int) -> None:
+        """Count what a client here got of a sample, and tell the scheduler."""
+        self.counts.settle(num_computed, num_kept)
+        self._send_stop(sequence_id, num_kept)
+
+    def _send_stop(self, stream_id: int, num_tokens: int) -> None:
+        if self._outbox is not None:
+            stop = scheduler_pb2.StreamStop(stream_id=stream_id, num_tokens=num_tokens)
             self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(stop=stop))
+
+    @property
+    def num_running(self) -> int:
+        """Samples that have not ended. May be asked from any thread."""
+        return len(self._streams)
+
+    @property
+    def served_model_name(self) -> str:
+        """The name of the model, as the scheduler told it last; empty before that."""
+        return self._server_info.served_model_name
+
+    @property
+    def is_connected(self) -> bool:
+        return self._outbox is not None
 
     # Running
 
@@ -298,12 +332,14 @@ class SchedulerLink:
             sent = self._streams.get(failure.stream_id)
             if sent is not None:
                 self._forget(sent)
+                self.num_failed += 1
                 sent.receiver.fail(failure.code, failure.message, failure.field)
 
     def _take_delta(self, stream_id: int, sent: _Sent, delta: scheduler_pb2.GenerateResponse) -> None:
         end = None
         if delta.HasField("usage"):
             end = _decode_end(stream_id, delta)
+            self.num_ended[end.reason] += 1
             del self._streams[stream_id]
             sent.num_open -= 1
             if sent.num_open == 0:
@@ -342,6 +378,7 @@ class SchedulerLink:
         while self._streams:
             sent = next(iter(self._streams.values()))
             self._forget(sent)
+            self.num_failed += 1
             sent.receiver.fail(_UNAVAILABLE, message)
 
 

@@ -42,12 +42,19 @@ class Generation:
         engine: RequestEngine,
         outlet: Outlet | None = None,
         label: int = 0,
+        *,
+        keeps_all: bool = True,
+        is_relayed: bool = False,
     ) -> None:
-        """With an `outlet` plain tokens wait there, under labels from `label` on."""
+        """With an `outlet` plain tokens wait there, under labels from `label` on. `keeps_all`: there are no stop texts.
+        `is_relayed`: the client looks for them, and tells what it has kept."""
         self.request = request
         self.outputs = outputs
         self.outlet = outlet
         self.label = label
+        self.keeps_all = keeps_all and not is_relayed
+        self.is_relayed = is_relayed
+        self.num_computed: dict[int, int] = {}  # tokens of the samples that are over, where the client tells of them
         self.sequence_ids: list[int] = []  # known before the first delta
         self.claim: Claim | None = None  # on its tenant's quota
         self.error: RpcError | None = None  # the request failed
@@ -68,6 +75,8 @@ class Generation:
         except Exception:
             logger.exception("a delta of sequence %d cannot be delivered", self.sequence_ids[delta.index])
             self.error = RpcError(grpc.StatusCode.INTERNAL, "the output cannot be delivered; see the server's log")
+        if delta.end is not None:
+            self._settle(delta.index, delta.num_computed)
         if output.failure is not None:
             self.error = RpcError(_FAILURES[output.failure.reason], output.failure.message)
         for tell in self.listeners:
@@ -81,6 +90,13 @@ class Generation:
         for tell in self.listeners:
             tell()
         self._look_for_end()
+
+    def _settle(self, index: int, num_computed: int) -> None:
+        """Tell the engine what a sample that is over has kept, unless that is known anyway, or the client tells it."""
+        if self.is_relayed:
+            self.num_computed[index] = num_computed
+        elif not self.keeps_all:
+            self._engine.settle(self.sequence_ids[index], num_computed, self.outputs[index].num_tokens)
 
     def stop(self, index: int, num_tokens: int) -> None:
         """Let one of the samples end after so many tokens, since a stop text was found in them."""

@@ -71,18 +71,32 @@ class Intake:
         with_text: bool = True,
         outlet: Outlet | None = None,
         label: int = 0,
+        is_relayed: bool = False,
     ) -> Generation:
         """Queue what the message asks for, to be done within so many seconds.
 
         Without text there is nothing to watch for stop texts in either. If there are only tokens to tell, they wait in
         the `outlet`, under labels from `label` on; what has more goes through its outputs, so that nothing overtakes.
+        `is_relayed`: the client watches for stop texts itself, and tells how much of each sample it has kept.
         Raises RpcError.
         """
         request = await self._resolve(message, time_remaining, output_mode)
         outputs = self._outputs(message, request, with_text=with_text)
-        generation = Generation(request, outputs, self._engine, outlet if _is_plain(request) else None, label)
+        generation = Generation(
+            request,
+            outputs,
+            self._engine,
+            outlet if _is_plain(request) else None,
+            label,
+            keeps_all=request.beam is not None or not message.sampling.stop,
+            is_relayed=is_relayed and request.beam is None,
+        )
         self._submit(generation)
         return generation
+
+    def settle(self, stream_id: int, num_computed: int, num_kept: int) -> None:
+        """Take note of how much of a relayed sample its client got."""
+        self._engine.settle(stream_id, num_computed, min(num_kept, num_computed))
 
     def revoke(self, tenants: frozenset[str]) -> None:
         """End what runs for tenants that are none any more, whoever has sent it: front ends, and clients that have left

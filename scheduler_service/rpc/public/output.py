@@ -80,7 +80,7 @@ class OutputBuffer:
 
     def add(self, delta: Delta) -> None:
         """Take what the sequence got. The end comes with the last token, or alone; with it comes all text there is."""
-        _, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob = delta
+        _, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob, _ = delta
         if prompt_logprobs and self._index == 0:
             self._prompt_logprobs.extend(prompt_logprobs)
             self.num_prompt_logprobs += len(prompt_logprobs)

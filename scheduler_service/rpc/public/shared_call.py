@@ -42,6 +42,7 @@ class _Submitted:
         self.stream_id = stream_id
         self.generation: Generation | None = None  # none before it is queued
         self.readers: list[OutputReader] = []  # of the samples, whose streams count up from `stream_id`
+        self.num_kept: dict[int, int] = {}  # tokens of the samples that the client has told of
         self.error: RpcError | None = None  # that is not the generation's
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -77,6 +78,8 @@ class SharedCall:
         self._requests: dict[int, _Submitted] = {}  # by first stream
         self._streams: dict[int, _Submitted] = {}  # by each of their streams
         self._ready: dict[_Submitted, None] = {}  # those with something new, in order
+        # Relayed streams that are over, of which the client has still to tell what it has kept: their tokens.
+        self._unsettled: dict[int, int] = {}
         self._next_stream_id = 0
         self.num_unread_failures = 0  # requests whose failure the client has not been told
         self._room = asyncio.Event()  # for more of them
@@ -115,6 +118,8 @@ class SharedCall:
             reading.cancel()
             for request in list(self._requests.values()):
                 self._cancel(request)
+            for stream_id, num_tokens in self._unsettled.items():  # nobody will tell
+                self._intake.settle(stream_id, num_tokens, num_tokens)
 
     # Up
 
@@ -190,6 +195,7 @@ class SharedCall:
             with_text=not token_only,
             outlet=self._outlet if token_only else None,
             label=request.stream_id,
+            is_relayed=submission.tells_kept,
         )
         generation.listeners.add(lambda: self._mark_ready(request))
         request.generation = generation
@@ -209,7 +215,11 @@ class SharedCall:
     def _stop(self, stream_id: int, num_tokens: int) -> None:
         request = self._streams.get(stream_id)
         if request is not None and request.generation is not None:
-            request.generation.stop(stream_id - request.stream_id, num_tokens)
+            index = stream_id - request.stream_id
+            request.num_kept[index] = num_tokens
+            request.generation.stop(index, num_tokens)
+        elif stream_id in self._unsettled:
+            self._intake.settle(stream_id, self._unsettled.pop(stream_id), num_tokens)
 
     def _ask_loads(self) -> None:
         """Tell the client the loads in the next message. Raises RpcError."""
@@ -246,7 +256,20 @@ class SharedCall:
         for index in range(len(request.readers)):
             self._streams.pop(request.stream_id + index, None)
         if request.generation is not None:
+            if request.generation.is_relayed:
+                self._settle(request, request.generation)
             request.generation.cancel()
+
+    def _settle(self, request: _Submitted, generation: Generation) -> None:
+        """Count what the client has kept of a relayed request, or wait until it tells. What is not over ends by itself,
+        and all of it counts as kept."""
+        generation.is_relayed = False
+        for index, num_computed in generation.num_computed.items():
+            stream_id = request.stream_id + index
+            if index in request.num_kept or request.failure is not None:
+                self._intake.settle(stream_id, num_computed, request.num_kept.get(index, num_computed))
+            else:
+                self._unsettled[stream_id] = num_computed
 
     # Down
 
@@ -286,6 +309,8 @@ class SharedCall:
                 # Its end has come, which its output tells.
                 request.readers[stream.index].skip_to(stream.num_delivered)
                 stream.hand_over()
+            elif stream.end is not None and not stream.keeps_all:  # whoever would have told what was kept has gone
+                self._intake.settle(stream.label, stream.num_published, stream.num_published)
         message.stream_ids.extend(stream_ids)
         message.token_ids.extend(token_ids)
         if len(token_ids) != len(stream_ids):

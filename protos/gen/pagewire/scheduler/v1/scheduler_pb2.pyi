@@ -268,7 +268,7 @@ class GenerateManyRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submission, _Mapping]] = ..., abort: _Optional[_Union[StreamAbort, _Mapping]] = ..., stop: _Optional[_Union[StreamStop, _Mapping]] = ..., get_loads: _Optional[_Union[GetLoadsRequest, _Mapping]] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only", "traceparent", "tenants_revision", "read_whole")
+    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only", "traceparent", "tenants_revision", "read_whole", "tells_kept")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,7 @@ class Submission(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TENANTS_REVISION_FIELD_NUMBER: _ClassVar[int]
     READ_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    TELLS_KEPT_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request: GenerateRequest
     timeout_seconds: float
@@ -283,7 +284,8 @@ class Submission(_message.Message):
     traceparent: str
     tenants_revision: str
     read_whole: bool
-    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ..., traceparent: _Optional[str] = ..., tenants_revision: _Optional[str] = ..., read_whole: bool = ...) -> None: ...
+    tells_kept: bool
+    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ..., traceparent: _Optional[str] = ..., tenants_revision: _Optional[str] = ..., read_whole: bool = ..., tells_kept: bool = ...) -> None: ...
 
 class StreamAbort(_message.Message):
     __slots__ = ("stream_id",)
