@@ -1,6 +1,6 @@
-"""The simulator in `make test`: half a minute of seeds, known seeds, and that a seed is a history.
+"""The simulator in `make test`: thousands of seeds, known seeds, and that a seed is a history.
 
-The seeds are always the same, from 0 on, so that a run of the tests says something of the code and not of the clock.
+The seeds are always the same, so that a run of the tests says something of the code and not of the clock.
 `make sim FIRST=n` tries others.
 """
 
@@ -20,9 +20,8 @@ from tests.sim.simulation import Simulation
 ROOT = Path(__file__).parents[2]
 
 
-def test_half_a_minute_of_seeds():
-    num_jobs = len(os.sched_getaffinity(0))
-    summary = run_campaign(0, 60_000 * num_jobs, num_jobs, seconds=30)
+def test_thousands_of_seeds():
+    summary = run_campaign(0, 3_000, num_jobs=1)
     print(f"{summary.num_seeds} seeds, {summary.num_audits} audited events")
     assert not summary.failures, "\n".join(
         f"seed {seed}: {error}; {command_for(seed)}" for seed, error in summary.failures.items()
