@@ -5,6 +5,7 @@ turn of a loop, call, filter and comparison takes from a budget, and so does eac
 its size can be known. What a template can do is therefore bounded by a count, the same on any machine.
 """
 
+import collections
 import json
 import re
 import threading
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from datetime import datetime
 from functools import wraps
-from types import BuiltinMethodType
+from types import UnionType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
@@ -33,12 +34,27 @@ _FILE_NAME = "<template>"  # what Jinja2 calls a template without a file
 # Filters that look at no more of a sequence than its ends, and those that look at its items but not into them.
 _CONSTANT_FILTERS = {"count", "d", "default", "first", "last", "length"}
 _SHALLOW_FILTERS = {"list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"}
-# They repeat or loop at will, or write of what is no text.
-_REMOVED_FILTERS = {"pprint", "random", "urlize", "xmlattr"}
+# They look at the characters of a text one by one, as at the items of a list.
+_ITEM_FILTERS = {"batch", "groupby", "join", "list", "max", "min", "slice", "sort", "sum", "unique", "wordcount"}
+# They repeat or loop at will, or write of what is no text; wordwrap copies a long word for each of its lines.
+_REMOVED_FILTERS = {"pprint", "random", "urlize", "wordwrap", "xmlattr"}
 _REMOVED_GLOBALS = {"lipsum"}
 _WIDE = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{4})|\{[^}]*(?:\{|\d{4})")  # a format whose width is not small
 _CONTAINERS = list | tuple | set | frozenset | KeysView | ValuesView | ItemsView
 _FILLING = {"center", "expandtabs", "ljust", "rjust", "zfill"}
+# Methods of texts that compare each character with all of another text.
+_COMPARING = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
+# What may be called of a value; nothing else of Python's own types has a cost that is known.
+_TEXT_METHODS = {name for name in dir(str) if not name.startswith("_")} - {"encode", "maketrans", "translate"}
+_METHODS: tuple[tuple[type | UnionType, set[str]], ...] = (
+    (type, set()),
+    (str, _TEXT_METHODS),
+    (dict, {"copy", "get", "items", "keys", "values"}),
+    (list | tuple | range, {"copy", "count", "index"}),
+    (int | float, {"bit_length", "is_integer"}),
+    (bytes | bytearray | complex | set | frozenset | type(None), set()),
+)
+_SPACES = re.compile(r"\s")
 
 
 class TemplateFailure(ValueError):
@@ -118,6 +134,9 @@ class _Budget:
         """Pay for a value, but not for what is in its items."""
         if isinstance(value, str):
             self.take_text(len(value))
+        elif isinstance(value, int):
+            self.take()
+            _check_bits(value.bit_length())
         elif isinstance(value, dict | range | _CONTAINERS):
             self.take(1 + len(value))
         else:
@@ -147,14 +166,14 @@ class _Environment(ImmutableSandboxedEnvironment):
             del self.filters[name]
         for name in _REMOVED_GLOBALS:
             del self.globals[name]
-        self.filters["tojson"] = _to_json
+        self.filters["tojson"] = self._to_json
         self.filters = {name: self._metered(name, function) for name, function in self.filters.items()}
         for method in (self._turn, self._weighed, self._cut, self._concatenated):
             self.filters[_meter_name(method.__name__)] = method
         self.tests = {name: self._metered(name, function) for name, function in self.tests.items()}
         self.globals["namespace"] = _Namespace
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.globals["strftime_now"] = _strftime_now
 
     def _generate(self, source: nodes.Template, *args: Any, **settings: Any) -> str:
         return super()._generate(_Metering().visit(source), *args, **settings)
@@ -179,6 +198,15 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.budget.take_tree(values)
         return "".join(map(str, values))
 
+    def _to_json(self, value: Any, **options: Any) -> str:
+        """Return the JSON of a value, not escaped for HTML, as transformers does; each piece of it is paid for."""
+        encoder = json.JSONEncoder(ensure_ascii=options.pop("ensure_ascii", False), **options)
+        pieces = []
+        for piece in encoder.iterencode(value):
+            self.budget.take_text(len(piece))
+            pieces.append(piece)
+        return "".join(pieces)
+
     # What Jinja2's sandbox calls
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -192,9 +220,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         return result
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        self.budget.take()
         if isinstance(argument, tuple):  # to be hashed
             self.budget.take_tree(argument)
         return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.budget.take()
+        return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = self.budget
@@ -232,6 +265,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             budget.take()
             return
         (budget.take_items if name in _SHALLOW_FILTERS else budget.take_tree)(value)
+        if isinstance(value, str) and name in _ITEM_FILTERS:
+            budget.take(len(value))
         others = (*args[1:], *kwargs.values())
         budget.take_tree(others)
         for other in others:
@@ -247,10 +282,14 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_join(budget, str(others[0]) if others else "", value)
         elif name == "format":
             _check_format(budget, str(value), others)
-        elif name in ("indent", "center", "tojson", "batch"):  # up to that width for each line or item
-            widths = [other for other in others if isinstance(other, int)]
-            num_lines = value.count("\n") + 1 if isinstance(value, str) else 1
-            budget.take_text(num_lines * max(map(abs, widths), default=4))
+        elif name in ("indent", "center", "batch"):  # up to that width for each line or item
+            widths = [len(other) if isinstance(other, str) else abs(other) for other in others if _has_width(other)]
+            num_lines = len(value.splitlines()) + 1 if isinstance(value, str) else 1
+            budget.take_text(num_lines * max(widths, default=4))
+        elif name == "striptags":  # copies what is left for each tag
+            budget.take_text(len(str(value)) * str(value).count("<"))
+        elif name == "trim":
+            budget.take_text(len(str(value)) * max((len(str(other)) for other in others), default=1))
         elif name == "sum" and not all(isinstance(other, int | float | str | None) for other in others):
             raise TemplateError("the filter sum adds numbers only")
 
@@ -347,12 +386,32 @@ def _finalize(context: Context, value: Any) -> str:
 
 def _check_method(budget: _Budget, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Pay for a method of a text or a container, which works on all of it."""
-    if not isinstance(method, BuiltinMethodType):
+    owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+    served = next((names for kind, names in _METHODS if isinstance(owner, kind)), None)
+    if served is None or owner is None:  # a function, or of Jinja2's own
         return
-    owner, name = method.__self__, method.__name__
+    if name not in served:
+        raise TemplateError(f"the method {name} of {type(owner).__name__} cannot be used in a chat template")
     budget.take_items(owner)
-    if not isinstance(owner, str):
-        return
+    if isinstance(owner, list | tuple):  # each item is compared
+        budget.take_tree(owner)
+    if isinstance(owner, str):
+        _check_text_method(budget, owner, name, args, kwargs)
+
+
+def _check_text_method(
+    budget: _Budget, owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Pay for what a method of a text makes, or does more than once."""
+    if name in _COMPARING:
+        budget.take_text(len(owner) * max((len(arg) for arg in args if isinstance(arg, str)), default=1))
+    if name in ("split", "rsplit", "splitlines"):
+        separator = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, str) and arg), None)
+        most = next((arg for arg in (*args, *kwargs.values()) if type(arg) is int and arg >= 0), len(owner))
+        if separator is not None:
+            budget.take(min(owner.count(separator), most))
+        else:
+            collections.deque(budget.counted(_SPACES.finditer(owner)), maxlen=0)
     if name in _FILLING:
         width = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)), 8)
         if width > _MAX_WIDTH:
@@ -401,9 +460,14 @@ def _check_bits(num_bits: int) -> None:
         raise TemplateError(f"a number would have {num_bits} bits; {_MAX_BITS} are the most")
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    """Return the JSON of a value, not escaped for HTML, as transformers does."""
-    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
+def _has_width(value: Any) -> bool:
+    return isinstance(value, str | int)
+
+
+def _strftime_now(form: str) -> str:
+    if len(form) > _MAX_WIDTH or _WIDE.search(form):
+        raise TemplateError(f"strftime_now is given a format of {len(form)} characters, or a width that is not small")
+    return datetime.now().strftime(form)
 
 
 def _raise_exception(message: str) -> None:

@@ -3,8 +3,11 @@
 import contextlib
 import random
 import string
+import subprocess
+import sys
 
 import pytest
+from jinja2.filters import FILTERS
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from scheduler_service.serving.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure
@@ -125,6 +128,96 @@ ENDLESS = [
         for step in ("{% set t = s[:] %}", "{% set t = s.upper() %}", "{% if 'y' in s %}{% endif %}")
     ],
 ]
+
+
+# Cheap to write, and what it would do is more than in proportion to what there is, or is not seen from its arguments.
+LONG = "{% set s = 'x' * 20000000 %}"
+COSTLY = [
+    LONG + "{{ s | wordwrap(1) | length }}",
+    LONG + "{{ (s | safe) | wordwrap(1) | length }}",
+    "{{ ('<>' * 10000000) | striptags | length }}",
+    LONG + "{{ s | trim(s ~ 'y') | length }}",
+    *[
+        LONG + f"{{{{ s.{name}('y' ~ s[1000000:]) }}}}"
+        for name in ("rfind", "rindex", "rsplit", "rpartition", "rstrip")
+    ],
+    "{{ ('x\\r' * 10000000) | indent(1000) | length }}",
+    "{{ ('x\\n' * 100000) | indent('y' * 1000000) | length }}",
+    "{{ range(99999) | list | tojson(indent='y' * 1000000) | length }}",
+    "{{ [range(99999) | list] | tojson(separators=('y' * 1000000, ':')) | length }}",
+    "{{ (''|safe).ljust(4000000000) | length }}",
+    "{{ (''|safe).join(('y' * 10000000).split('')) }}",
+    "{{ 'x'.encode() * 10**10 }}",
+    "{{ ('x' * 1000000).encode('punycode') | length }}",
+    "{{ (1).to_bytes(4000000000, 'big') | length }}",
+    "{{ ('a' * 10000000).translate({97: 'y' * 1000}) | length }}",
+    "{{ {}.fromkeys(range(99999), 1) | length }}",
+    "{% set n = ('f' * 20000000) | int(base=16) %}{{ n // (n // 7) }}",
+    "{{ (('f' * 20000000) | int(base=16)) % 7 }}",
+    "{% set s = 'x' * 10000000 %}{{ ([s] * 100000).count(s ~ 'y') }}",
+    "{% set s = 'x' * 10000000 %}{{ ([s] * 100000).index(s ~ 'y') }}",
+    "{% set s = 'a.' * 200000 ~ 'a' %}{{ range(9999) | map(attribute=s, default='x') | list | length }}",
+    "{{ strftime_now('%1000000000d') | length }}",
+    "{{ strftime_now('%c' * 10000000) | length }}",
+    "{{ ('a ' * 20000000).split() | length }}",
+    "{{ ('a ' * 20000000).split(' ') | length }}",
+    "{{ ('\\n' * 20000000).splitlines() | length }}",
+    "{{ ('\u00e4' * 20000000) | list | length }}",
+    "{{ ('x' * 20000000) | batch(1000) | list | length }}",
+    "{{ ('a ' * 20000000) | wordcount }}",
+    "{{ ('x' * 20000000) | sort | length }}",
+]
+# Renders a template whose text it is given, in so much time of a processor and so much memory; says what came of it.
+CHILD = """
+import resource, sys
+from scheduler_service.serving.template_sandbox import Template, TemplateFailure
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+for template in sys.stdin.read().split(chr(0)):
+    try:
+        print("made", len(Template(template).render({})), flush=True)
+    except TemplateFailure as failure:
+        print("refused", failure, flush=True)
+"""
+
+
+def test_each_filter_and_method_is_paid_for_before_it_runs() -> None:
+    """In one process for all, whose time and memory would not suffice for one of them."""
+    command = [sys.executable, "-c", CHILD]
+    ended = subprocess.run(command, input="\0".join(COSTLY), capture_output=True, text=True, check=False)
+    answers = ended.stdout.splitlines()
+    done = dict(zip(COSTLY, answers, strict=False))
+    assert len(answers) == len(COSTLY), (ended.returncode, COSTLY[len(answers)], ended.stderr)
+    assert [template for template, answer in done.items() if not answer.startswith("refused")] == []
+    assert not [answer for answer in answers if "MemoryError" in answer], "it was refused by the limit, not by its cost"
+
+
+def test_nothing_comes_unseen() -> None:
+    """A filter or a method that a newer Jinja2 or Python has must have a cost before a template may use it."""
+    assert " ".join(sorted(FILTERS)) == (
+        "abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape "
+        "format groupby indent int items join last length list lower map max min pprint random reject rejectattr "
+        "replace reverse round safe select selectattr slice sort string striptags sum title tojson trim truncate "
+        "unique upper urlencode urlize wordcount wordwrap xmlattr"
+    )
+    assert " ".join(name for name in dir(str) if not name.startswith("_")) == (
+        "capitalize casefold center count encode endswith expandtabs find format format_map index isalnum isalpha "
+        "isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower "
+        "lstrip maketrans partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip "
+        "split splitlines startswith strip swapcase title translate upper zfill"
+    )
+
+
+def test_what_templates_do_with_long_messages_is_affordable() -> None:
+    """Of 100,000 characters, what published templates do with them leaves most of the budget."""
+    content = "<think>some thoughts</think> Words of\nall kinds, " * 2_000
+    template = (
+        "{{ content.split('</think>')[-1].lstrip('\\n').rstrip() | trim }}"
+        "{{ content.rsplit('</think>', 1)[0] | length }}"
+        "{{ content.strip('\\n') | length }}{{ content | tojson | length }}{{ content.splitlines() | length }}"
+        "{{ content.replace('\\n', ' ') | upper | length }}{{ content | indent(4) | length }}"
+    )
+    assert Template(template * 3).render({"content": content})
 
 
 @pytest.mark.parametrize("template", ENDLESS)
