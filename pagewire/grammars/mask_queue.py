@@ -1,24 +1,20 @@
 """Masks of many rows, computed beside whatever else their process does.
 
 The library gives Python's lock up while it computes a mask, so threads do that while a step is computed. What the masks
-of a grammar have taken says on which: those of grammars that are a burden have threads of low priority, and the
-cheapest go first, but none waits for ever. Whoever needs masks at once computes those that nobody has begun.
+of a grammar have taken says on which: those of grammars that are a burden share one thread, and the cheapest go first,
+but none waits for ever. Whoever needs masks at once computes those that nobody has begun.
 """
 
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import count
 
 from pagewire.grammars.matcher import GrammarError, Matcher
 
 _SLOW_S = 0.0005  # masks of which a burden is made
-_NICENESS = 10  # threads of steps get about nine tenths of a core that they share with one of slow masks
-_MAX_SLOW_THREADS = 3
 _SLACK = 20  # times as long as a mask is thought to take, it may wait for cheaper ones that come later
 
 
@@ -61,7 +57,11 @@ class _Lane:
 
 
 class MaskQueue:
-    """Computes masks on threads, which begin with the first job. A row's jobs are put one after the other."""
+    """Computes masks on two threads, which begin with the first job. A row's jobs are put one after the other.
+
+    Their priority is that of all others: moving a grammar on needs Python's lock, and whoever holds that must not
+    be kept off the processors.
+    """
 
     def __init__(self, *, has_threads: bool = True) -> None:
         """`has_threads`: if not, all is computed by those who need it."""
@@ -106,9 +106,8 @@ class MaskQueue:
             thread.join()
 
     def _start(self) -> None:
-        num_slow = min(_MAX_SLOW_THREADS, os.cpu_count() or 1)
-        for lane, niceness in ((self._quick, 0), *[(self._slow, _NICENESS)] * num_slow):
-            thread = threading.Thread(target=self._run, args=(lane, niceness), name="masks", daemon=True)
+        for lane in (self._quick, self._slow):
+            thread = threading.Thread(target=self._run, args=(lane,), name="masks", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -123,11 +122,7 @@ class MaskQueue:
             job.is_done = True
             self._is_done.notify_all()
 
-    def _run(self, lane: _Lane, niceness: int) -> None:
-        if niceness:
-            # Linux has a priority for each thread, and takes this for the thread's own; others have one for a process.
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    def _run(self, lane: _Lane) -> None:
         while True:
             with lane.has_jobs:
                 lane.has_jobs.wait_for(lambda: lane.jobs or self._is_closed)

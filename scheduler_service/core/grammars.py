@@ -24,7 +24,7 @@ class _Need:
     """A grammar that requests need."""
 
     num_requests: int = 0
-    state: GrammarState = GrammarState.UNTOLD
+    progress: GrammarState = GrammarState.UNTOLD
     grammar_id: int = 0  # from the plan on that names it
 
 
@@ -44,7 +44,7 @@ class NeededGrammars:
             need = self._needs[grammar] = _Need()
             self._num_untold += 1
         need.num_requests += 1
-        return need.state is GrammarState.READY
+        return need.progress is GrammarState.READY
 
     def give_up(self, grammar: Grammar) -> None:
         """A request that needed a grammar is gone. The worker forgets what nobody needs."""
@@ -62,11 +62,11 @@ class NeededGrammars:
         return self._needs[grammar].grammar_id
 
     def is_ready(self, grammar: Grammar) -> bool:
-        return self._needs[grammar].state is GrammarState.READY
+        return self._needs[grammar].progress is GrammarState.READY
 
     def is_preparing(self, grammar: Grammar | None) -> bool:
         """Whether the worker has been told of a grammar that somebody needs, and has not told what came of it."""
-        return grammar is not None and self._needs[grammar].state is GrammarState.PREPARING
+        return grammar is not None and self._needs[grammar].progress is GrammarState.PREPARING
 
     def num_needing(self, grammar: Grammar) -> int:
         """Count the requests that need a grammar."""
@@ -76,8 +76,8 @@ class NeededGrammars:
         """The worker has prepared a grammar, or cannot. Returns it, or None if nobody needs it any more or the worker
         has told of it before."""
         for grammar, need in self._needs.items():
-            if need.grammar_id == grammar_id and need.state is GrammarState.PREPARING:
-                need.state = GrammarState.READY if is_ready else GrammarState.FAILED
+            if need.grammar_id == grammar_id and need.progress is GrammarState.PREPARING:
+                need.progress = GrammarState.READY if is_ready else GrammarState.FAILED
                 return grammar
         return None
 
@@ -88,13 +88,13 @@ class NeededGrammars:
         num_bytes = 0
         if self._num_untold:
             for grammar, need in self._needs.items():
-                if need.state is not GrammarState.UNTOLD or not admits(grammar):
+                if need.progress is not GrammarState.UNTOLD or not admits(grammar):
                     continue
                 num_bytes += 4 * len(grammar.text)
                 if added and num_bytes > _MAX_PLAN_BYTES:
                     break
                 self.last_id += 1
-                need.state, need.grammar_id = GrammarState.PREPARING, self.last_id
+                need.progress, need.grammar_id = GrammarState.PREPARING, self.last_id
                 added.append(AddedGrammar(self.last_id, grammar.kind, grammar.text, grammar.end_token_ids))
             self._num_untold -= len(added)
         return added

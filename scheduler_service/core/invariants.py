@@ -130,6 +130,7 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]
         for sequence in live:
             num_in_flight = sequence.num_in_flight
             assert num_in_flight == in_flight.get(sequence, 0), f"S5: {sequence}"
+            assert sequence.num_computed_tokens >= 0, f"S5: {sequence}"
             if sequence.slot < 0:
                 continue
             num_computed, num_expected = sequence.num_computed_tokens, len(sequence.token_ids) + num_in_flight

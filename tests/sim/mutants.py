@@ -623,12 +623,6 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "a late row that was preempted has computed less than nothing",
-        "sequence",
-        "        self._num_computed = min(self._num_computed, self._num_expected - 1)\n",
-        "        self._num_computed -= 1\n",
-    ),
-    _mutant(
         "a late row that decodes gets its blocks as if it were not",
         "epoch",
         "        if decodes:\n            self.decoding.leave(sequence)\n        elif sequence.is_decoding:\n",
