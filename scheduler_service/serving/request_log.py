@@ -1,20 +1,30 @@
-"""A line in the log for every sample that ends: whose it was, what became of it, and where its time went."""
+"""A line in the log for every sample that ends: whose it was, what became of it, and where its time went.
 
+Samples that end for the same reason at once, thousands of them where a server loses its worker, have one line together.
+"""
+
+import asyncio
 import logging
+from typing import Any
 
-from scheduler_service.core.request import Request, SequenceEnd
+from scheduler_service.core.request import EndReason, Request, SequenceEnd
 from scheduler_service.serving.observer import ENDED_WELL, Observer
 
 logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 10  # requests that a line names which is about many
 
 
 class RequestLog(Observer):
     def __init__(self, *, logs_all: bool) -> None:
         """With `logs_all`, samples that ended well are logged too."""
         self._logs_all = logs_all
+        # What failed in this turn of the event loop, by reason and message.
+        self._failed: dict[tuple[EndReason, str], list[dict[str, Any]]] = {}
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
-        if not self._logs_all and end.reason in ENDED_WELL:
+        ended_well = end.reason in ENDED_WELL
+        if ended_well and not self._logs_all:
             return
         fields = {
             "request_id": request.request_id,
@@ -28,10 +38,31 @@ class RequestLog(Observer):
             "first_token_seconds": _round(end.first_token_at, end.arrived_at),
             "seconds": round(now - end.arrived_at, 6),
         }
-        text = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("request_id", "reason"))
-        level = logging.INFO if end.reason in ENDED_WELL else logging.WARNING
-        message = f": {end.message}" if end.message else ""
-        logger.log(level, "request %s: %s%s (%s)", request.request_id, end.reason.value, message, text, extra=fields)
+        if ended_well:
+            _log(logging.INFO, end.message, fields)
+            return
+        if not self._failed:
+            asyncio.get_running_loop().call_soon(self._tell_failed)
+        self._failed.setdefault((end.reason, end.message), []).append(fields)
+
+    def _tell_failed(self) -> None:
+        failed, self._failed = self._failed, {}
+        for (reason, message), samples in failed.items():
+            names = list(dict.fromkeys(fields["request_id"] for fields in samples))
+            if len(names) == 1:
+                for fields in samples:
+                    _log(logging.WARNING, message, fields)
+                continue
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            named = f"{len(names)} requests ({', '.join(names[:_MAX_NAMED])}{more})"
+            extra = {"reason": reason.value, "num_requests": len(names), "request_ids": names[:_MAX_NAMED]}
+            logger.warning("%s: %s%s", named, reason.value, f": {message}" if message else "", extra=extra)
+
+
+def _log(level: int, message: str, fields: dict[str, Any]) -> None:
+    text = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("request_id", "reason"))
+    told = f": {message}" if message else ""
+    logger.log(level, "request %s: %s%s (%s)", fields["request_id"], fields["reason"], told, text, extra=fields)
 
 
 def _round(moment: float | None, since: float) -> float | None:

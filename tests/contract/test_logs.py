@@ -131,3 +131,20 @@ async def test_failures_are_logged_without_being_asked_for(checkpoint: Path, cap
         await stack.running
     (record,) = [record for record in caplog.records if hasattr(record, "request_id")]
     assert (record.request_id, record.reason, record.levelname) == ("cut-off", "no_worker", "WARNING")
+
+
+async def test_requests_that_fail_together_have_one_line(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with serve(checkpoint, drain_timeout=0.0, max_num_seqs=4) as stack:
+        await stack.generate(request(PROMPT, max_tokens=3))
+        stack.worker.step_seconds = 0.05
+        calls = [stack.stub.Generate(request(PROMPT, max_tokens=200, ignore_eos=True)) for _ in range(50)]
+        await stack.until(lambda loads: loads.num_running + loads.num_waiting == 50)
+        stack.stop.set()
+        for call in calls:
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        await stack.running
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING" and hasattr(record, "reason")]
+    assert (record.reason, record.num_requests, len(record.request_ids)) == ("no_worker", 50, 10)
+    told = r"50 requests \((req-\w+, ){9}req-\w+ and 40 more\): no_worker: the server has shut down; send .*"
+    assert re.fullmatch(told, record.getMessage())
