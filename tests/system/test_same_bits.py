@@ -43,25 +43,35 @@ def floats(family: str, dtype: str, **overrides: Any) -> Callable[[Path], Path]:
 
 @dataclass(frozen=True)
 class Case:
+    """A model, and how it is served. `preemption`: products of a format decide what is recomputed, and the type of a
+    cache decides what is swapped."""
+
     write: Callable[[Path], Path]
     flags: tuple[object, ...]
     num_ranks: int = 1
+    preemption: str = "recompute"
 
 
 CASES = {
     "float32": Case(floats("qwen3", "float32"), ("--dtype", "float32")),
     "float32 over bfloat16, window": Case(
-        floats("mistral", "bfloat16", sliding_window=50), ("--dtype", "float32", "--kv-cache-dtype", "bfloat16")
+        floats("mistral", "bfloat16", sliding_window=50),
+        ("--dtype", "float32", "--kv-cache-dtype", "bfloat16"),
+        preemption="swap",
     ),
-    "bfloat16": Case(floats("qwen2", "bfloat16"), ("--dtype", "bfloat16")),
+    "bfloat16": Case(floats("qwen2", "bfloat16"), ("--dtype", "bfloat16"), preemption="swap"),
     "bfloat16, gpt2": Case(floats("gpt2", "bfloat16"), ("--dtype", "bfloat16")),
-    "bfloat16, cache fp8": Case(floats("qwen3", "bfloat16"), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),
+    "bfloat16, cache fp8": Case(
+        floats("qwen3", "bfloat16"), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8"), preemption="swap"
+    ),
     "bfloat16, experts": Case(floats("qwen2_moe", "bfloat16"), ("--dtype", "bfloat16")),
     "MXFP4": Case(lambda path: make_mxfp4(path, seed=12, dtype="bfloat16")[0], ("--dtype", "bfloat16")),
     "Q8_0": Case(from_gguf("Q8_0"), ("--dtype", "bfloat16")),
-    "Q4_0, cache int8": Case(from_gguf("Q4_0"), ("--dtype", "float32", "--kv-cache-dtype", "int8")),
+    "Q4_0, cache int8": Case(from_gguf("Q4_0"), ("--dtype", "float32", "--kv-cache-dtype", "int8"), preemption="swap"),
     "Q4_K_M": Case(from_gguf("Q4_K", **MIXTURE), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),
-    "bfloat16, gpt2, 2 ranks": Case(floats("gpt2", "bfloat16"), ("--dtype", "bfloat16"), num_ranks=2),
+    "bfloat16, gpt2, 2 ranks": Case(
+        floats("gpt2", "bfloat16"), ("--dtype", "bfloat16"), num_ranks=2, preemption="swap"
+    ),
     "Q8_0, 2 ranks": Case(from_gguf("Q8_0"), ("--dtype", "bfloat16"), num_ranks=2),
     "AWQ": Case(lambda path: make_quantized(path, "qwen3", BY_NAME["AWQ"], seed=12)[0], ("--dtype", "bfloat16")),
 }
@@ -169,10 +179,10 @@ async def test_in_company_and_from_the_cache(alone):
             assert (await client.loads()).num_cached_prompt_tokens > before
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-async def test_preempted_and_after_crashes(alone, mode):
+async def test_preempted_and_after_crashes(alone):
     """In a pool far too small, while the worker is killed again and again."""
     case, model, requests, expected = alone
+    mode = case.preemption
     pool = ["--num-device-blocks", 40, "--num-host-blocks", 300, "--num-threads", 2]
     scheduler = ["--preemption", mode, "--max-num-batched-tokens", 48 if mode == "swap" else 333]
     with running(model, worker=[*case.flags, *pool], scheduler=scheduler, num_ranks=case.num_ranks) as system:
