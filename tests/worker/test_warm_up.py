@@ -105,23 +105,19 @@ def test_random_steps_launch_nothing_new(tmp_path, variants, max_graph_batch_siz
     assert len({name for name, _ in known}) >= 12
 
 
-def test_rows_with_grammars_are_among_the_steps(tmp_path, variants):
+def test_rows_with_grammars_are_among_the_steps_of_which_it_tells(tmp_path, variants, caplog):
+    """A warm-up of minutes says how far it is."""
+    caplog.set_level(logging.INFO, warm_up.__module__)
     vocab_size = CONFIG["vocab_size"]
     thread = CompileThread(lambda: GrammarCompiler(letters_tokenizer(), vocab_size).compile)
     grammars = EpochGrammars(thread, vocab_size)
     runner = make_runner(tmp_path, FakeDevice(seed=6), 0, num_layers=1, grammars=grammars)
-    warm_up(runner, grammars)
+    times = iter(range(0, 1000, 3))
+    warm_up(runner, grammars, clock=lambda: next(times))
     grammars.close()
     assert "_mask_kernel" in {name for name, _ in variants}
     assert len({kinds for name, kinds in variants if name == "_edit_kernel"}) == 6  # with masks and without
-
-
-def test_a_long_warm_up_says_how_far_it_is(tmp_path, variants, caplog):
-    caplog.set_level(logging.INFO, "worker_service.startup.warm_up")
-    runner = make_runner(tmp_path, FakeDevice(seed=7), 0, num_layers=1)
-    times = iter(range(0, 1000, 3))
-    warm_up(runner, EpochGrammars(None, CONFIG["vocab_size"]), clock=lambda: next(times))
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in caplog.records if record.name == warm_up.__module__]
     assert lines[0].startswith("compiling kernels: 0 of ")
     assert "penalties" in " ".join(lines)
     assert lines[-1].startswith("compiled the kernels of ")
