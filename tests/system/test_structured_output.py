@@ -113,7 +113,7 @@ async def kill_now_and_then(system: System, client: Client, num_requests: int, e
         system.restart_worker()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 async def test_every_schema_gives_valid_outputs_through_20_kills() -> None:
     """They are those of a calm run, though the worker dies again and again and its pool is small."""
     keys = [(index, SEEDS[index % len(SEEDS)]) for index in range(len(SCHEMAS))]
