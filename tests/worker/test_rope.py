@@ -225,6 +225,22 @@ def test_a_worker_says_once_that_short_sequences_have_long_factors(
     assert all(f"--max-model-len {ORIGINAL}" in text for text in said)
 
 
+def test_a_worker_with_other_factors_is_noticed(path: Path, tmp_path: Path) -> None:
+    """Sequences go on after a lost worker, so the next one must turn heads alike: by its digest of tables it shows."""
+    model = shutil.copytree(path, tmp_path / "model")
+    shutil.copy("models/storyteller/tokenizer.json", model)
+
+    def digest(max_model_len: int) -> str:
+        config = WorkerConfig(str(model), device="cpu", num_device_blocks=20, max_model_len=max_model_len)
+        worker = load_worker(config, "w")
+        worker.close()
+        return worker.ready.tables_digest
+
+    assert digest(ORIGINAL) == digest(ORIGINAL - 1)
+    assert digest(ORIGINAL + 1) == digest(STRETCHED)
+    assert digest(ORIGINAL) != digest(ORIGINAL + 1)
+
+
 def test_original_lengths_that_differ_are_refused(path: Path) -> None:
     """transformers takes the one beside the scaling, or 4096."""
     config = transformers.AutoConfig.from_pretrained(path).to_dict()
