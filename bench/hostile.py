@@ -341,7 +341,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         scheduler = ["--tenants", tenants(directory), "--max-decode-slowdown", MAX_DECODE_SLOWDOWN]
-        worker = ["--num-device-blocks", 2048, "--num-threads", arguments.num_threads]
+        worker = ["--num-device-blocks", 1024, "--num-threads", arguments.num_threads]
         model = tokenized_checkpoint("54M", TOKENIZER, directory / "model")
         with running(model, worker=worker, scheduler=scheduler) as system:
             rounds = asyncio.run(measure(system.url, system.scheduler, arguments))
