@@ -15,4 +15,5 @@ KNOWN_SEEDS: dict[int, str] = {
     16316: "a sample publishes on top of a block that nobody holds",
     60325: "a preempted beam's bad blocks stay published",
     67860: "groups that lack room for their samples wait for each other",
+    23592: "a sample shares what its late relative writes again",
 }

@@ -631,12 +631,6 @@ MUTANTS = (
         "        if not decodes and sequence.slot",
     ),
     _mutant(
-        "a row that was late at first has never had a token",
-        "results",
-        "                if sequence.first_token_at is None:  # it was late before\n",
-        "                if False:\n",
-    ),
-    _mutant(
         "a late row that is planned by itself never goes on",
         "epoch",
         "        elif sequence.slot >= 0 and sequence.num_uncomputed_tokens:\n",
@@ -650,6 +644,12 @@ MUTANTS = (
         "            if not sample.sequence.counts(step):\n                continue\n",
         "            if sample.status is RowStatus.LATE:\n                epoch.repeat(sample.sequence)\n"
         "            if not sample.sequence.counts(step):\n                continue\n",
+    ),
+    _mutant(
+        "a sample shares what its late relative writes again",
+        "cache_manager",
+        ", sequence.num_tokens - 1, relative.next_position)",
+        ", sequence.num_tokens - 1)",
     ),
     _mutant(
         "what a late row writes again is published",

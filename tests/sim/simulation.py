@@ -361,19 +361,21 @@ class Simulation:
         connection.grammar_ids.difference_update(plan.released_grammar_ids)
         connection.grammar_ids.update(added.grammar_id for added in plan.added_grammars)
         if connection.grammar_ids:
-            self._check_grammars(connection)
+            self._check_grammars(connection, {added.grammar_id for added in plan.added_grammars})
         self.ledger.check(plan)
         self.root_ledger.check(plan, self.client_of)
         self.at(connection.send_down(self.now, self._delay()), self.process.receive, connection, plan)
 
-    def _check_grammars(self, connection: Connection) -> None:
-        """The worker has the grammars of those who live and may run, and none that nobody needs."""
+    def _check_grammars(self, connection: Connection, added: set[int]) -> None:
+        """The worker has the grammars of those who live and may run, and none that nobody needs; those that are `added`
+        now are of the former."""
         state = self.scheduler.state
         needed = {group: group.request.grammar for group in state.groups.values() if group.request.grammar is not None}
         assert state.epoch is not None
         ids = {group: state.epoch.grammars.id_of(grammar) for group, grammar in needed.items()}
         admitted = {grammar_id for group, grammar_id in ids.items() if state.quarantine.admits(group)}
         assert admitted <= connection.grammar_ids <= set(ids.values()) - {0}, "S8: grammars"
+        assert added <= admitted, "a grammar is prepared beside suspects that do not need it"
 
     def _delay(self) -> float:
         return self.rng.random() * self.scenario.delay_seconds
