@@ -2,7 +2,9 @@
 
 A variant is the same code on every machine: it is built by flags of its own, never for "this processor". A platform's
 wheel brings all variants (`deploy/platform_wheel.py`); elsewhere the system's compiler builds the one that is needed,
-once per machine and source, into the user's cache, under a hash of everything that goes into it.
+once per machine and source, into the user's cache, under a hash of everything that goes into it. A library ends with
+the digest of what stands before, which is compared before it is loaded: one that was cut or overwritten would end the
+process, or compute something else.
 """
 
 import ctypes
@@ -44,6 +46,7 @@ AARCH64_FLAGS = {"portable": "-march=armv8-a", "dotprod": "-march=armv8.2-a+dotp
 BUILT = Path(__file__).parent / "built"
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
 _TIMEOUT_S = 300
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class BuildError(Exception):
@@ -69,7 +72,7 @@ def load_library(build: Build) -> ctypes.CDLL:
     """The kernels: those that came with the package, else built now if they are not in the cache. Raises BuildError."""
     variant = choose_variant(build.variant)
     path = BUILT / f"{variant}.so"
-    if not path.exists():
+    if not is_sealed(path):
         path = build_library(build, flags_of(variant))
     try:
         _share_openmp()
@@ -108,17 +111,35 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
     if build.cache is None:
         raise BuildError("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
     path = build.cache / _digest(compiler, version, flags) / "kernels.so"
-    if path.exists():
+    if is_sealed(path):
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
+            if not is_sealed(path):
+                if path.exists():
+                    logger.warning("%s is not what was built: building it again", path)
                 _compile(compiler, [*flags, *_QUIET_FLAGS], path)
     except OSError as error:
         raise BuildError(f"cannot write to {path.parent}: {error}; set PAGEWIRE_CACHE to another folder") from error
     return path
+
+
+def seal(path: Path) -> None:
+    """Append to a file the digest of what it holds, where loaders of libraries do not look."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    with path.open("ab") as file:
+        file.write(digest)
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether there is a file that holds what it was sealed with."""
+    try:
+        content = memoryview(path.read_bytes())
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
 def find_compiler(name: str | None = None) -> str:
@@ -140,6 +161,7 @@ def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
         # Without -fopenmp, so that the library asks for no OpenMP runtime of its own; clang can call no other.
         runtime = ["-fopenmp"] if "clang" in _run([compiler, "--version"]) else []
         _run([compiler, "-shared", "-o", str(built), str(compiled), "-lm", *runtime])
+        seal(built)
         built.rename(path)
 
 

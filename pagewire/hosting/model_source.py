@@ -216,18 +216,38 @@ class _HubModel:
         return self._downloaded()
 
     def _cached(self) -> Path | None:
-        """Returns the snapshot in the cache, or None if a file is missing."""
+        """Returns the snapshot in the cache, or None if a file is missing, or is another than was downloaded."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         try:
             snapshot = self._fetch(SMALL_FILES, local_files_only=True)
         except LocalEntryNotFoundError:
             return None
+        if self._remove_cut_files(snapshot):
+            return None
         if not (snapshot / "config.json").is_file():
             return None
         if self._with_weights and not all((snapshot / name).is_file() for name in _weight_files(snapshot)):
             return None
         return snapshot
+
+    def _remove_cut_files(self, snapshot: Path) -> bool:
+        """Removes the files of a snapshot that have not the size which the hub told, as after a crash or on a full
+        disk, so that they are downloaded again. Returns whether there were any."""
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+        try:
+            files = get_cached_repo_tree(self._id, revision=snapshot.name)
+        except CachedRepoTreeNotFoundError:
+            return False
+        sizes = {snapshot / file.path: file.size for file in files}
+        cut = [path for path, size in sizes.items() if path.is_file() and path.stat().st_size != size]
+        for path in cut:
+            log.warning("%s has %d bytes of %d: downloading it again", path, path.stat().st_size, sizes[path])
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+        return bool(cut)
 
     def _downloaded(self) -> Path:
         try:

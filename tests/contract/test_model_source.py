@@ -100,6 +100,23 @@ def test_only_the_files_that_are_read_are_downloaded_and_only_once(served: tuple
     assert len(made.requests) == num_requests
 
 
+@pytest.mark.parametrize("length", [0, 20])
+def test_a_file_that_was_cut_is_downloaded_again(served: tuple[Hub, str], tmp_path: Path, length: int) -> None:
+    made, url = served
+    variables = environ(tmp_path / "hf", url)
+    snapshot = Path(run(locating("org/split"), variables, tmp_path).stdout.split()[0])
+    cut = {"config.json", "tokenizer.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"}
+    good = {name: (snapshot / name).read_bytes() for name in names_in(snapshot)}
+    for name in cut:
+        os.truncate(snapshot / name, length)
+    made.downloaded.clear()
+    ended = run(locating("org/split"), variables, tmp_path)
+    assert ended.stdout.split()[0] == str(snapshot)
+    assert {name: (snapshot / name).read_bytes() for name in names_in(snapshot)} == good
+    assert set(made.downloaded) == cut
+    assert ended.stderr.count("downloading it again") == len(cut)
+
+
 def test_weights_in_several_files(served: tuple[Hub, str], tmp_path: Path) -> None:
     ended = run(locating("org/split"), environ(tmp_path / "hf", served[1]), tmp_path)
     weights = set(INDEX["weight_map"].values())

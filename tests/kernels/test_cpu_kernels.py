@@ -5,6 +5,7 @@ import platform
 import pwd
 import random
 import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -457,6 +458,52 @@ def test_tests_have_every_variant_built_that_of_this_processor_first(tmp_path, m
     assert commands[0].startswith(" ".join(flags_of(choose_variant(environment_build().variant))))
     build_variants()
     assert len([line for line in log.read_text().splitlines() if " -c " in line]) == len(variants)
+
+
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """What may become of a file: it is cut, overwritten, filled with zeros from somewhere on, or longer."""
+    place = rng.randrange(len(content))
+    overwritten = bytearray(content)
+    overwritten[place] ^= 1 << rng.randrange(8)
+    zeros = bytes(len(content) - place)
+    ways = [content[:place], bytes(overwritten), content[:place] + zeros, content + content[: place + 1], b""]
+    return next(way for way in rng.sample(ways, len(ways)) if way != content)
+
+
+# In a process of its own, which the first instruction that is not there would end.
+LOADING = """
+import logging, random, sys
+from pathlib import Path
+from pagewire.kernels.cpu import library
+from tests.kernels.test_cpu_kernels import damaged
+folder = Path(sys.argv[1])
+library.SOURCES, library.BUILT = folder / "source", folder / "built"
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+build = library.Build("portable", cache=folder / "cache")
+path = library.build_library(build, library.flags_of("portable"))
+good = path.read_bytes()
+for seed in range(12):
+    path.unlink()  # what is loaded already stays what it is
+    path.write_bytes(damaged(good, random.Random(seed)))
+    print(seed, library.load_library(build).answer(), path.read_bytes() == good, flush=True)
+"""
+
+
+def test_a_damaged_library_is_built_again(tmp_path):
+    """It is told, and the process that finds it goes on. So is one that came with a wheel."""
+    skip_without_compiler()
+    for name, content in (
+        ("source/" + MAIN_SOURCE, "int answer(void) { return 42; }\n"),
+        ("built/portable.so", "\x7fELF"),
+    ):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content)
+    command = [sys.executable, "-W", "ignore", "-c", LOADING, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended
+    lines = ended.stdout.splitlines()
+    assert [line for line in lines if line[0].isdigit()] == [f"{seed} 42 True" for seed in range(12)]
+    assert sum("is not what was built: building it again" in line for line in lines) == 12
 
 
 @pytest.fixture

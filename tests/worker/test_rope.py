@@ -159,7 +159,7 @@ def test_fresh_starts_compute_the_same() -> None:
     skip_without_compiler()
     command = [sys.executable, "-m", "bench.fresh_starts", "--starts=20"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ended.stdout == "20 starts, 1 digests: 20\n"
+    assert ended.stdout.startswith("20 starts, 1 digests\n")
 
 
 @pytest.fixture(scope="module")
