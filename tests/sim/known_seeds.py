@@ -11,6 +11,7 @@ KNOWN_SEEDS: dict[int, str] = {
     5690: "what a row matched in the last epoch is taken for bad with what is bad in this one",
     21253: "what a row matched in the last epoch is taken for bad with what is bad in this one",
     23592: "a sample shares what its late relative writes again",
+    32102: "groups that lack room for their samples wait for each other",
     35844: "a preempted beam's bad blocks stay published",
     40464: "a sample publishes on top of a block that nobody holds",
 }
