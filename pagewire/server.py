@@ -82,6 +82,7 @@ class Loads:
     num_overdue_requests: int
     num_kept_session_tokens: tuple[int, ...]
     num_lost_session_tokens: tuple[int, ...]
+    num_discarded_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
