@@ -81,8 +81,6 @@ def serve(arguments: Sequence[str]) -> int:
     if gateway_config.gateway:
         _check_gateway(parser, gateway_config, scheduler_config)
     log_config = _start_logging(known, resolved)
-    if gateway_config.gateway:
-        log.warning("through the gateway, min_tokens does not hold against stop: a stop text before it cuts the text")
     try:
         gateway_config.check_ports()
     except OSError as error:
@@ -98,6 +96,8 @@ def serve(arguments: Sequence[str]) -> int:
         check_worker(ranks[0], num_local_ranks=len(ranks))
     except ValueError as error:
         return _refuse(str(error))
+    if gateway_config.gateway:
+        log.warning("through the gateway, min_tokens does not hold against stop: a stop text before it cuts the text")
     inherited = options.options_of(WorkerConfig, ModelSourceConfig, logs.LogConfig)
     variables = [option.variable for option in inherited.values()]
     environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
