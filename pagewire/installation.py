@@ -37,6 +37,7 @@ WORKER = (
     Package("torch", "torch", "2.11"),
     Package("safetensors", "safetensors"),
     Package("numpy", "numpy"),
+    Package("regex", "regex"),
 )
 GPU_CHECKS = (*BASE, *WORKER, Package("triton", "triton", "3.6"), Package("transformers", "transformers"))
 # Modules that only an extra of pyproject.toml installs, by its name.
