@@ -113,15 +113,9 @@ def prepare_model(
     if quantization is not None:
         assert (shard.size, checkpoint.formats) == (1, ()), "refused before"
         checkpoint, table = _quantizing(model, checkpoint, table, BITS[quantization], operations)
-    # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
-    (head,) = [weight.source for weight in table if weight.target == "head"]
-    has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight"))
-    is_tied = shard.config.tie_word_embeddings and not has_head
-    if not (is_tied or has_head or is_dummy):
-        raise CheckpointError(
-            f"tensor {head}.weight is missing in {path}; if the model's head is its embedding, set tie_word_embeddings "
-            f"to true in {CONFIG_FILE}"
-        )
+    is_tied = shard.config.tie_word_embeddings
+    if not is_dummy:
+        is_tied = _lacks_head(checkpoint, table, path, is_tied=is_tied)
     embedding_format = _quantized_embedding(model, checkpoint, table)
     has_codes = embedding_format is not None and operations.holds_quantized(embedding_format, dtype)
     if has_codes and shard.size == 1:
@@ -148,6 +142,20 @@ def prepare_model(
     return UnloadedModel(
         model, checkpoint, table, shard, dtype, device, operations, is_tied, reading_bytes, quantization
     )
+
+
+def _lacks_head(checkpoint: Tensors, table: tuple[Weight, ...], path: Path, *, is_tied: bool) -> bool:
+    """Return whether the embedding is the head too. As in transformers, a head that the checkpoint holds counts, though
+    config.json says that they are tied. Raises CheckpointError where there is neither."""
+    (head,) = [weight.source for weight in table if weight.target == "head"]
+    if not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight")):
+        return False
+    if not is_tied:
+        raise CheckpointError(
+            f"tensor {head}.weight is missing in {path}; if the model's head is its embedding, set tie_word_embeddings "
+            f"to true in {CONFIG_FILE}"
+        )
+    return True
 
 
 def made_format(quantization: str) -> QuantizedFormat:

@@ -126,21 +126,25 @@ def _load_worker(
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_lowered(config, sizes)
     log_size(shape, num_device_blocks, max_model_len, model_config.sliding_window)
+    loaded = _begin(assembly, worker_id, num_device_blocks, num_host_blocks, start)
+    ready = replace(loaded.ready, weight_format=unloaded.describe_weights(), weight_bytes=weight_bytes)
+    return replace(loaded, ready=ready)
+
+
+def _begin(
+    assembly: "_Assembly", worker_id: str, num_device_blocks: int, num_host_blocks: int, start: GrammarStart
+) -> LoadedWorker:
+    """Make a runner with so many blocks, and all that it computes by."""
     grammars, grammar_version = start.finish()
     runner, cache = _allocate(replace(assembly, grammars=grammars), num_device_blocks, num_host_blocks)
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
-        log_host_size(shape, num_host_blocks, swap_bandwidth)
-    if streams is not None:
+        log_host_size(assembly.shape, num_host_blocks, swap_bandwidth)
+    if assembly.streams is not None:
         warm_up(runner, grammars)
-    if config.tensor_parallel_size == 1:  # graphs of ranks hold the connections of one epoch: see `ModelRunner`
+    if assembly.config.tensor_parallel_size == 1:  # graphs of ranks hold connections of an epoch: see `ModelRunner`
         runner.computation.capture_graphs()
-    ready = replace(
-        assembly.ready(worker_id, cache, swap_bandwidth),
-        grammar_version=grammar_version,
-        weight_format=unloaded.describe_weights(),
-        weight_bytes=weight_bytes,
-    )
+    ready = replace(assembly.ready(worker_id, cache, swap_bandwidth), grammar_version=grammar_version)
     return LoadedWorker(runner, ready, grammars.close)
 
 
