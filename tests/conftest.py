@@ -13,6 +13,8 @@ from tests.costs import Costs
 
 # Tests run tiny models, several processes at a time: a second OpenMP thread each would only wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test asks for more, its threads sleep while they wait, and leave the cores to the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Shells start what runs in the background with SIGINT ignored, as would every child: tests of Ctrl-C would not end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
