@@ -38,14 +38,15 @@ def tokenizer_json(file: GgufFile) -> dict[str, Any]:
     model = keys.text("model")
     if model not in (_BYTE_LEVEL, _SENTENCEPIECE):
         raise keys.error("model", f"{_BYTE_LEVEL} (byte-level BPE) or {_SENTENCEPIECE} (SentencePiece BPE)")
-    vocabulary = _Vocabulary.of(keys)
+    special = SpecialTokens.of(file)
+    vocabulary = _Vocabulary.of(keys, special)
     make = _byte_level if model == _BYTE_LEVEL else _sentencepiece
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": list(vocabulary.added_tokens()),
-        **make(keys, vocabulary, SpecialTokens.of(file)),
+        **make(keys, vocabulary, special),
     }
 
 
@@ -59,7 +60,7 @@ class _Vocabulary:
     strips_behind: bool  # special tokens take the white space that follows them
 
     @staticmethod
-    def of(keys: Metadata) -> "_Vocabulary":
+    def of(keys: Metadata, special: SpecialTokens) -> "_Vocabulary":
         tokens = keys.texts("tokens")
         embedding = keys.file.tensors.get("token_embd.weight")
         if embedding is not None and embedding.shape[0] != len(tokens):
@@ -67,7 +68,9 @@ class _Vocabulary:
                 f"{keys.file.path}: tokenizer.ggml.tokens has {len(tokens)} tokens, but token_embd.weight has "
                 f"{embedding.shape[0]} rows"
             )
-        types = keys.numbers("token_type", len(tokens)) or [_NORMAL] * len(tokens)
+        types = list(keys.numbers("token_type", len(tokens)) or [_NORMAL] * len(tokens))
+        for token_id in special.controls:
+            types[token_id] = _CONTROL
         ids: dict[str, int] = {}
         for token_id, token in enumerate(tokens):
             if types[token_id] == _UNUSED and token == f"[PAD{token_id}]":

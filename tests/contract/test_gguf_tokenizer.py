@@ -335,6 +335,57 @@ def test_ends_of_turns_and_defaults_of_sampling(tmp_path: Path) -> None:
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
 
 
+_GPT_OSS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|endoftext|>")
+_FILL_IN = ("<|fim_prefix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
+# A vocabulary's special tokens, the keys that name some of them, and those that end an answer by the rules of
+# llama.cpp's llama-vocab.cpp.
+ENDS = {
+    "gpt-oss": (_GPT_OSS, {"eos": "<|return|>"}, {"<|return|>", "<|call|>", "<|endoftext|>"}),
+    "gpt-oss, of early files": (_GPT_OSS, {"eos": "<|endoftext|>"}, {"<|return|>", "<|call|>", "<|endoftext|>"}),
+    "an end that is between parts, named": (_GPT_OSS, {"eos": "<|end|>"}, {"<|return|>", "<|call|>", "<|endoftext|>"}),
+    "solar": (("<|end|>", "<|flush|>", "<|calls|>"), {"eos": "<|calls|>"}, {"<|flush|>", "<|calls|>"}),
+    "half of harmony": (("<|end|>", "<|return|>", "<|flush|>"), {}, {"<|end|>", "<|return|>", "<|flush|>"}),
+    "phi-3": (("<|user|>", "<|end|>", "<|endoftext|>"), {"eos": "<|endoftext|>"}, {"<|end|>", "<|endoftext|>"}),
+    "qwen2": (("<|im_start|>", "<|im_end|>", "<|endoftext|>"), {"eos": "<|im_end|>"}, {"<|im_end|>", "<|endoftext|>"}),
+    "qwen2.5-coder": (("<|im_end|>", *_FILL_IN), {"eos": "<|im_end|>"}, {"<|im_end|>", *_FILL_IN[1:]}),
+    "filling in, named": (
+        ("<end>", "<pad>", *_FILL_IN),
+        {"eos": "<end>", "fim_pad": "<pad>"},
+        {"<end>", "<pad>", *_FILL_IN[2:]},
+    ),
+    "names alone": (("<1>", "<2>", "<3>"), {"eos": "<1>", "eot": "<2>", "eom": "<3>"}, {"<1>", "<2>", "<3>"}),
+    "llama-3": (("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"), {}, {"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}),
+    "gemma": (("<eos>", "<start_of_turn>", "<end_of_turn>"), {"eos": "<eos>"}, {"<eos>", "<end_of_turn>"}),
+    "gemma-4": (("</s>", "<turn|>", "<|tool_response>"), {"eos": "<turn|>"}, {"<turn|>", "<|tool_response>"}),
+    "kimi": (("[EOS]", "[EOT]", "[BOS]"), {"eos": "[EOS]"}, {"[EOS]", "[EOT]"}),
+    "an end of SentencePiece": (("<s>", "</s>"), {}, {"</s>"}),
+    "none": (("<s>", "<|user|>"), {}, set()),
+}
+
+
+@pytest.mark.parametrize("type", [NORMAL, CONTROL, USER_DEFINED, None], ids=["normal", "control", "user", "untyped"])
+@pytest.mark.parametrize("case", ENDS)
+def test_ends_of_answers_are_those_of_llama_cpp(case: str, type: int | None, tmp_path: Path) -> None:
+    special, named, expected = ENDS[case]
+    letters = ["xy", *(chr(code) for code in range(ord("!"), ord("~") + 1))]
+    tokens = [*special, *letters, *(f"[PAD{i}]" for i in range(len(special) + len(letters), VOCAB_SIZE))]
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    types = [UNUSED if token.startswith("[PAD") else NORMAL if token in letters else type for token in tokens]
+    path = with_tokenizer(
+        tmp_path / "model.gguf",
+        {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": ["x y"]}
+        | ({} if type is None else {"token_type": types}),
+        **{f"{key}_token_id": ids[text] for key, text in named.items()},
+    )
+    assert read_model_info(str(path)).eos_token_ids == tuple(sorted(ids[text] for text in expected))
+    # Ends that are known by their text are found in prompts, and left out of outputs.
+    tokenizer = load_tokenizer(path)
+    for text in expected - set(named.values()):
+        found = tokenizer.encode(f"a{text}b", add_special_tokens=False).tokens
+        assert found == ["a", text, "b"]
+        assert tokenizer.decode([ids["a"], ids[text], ids["b"]], skip_special_tokens=True) == "ab"
+
+
 def test_gateways_are_given_the_files_that_they_know(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", BUNDLED, "Q4_0")
     with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(path))) as archive:
