@@ -1,6 +1,7 @@
 """Every family against transformers, run on the spot on random checkpoints, in uneven chunks over the paged cache."""
 
 import json
+import random
 import re
 from dataclasses import replace
 
@@ -13,7 +14,14 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from tests.compiler import skip_without_compiler
-from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, NUM_EXPERTS, make_checkpoint
+from tests.worker.checkpoints import (
+    DEFAULTS,
+    FAMILIES,
+    FIRST_FAMILIES,
+    NO_SPECIAL_TOKENS,
+    NUM_EXPERTS,
+    make_checkpoint,
+)
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host.decoder import CpuDecoder, host_model
 from worker_service.host.model import LayeredModel
@@ -465,6 +473,72 @@ def test_both_spellings_of_config_mean_the_same(tmp_path, overrides):
         scaling = {key if name == "rope_type" else name: value for name, value in parameters.items()}
         spelled_4["rope_scaling"] = None if scaling == {key: "default"} else scaling
         assert parse_config(spelled_4) == ModelConfig.load(tmp_path)
+
+
+# Families whose classes in transformers differ in how they read the two spellings, or in what they take for a default.
+BOTH_SPELLINGS = ("llama", "qwen3", "glm4", "gpt_neox", "mixtral", "smollm3", "gpt_oss", "olmo3", "gemma3_text")
+ADDED = (
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "default"},
+)
+
+
+def recipe(family, rng):
+    """A config.json as transformers 5 writes it, to which somebody has added rope_scaling, and what transformers makes
+    of the rope in it."""
+    config_class = transformers.AutoConfig.for_model(family).__class__
+    written = config_class(**{**DEFAULTS[family], **NO_SPECIAL_TOKENS})
+    config = json.loads(written.to_json_string(use_diff=False))
+    inner = config["rope_parameters"].get(FULL, config["rope_parameters"])
+    inner["rope_theta"] = rng.choice([inner["rope_theta"], 5e5, 7e6])
+    inner |= rng.choice([{}, {}, {"rope_type": "linear", "factor": 2.0}])
+    if inner["rope_type"] == "linear":
+        for key in ("original_max_position_embeddings", "truncate", "beta_fast", "beta_slow"):
+            inner.pop(key, None)
+    added = dict(rng.choice([each for each in ADDED if family == "gpt_oss" or "truncate" not in each]))
+    added |= rng.choice([{}, {}, {"rope_theta": inner["rope_theta"]}, {"rope_theta": 3e4}])
+    if rng.random() < 0.3 and "partial_rotary_factor" in inner:
+        added["partial_rotary_factor"] = inner["partial_rotary_factor"]
+    config["rope_scaling"] = added
+    architecture = transformers.AutoModelForCausalLM._model_mapping[config_class].__name__
+    config["architectures"] = [architecture]
+    return config, config_class.from_dict(json.loads(json.dumps(config))).rope_parameters
+
+
+@pytest.mark.parametrize("family", BOTH_SPELLINGS)
+def test_scaling_added_beside_rope_parameters_is_that_of_transformers(family):
+    print("seed 5")
+    rng, outcomes = random.Random(5), set()
+    for _ in range(60):
+        config, theirs = recipe(family, rng)
+        given, meant = (each.get(FULL, each) for each in (config["rope_parameters"], theirs))
+        lost = [
+            key
+            for key, value in given.items()
+            if value is not None and meant.get(key) != value and (key, value) != ("rope_type", "default")
+        ]
+        outcomes.add(bool(lost))
+        if lost:
+            with pytest.raises(CheckpointError, match=rf"rope_scaling\.({'|'.join(lost)}) is .* as rope_parameters"):
+                parse_config(config)
+            continue
+        alone = {**config, "rope_scaling": None, "rope_parameters": theirs}
+        assert parse_config(config) == parse_config(alone), config
+    assert outcomes == {True, False}
+
+
+def test_the_recipe_of_model_cards_needs_its_base():
+    """Qwen3's card: transformers itself would turn by the base of 10,000."""
+    config, _ = recipe("qwen3", random.Random(0))
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1_000_000}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    with pytest.raises(CheckpointError, match=r"rope_scaling\.rope_theta is 10000\.0, but must be 1000000, as rope_pa"):
+        parse_config({**config, "rope_scaling": yarn})
+    served = parse_config({**config, "rope_scaling": {**yarn, "rope_theta": 1_000_000}})
+    assert (served.ropes[0].rope_type, served.ropes[0].theta, served.ropes[0].factor) == ("yarn", 1_000_000, 4.0)
 
 
 @pytest.mark.parametrize(

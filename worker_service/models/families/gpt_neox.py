@@ -29,8 +29,9 @@ _WEIGHTS = (
 
 def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     num_layers, has_bias = num_layers_of(config), flag(config, "attention_bias", True)
-    share = read_share(config, rope_settings(config), "rotary_pct", 0.25)
     default_theta = config.get("rotary_emb_base") or 10_000.0
+    settings = rope_settings(config, default_theta, config.get("rotary_pct", 0.25))
+    share = read_share(config, settings, "rotary_pct", 0.25)
     rope, num_positions = read_rope(
         config, positive(config, "max_position_embeddings"), default_theta=default_theta, default_share=share
     )

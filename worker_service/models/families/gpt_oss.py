@@ -36,13 +36,8 @@ _WEIGHTS = (
     *HEAD,
 )
 # What files may leave out.
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _DEFAULTS = {
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
-    },
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
     "num_key_value_heads": 8,
@@ -53,6 +48,8 @@ _DEFAULTS = {
 
 def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     config = {**_DEFAULTS, **config}
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
+        config["rope_parameters"] = _ROPE
     num_layers = num_layers_of(config)
     default_types = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
     _, windows = read_windows(config, num_layers, default_types, default_window=128)

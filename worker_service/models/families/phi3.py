@@ -40,7 +40,7 @@ _QKV = Weight(
 
 def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     num_layers, num_positions = num_layers_of(config), positive(config, "max_position_embeddings")
-    settings = rope_settings(config)
+    settings = rope_settings(config, default_share=1.0)
     rope_type = settings.get("rope_type") or settings.get("type") or "default"
     if rope_type in ("longrope", "su", "yarn"):  # as transformers reads them
         share = read_share(config, settings, "partial_rotary_factor", 1.0)

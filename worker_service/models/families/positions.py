@@ -39,7 +39,7 @@ def read_rope(
     Args:
         default_share: of a head's values, that are turned; None: the family turns all of them.
     """
-    rope = rope_settings(config)
+    rope = rope_settings(config, default_theta, default_share)
     for key, value in rope.items():
         if isinstance(value, Mapping):
             raise unserved(f"rope_parameters.{key}", value, "a value: one set of parameters serves all layers")
@@ -60,7 +60,7 @@ def read_ropes_by_kind(
     Where there is but one set, of transformers 4, its scaling is that of full attention alone, and so is its base
     unless `shares_theta`.
     """
-    settings = rope_settings(config)
+    settings = rope_settings(config, default_thetas[FULL])
     nested = {kind: json_object(settings, kind) for kind in default_thetas}
     if not any(nested.values()):
         unscaled = {"rope_theta": settings["rope_theta"]} if shares_theta else {}
@@ -74,11 +74,24 @@ def read_ropes_by_kind(
     return ropes, num_positions
 
 
-def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_settings(
+    config: Mapping[str, Any], default_theta: float = 10_000.0, default_share: float | None = None
+) -> dict[str, Any]:
     """Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`), which wrote null where it left no
-    scaling, and transformers 5 (`rope_parameters`). The original length may stand beside them."""
-    rope = json_object(config, "rope_parameters") or json_object(config, "rope_scaling")
-    settings = {"rope_theta": config.get("rope_theta"), **rope}
+    scaling, and transformers 5 (`rope_parameters`). In a file that has both, since model cards tell people to add
+    rope_scaling, that one counts, as in transformers. The original length may stand beside them."""
+    parameters, scaling = json_object(config, "rope_parameters"), json_object(config, "rope_scaling")
+    outer = {"rope_theta": config.get("rope_theta")}
+    settings = {**outer, **(scaling or parameters)}
+    if FULL in parameters and scaling:
+        scaled = {**json_object(parameters, FULL), **scaling}
+        _check_agreement(json_object(parameters, FULL), scaled)
+        settings = {**outer, **parameters, FULL: scaled}
+    elif parameters and scaling:
+        defaults = {"rope_theta": default_theta, "partial_rotary_factor": default_share}
+        # What transformers takes for values that rope_scaling does not have.
+        around = {key: value if config.get(key) is None else config[key] for key, value in defaults.items()}
+        _check_agreement(parameters, {**around, **scaling})
     original = config.get(ORIGINAL)
     if original is None:
         return settings
@@ -86,6 +99,20 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         expected = f"{shown(original)}, as {ORIGINAL} beside it is"
         raise unserved(f"rope_parameters.{ORIGINAL}", settings[ORIGINAL], expected)
     return {**settings, ORIGINAL: original}
+
+
+def _check_agreement(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where rope_scaling says something else than rope_parameters beside it: it is not for us to
+    choose. Scaling where rope_parameters has none is what the other was added for."""
+    for key, value in parameters.items():
+        names = ("rope_type", "type") if key in ("rope_type", "type") else (key,)
+        given = next((scaling[name] for name in names if scaling.get(name) is not None), None)
+        is_unscaled = len(names) > 1 and value == "default"
+        if value is not None and not is_unscaled and given != value:
+            expected = (
+                f"{shown(value)}, as rope_parameters.{key} beside it is; change either, or have one of both alone"
+            )
+            raise unserved(f"rope_scaling.{key}", given, expected)
 
 
 def read_layer_types(
