@@ -74,12 +74,18 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_config_json(file: GgufFile) -> dict[str, Any]:
-    """Return what requests mean that leave sampling unset, as generation_config.json would say it."""
+    """Return what requests mean that leave sampling unset, as generation_config.json would say it, and further keys of
+    sampling, which have no name there."""
     sampling = Metadata(file, "general.sampling.")
-    found = {name: sampling.number(key) for key, name in _SAMPLING.items() if sampling.has(key)}
+    found: dict[str, Any] = {name: sampling.number(key) for key, name in _SAMPLING.items() if sampling.has(key)}
     if "top_k" in found:
-        found["top_k"] = sampling.whole("top_k")
-    return found
+        found["top_k"] = file.metadata["general.sampling.top_k"]  # which may be -1
+    read = {sampling.prefix + key for key in _SAMPLING}
+    found |= {key: value for key, value in file.metadata.items() if key.startswith(sampling.prefix) and key not in read}
+    tokenizer = Metadata(file, "tokenizer.ggml.")
+    suppressed = tokenizer.numbers("suppress_tokens")
+    # As in llama.cpp, ids that no token can have are left out.
+    return found if suppressed is None else {**found, "suppress_tokens": [id for id in suppressed if id >= 0]}
 
 
 def tokenizer_config_json(file: GgufFile) -> dict[str, Any]:

@@ -53,13 +53,13 @@ class Metadata:
             raise self.error(key, "an array of texts")
         return value
 
-    def numbers(self, key: str, length: int) -> Sequence[float] | None:
-        """Return an array of numbers, one for each of so many, or None if there is none."""
+    def numbers(self, key: str, length: int | None = None) -> Sequence[float] | None:
+        """Return an array of numbers, one for each of so many or as many as there are, or None if there is none."""
         value = self._value(key, None)
         if value is None:
             return None
-        if isinstance(value, str | list) or not hasattr(value, "typecode") or len(value) != length:
-            raise self.error(key, f"an array of {length} numbers")
+        if isinstance(value, str | list) or not hasattr(value, "typecode") or length not in (None, len(value)):
+            raise self.error(key, f"an array of {'' if length is None else f'{length} '}numbers")
         return value
 
     def has(self, key: str) -> bool:

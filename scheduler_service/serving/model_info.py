@@ -1,19 +1,18 @@
 """The parts of a model that the scheduler reads, of a checkpoint directory or of a GGUF file: all but the weights."""
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from pagewire.gguf import GgufFile, config_json, generation_config_json, is_gguf, read_text, tokenizer_config_json
-from pagewire.transport.sampling_ranges import RANGES
+from pagewire.gguf import GgufFile, config_json, generation_config_json, is_gguf, tokenizer_config_json
 from scheduler_service.core.plan import SamplingParams
+from scheduler_service.serving import generation_config
 from scheduler_service.serving.chat_template import ChatTemplate, read_chat_template
 from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
-from scheduler_service.serving.sampling_options import API_DEFAULTS, CHECKPOINTS_OPTIONS
+from scheduler_service.serving.settings_file import is_whole, read_settings, token_ids_of, unserved
+from scheduler_service.serving.tokenizer import load_tokenizer
 
 # The keys under which the families of models give their greatest length.
 # What published files of Gemma 3 with vision leave out.
@@ -22,7 +21,6 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 # Those of families whose files may leave it out, by model_type.
 _DEFAULT_LENGTHS = {"bloom": 2048}
 _MAX_SIZE = 1 << 24  # of a vocabulary and of a length: far above any model there is
-_MAX_SHOWN = 100  # characters of a value in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,7 @@ class ModelInfo:
     bos_token_id: int | None
     pad_token_id: int | None
     sampling_defaults: SamplingParams  # what requests mean that leave sampling unset
+    ignored_settings: str  # a warning about what the checkpoint asks of requests in vain, or nothing
     template_file: ChatTemplate | None
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None  # a tokenizer.json or a GGUF file
@@ -81,8 +80,7 @@ class ModelInfo:
         fault = None if self.template_file is None else self.template_file.fault()
         if fault is not None:
             found.append(f"{fault}; chat does not work")
-        if self.embedding.refusal:
-            found.append(self.embedding.refusal)
+        found += [text for text in (self.embedding.refusal, self.ignored_settings) if text]
         return found
 
 
@@ -109,14 +107,15 @@ class _Settings:
     tokenizer_config: dict[str, Any]
     template_file: ChatTemplate | None
     tokenizer_path: Path | None
+    end_token_ids: frozenset[int]  # of the tokenizer, beside those that the other files name
     digest: bytes
     embedding: PoolingChoice
 
 
 def _read_directory(path: Path) -> _Settings:
     config_path, tokenizer_path = path / "config.json", path / "tokenizer.json"
-    config = _with_text_config(_read_json(config_path, required=True))
-    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    config = _with_text_config(read_settings(config_path, required=True))
+    tokenizer_config = read_settings(path / "tokenizer_config.json")
     digest = hashlib.sha256(config_path.read_bytes())
     has_tokenizer = tokenizer_path.is_file()
     if has_tokenizer:
@@ -126,13 +125,14 @@ def _read_directory(path: Path) -> _Settings:
         path.resolve().name,
         config,
         config_path,
-        _read_json(path / "generation_config.json"),
+        read_settings(path / "generation_config.json"),
         path / "generation_config.json",
         tokenizer_config,
         read_chat_template(path, tokenizer_config),
         tokenizer_path if has_tokenizer else None,
+        _tokenizers_end(tokenizer_config, tokenizer_path) if has_tokenizer else frozenset(),
         digest.digest(),
-        read_pooling(path, partial(_read_json, required=True)),
+        read_pooling(path),
     )
 
 
@@ -160,6 +160,7 @@ def _read_gguf(path: Path) -> _Settings:
         tokenizer_config,
         None if template is None else ChatTemplate(template, path),
         path,
+        frozenset(),
         file.digest,
         read_gguf_pooling(file),
     )
@@ -168,18 +169,21 @@ def _read_gguf(path: Path) -> _Settings:
 def _model_info(settings: _Settings) -> ModelInfo:
     config, config_path = settings.config, settings.config_path
     model_type = _text(config, "model_type", config_path)
+    vocab_size = _positive(config, ("vocab_size",), config_path)
+    generation, generation_path = settings.generation, settings.generation_path
     return ModelInfo(
         name=settings.name,
         directory=settings.path.resolve(),
         model_type=model_type,
         architectures=_names(config, "architectures", config_path),
         digest=settings.digest,
-        vocab_size=_positive(config, ("vocab_size",), config_path),
+        vocab_size=vocab_size,
         max_model_len=_positive(config, _LENGTH_KEYS, config_path, _DEFAULT_LENGTHS.get(model_type)),
-        eos_token_ids=_end_token_ids(config, config_path, settings.generation, settings.generation_path),
+        eos_token_ids=_end_token_ids(settings),
         bos_token_id=_token_id(config, "bos_token_id"),
         pad_token_id=_token_id(config, "pad_token_id"),
-        sampling_defaults=_sampling_defaults(settings.generation, settings.generation_path),
+        sampling_defaults=generation_config.sampling_defaults(generation, generation_path, vocab_size),
+        ignored_settings=generation_config.ignored(generation, generation_path),
         template_file=settings.template_file,
         special_tokens=_special_tokens(settings.tokenizer_config),
         tokenizer_path=settings.tokenizer_path,
@@ -187,90 +191,55 @@ def _model_info(settings: _Settings) -> ModelInfo:
     )
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    if not path.is_file():
-        if required:
-            raise ValueError(f"{path} is missing: --model must name a checkpoint directory as published")
-        return {}
-    try:
-        content = json.loads(read_text(path))
-        json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{path}: {error.object[error.start]!r} is half a character, which no text may have") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__}, but must hold an object")
-    return content
-
-
-def _error(file: Path, key: str, value: Any, expected: str) -> ValueError:
-    shown = json.dumps(value, default=str)
-    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
-    return ValueError(f"{file}: {key} is {shown}, but must be {expected}")
-
-
-def _is_whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _text(config: dict[str, Any], key: str, file: Path) -> str:
     value = config.get(key) or ""
     if not isinstance(value, str):
-        raise _error(file, key, value, "a text")
+        raise unserved(file, key, value, "a text")
     return value
 
 
 def _names(config: dict[str, Any], key: str, file: Path) -> tuple[str, ...]:
     value = config.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise _error(file, key, value, "a list of names")
+        raise unserved(file, key, value, "a list of names")
     return tuple(value)
 
 
 def _positive(config: dict[str, Any], keys: tuple[str, ...], file: Path, default: int | None = None) -> int:
     found = next((key for key in keys if config.get(key) is not None), " or ".join(keys))
     value = config.get(found, default)
-    if not _is_whole(value) or not 1 <= value <= _MAX_SIZE:
-        raise _error(file, found, value, f"a whole number from 1 to {_MAX_SIZE}")
+    if not is_whole(value) or not 1 <= value <= _MAX_SIZE:
+        raise unserved(file, found, value, f"a whole number from 1 to {_MAX_SIZE}")
     return value
 
 
-def _end_token_ids(
-    config: dict[str, Any], config_path: Path, generation: dict[str, Any], generation_path: Path
-) -> tuple[int, ...]:
-    """generation_config.json's, else config.json's."""
-    key, file, value = "eos_token_id", generation_path, generation.get("eos_token_id")
-    if value is None:
-        file, value = config_path, config.get(key)
-    token_ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(_is_whole(token_id) and 0 <= token_id < 2**31 for token_id in token_ids):
-        raise _error(file, key, value, f"a token id from 0 to {2**31 - 1} or a list of them")
-    return tuple(sorted(set(token_ids)))
+def _end_token_ids(settings: _Settings) -> tuple[int, ...]:
+    """generation_config.json's, else config.json's; and the tokenizer's own."""
+    is_there = settings.generation.get("eos_token_id") is not None
+    given, file = (
+        (settings.generation, settings.generation_path) if is_there else (settings.config, settings.config_path)
+    )
+    return tuple(sorted(token_ids_of(given, "eos_token_id", file) | settings.end_token_ids))
+
+
+def _tokenizers_end(tokenizer_config: dict[str, Any], path: Path) -> frozenset[int]:
+    """Return the token that tokenizer_config.json calls eos_token, if there is one. The tokenizer is loaded only where
+    that file does not give the token's id."""
+    text = _special_tokens(tokenizer_config).get("eos_token")
+    if text is None:
+        return frozenset()
+    added = tokenizer_config.get("added_tokens_decoder")
+    for token_id, token in added.items() if isinstance(added, dict) else ():
+        if isinstance(token, dict) and token.get("content") == text and token_id.isdecimal() and len(token_id) < 10:
+            return frozenset((int(token_id),))
+    found = load_tokenizer(path).token_to_id(text)
+    return frozenset() if found is None else frozenset((found,))
 
 
 def _token_id(config: dict[str, Any], key: str) -> int | None:
     """None too for what nobody here would use it for anyway: it is only told on."""
     value = config.get(key)
-    return value if _is_whole(value) and 0 <= value < 2**31 else None
-
-
-def _sampling_defaults(generation: dict[str, Any], file: Path) -> SamplingParams:
-    """generation_config.json's values, else the API's own."""
-    values: dict[str, Any] = {}
-    for key in CHECKPOINTS_OPTIONS:
-        value, legal = generation.get(key), RANGES[key]
-        if value is None:
-            continue
-        takes_whole = _is_whole(getattr(API_DEFAULTS, key))
-        is_number = _is_whole(value) or (isinstance(value, float) and not takes_whole)
-        if not is_number or not legal.holds(value):
-            expected = f"a {'whole ' if takes_whole else ''}number {'' if legal.excludes_low else 'from '}{legal}"
-            raise _error(file, key, value, expected)
-        values[key] = value
-    return replace(API_DEFAULTS, **values)
+    return value if is_whole(value) and 0 <= value < 2**31 else None
 
 
 def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:

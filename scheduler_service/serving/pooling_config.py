@@ -5,13 +5,14 @@ length 1. What no worker computes is no reason not to generate text: it is named
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pagewire.gguf import GgufFile, read_text
 from scheduler_service.core.plan import Pooling
+from scheduler_service.serving.settings_file import read_settings
 
 _MODULES_FILE = "modules.json"
 _MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
@@ -28,7 +29,7 @@ class PoolingChoice:
     refusal: str = ""
 
 
-def read_pooling(directory: Path, read_json: Callable[[Path], dict[str, Any]]) -> PoolingChoice:
+def read_pooling(directory: Path) -> PoolingChoice:
     """Read the files of a checkpoint directory. Raises ValueError for one that cannot be read."""
     path = directory / _MODULES_FILE
     if not path.is_file():
@@ -38,7 +39,7 @@ def read_pooling(directory: Path, read_json: Callable[[Path], dict[str, Any]]) -
         kind = module["type"].rpartition(".")[2]
         if kind == "Pooling":
             config_path = directory / module["path"] / "config.json"
-            choice = _pooling_of(config_path, read_json(config_path))
+            choice = _pooling_of(config_path, read_settings(config_path, required=True))
             if choice.refusal:
                 return choice
             pooling = choice.pooling

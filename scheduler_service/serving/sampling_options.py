@@ -8,3 +8,6 @@ FILTERS_OFF = {name: getattr(SamplingParams(), name) for name in FILTERS}
 # generation_config.json may say what requests mean that leave these unset. Where it says nothing, the API's hold.
 CHECKPOINTS_OPTIONS = (*FILTERS, "repetition_penalty")
 API_DEFAULTS = SamplingParams(temperature=1.0)
+# Of tokens that a checkpoint suppresses, whatever bias a request gives them: far below any logit, and yet finite, so
+# that a grammar which allows nothing else still has its way.
+SUPPRESSING_BIAS = -1e30

@@ -5,9 +5,16 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
-from scheduler_service.serving.model_info import read_model_info
+from pagewire.kernels.sampling import lowest_kept
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.rpc.front_end.request_encoding import encode_request
+from scheduler_service.rpc.public.generate_request import resolve_request
+from scheduler_service.serving.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.tokenizer import load_tokenizer
 from tests.broken_json import ODD_VALUES, refusal_of, spoilt, spoilt_bytes
+from tests.contract.scheduler_stack import make_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -106,3 +113,99 @@ def test_a_text_that_cannot_be_told_to_clients_is_refused(tmp_path: Path, name: 
         read_model_info(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "a\U0001f98a"}))
     read_model_info(str(tmp_path))
+
+
+def info_with(path: Path, **generation: object) -> ModelInfo:
+    write(path, CONFIG, generation)
+    return read_model_info(str(path))
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
+        ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.6}),
+        ({"do_sample": None}, {"temperature": 1.0}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"temperature": None, "top_k": None}, {"temperature": 1.0, "top_k": 0}),
+    ],
+)
+def test_defaults_of_requests(tmp_path: Path, generation: dict[str, object], expected: dict[str, float]) -> None:
+    defaults = info_with(tmp_path, **generation).sampling_defaults
+    assert {name: getattr(defaults, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("value", [0, 0.0])
+def test_a_top_p_of_0_keeps_the_most_likely_token_alone(tmp_path: Path, value: float) -> None:
+    top_p = info_with(tmp_path, top_p=value).sampling_defaults.top_p
+    scaled = torch.tensor([0.0, -1e-6, -1.0, -50.0])
+    assert lowest_kept(scaled, 0, top_p, torch.tensor(0.0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("generation", "named"),
+    [
+        ({"do_sample": "no"}, r"do_sample is \"no\", but must be true or false"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_p": -0.1}, "top_p is -0.1"),
+        ({"suppress_tokens": "all"}, 'suppress_tokens is "all", but must be a token id'),
+        ({"suppress_tokens": [1, -1]}, "suppress_tokens is .* but must be a token id"),
+    ],
+)
+def test_what_means_nothing_is_refused(tmp_path: Path, generation: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"generation_config\.json: {named}"):
+        info_with(tmp_path, **generation)
+
+
+def test_too_many_suppressed_tokens_are_refused_with_the_bound(tmp_path: Path) -> None:
+    write(tmp_path, {**CONFIG, "vocab_size": 5000}, {"suppress_tokens": [*range(2000)]})
+    with pytest.raises(ValueError, match=r"suppress_tokens is .* must be a list of at most 1024 tokens"):
+        read_model_info(str(tmp_path))
+
+
+def test_suppressed_tokens_stay_so_whatever_a_request_says(tmp_path: Path) -> None:
+    """Tokens outside the vocabulary cannot be sampled anyway; published files name some."""
+    model = info_with(tmp_path, suppress_tokens=[7, 3, 7, 9999], temperature=0.5)
+    for given in ({}, {3: 100.0, 5: 1.5}):
+        message = pb.GenerateRequest(
+            request_id="r", token_ids=pb.TokenIds(ids=[1]), sampling=pb.SamplingParams(seed=1, logit_bias=given)
+        )
+        resolved = resolve_request(message, [1], model, 256, None)
+        biases = dict(zip(resolved.sampling.logit_bias_token_ids, resolved.sampling.logit_bias_values, strict=True))
+        assert biases == {**given, 3: -1e30, 7: -1e30}
+        assert list(biases) == sorted(biases)
+        encoded = encode_request(resolved, model.eos_token_ids, 256)
+        assert resolve_request(encoded, [1], model, 256, None) == resolved
+
+
+def test_what_is_ignored_is_said_once_by_name(tmp_path: Path) -> None:
+    inert = {
+        "transformers_version": "5.0", "_from_model_config": True, "pad_token_id": 0, "bos_token_id": 1, "num_beams": 1,
+        "cache_implementation": "hybrid", "typical_p": 1.0, "no_repeat_ngram_size": 0, "max_length": None,
+        "bad_words_ids": [], "use_cache": True, "token_healing": False,
+    }  # fmt: skip
+    warnings = info_with(tmp_path, **inert, **GENERATION).warnings()
+    assert not any("generation_config" in text for text in warnings)
+    asking = {"max_new_tokens": 2048, "no_repeat_ngram_size": 3, "forced_bos_token_id": 0, "typical_p": 0.9}
+    (found,) = [text for text in info_with(tmp_path, **{**inert, **asking}).warnings() if "generation_config" in text]
+    assert found.endswith(
+        "generation_config.json: ignored, so that requests must ask for it themselves: typical_p (0.9), "
+        "no_repeat_ngram_size (3), max_new_tokens (2048), forced_bos_token_id (0)"
+    )
+    many = info_with(tmp_path, **{f"unknown_{i}": "x" * 5000 for i in range(1000)}).warnings()
+    assert max(map(len, many)) < 4000
+
+
+@pytest.mark.parametrize("in_decoder", [True, False])
+def test_ends_of_tokenizer_and_configuration_both_stop(tmp_path: Path, in_decoder: bool) -> None:
+    write(tmp_path, CONFIG, {"eos_token_id": [2, 4]})
+    make_tokenizer(tmp_path / "tokenizer.json")
+    end = load_tokenizer(tmp_path / "tokenizer.json").token_to_id("<end>")
+    assert end not in (2, 4)
+    described: dict[str, object] = {"eos_token": {"content": "<end>"}}
+    if in_decoder:
+        described["added_tokens_decoder"] = {"9": {"content": "<other>"}, str(end): {"content": "<end>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    assert read_model_info(str(tmp_path)).eos_token_ids == tuple(sorted((2, 4, end)))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<none such>"}))
+    assert read_model_info(str(tmp_path)).eos_token_ids == (2, 4)

@@ -100,7 +100,7 @@ def test_model_info_length_of_gpt2(tmp_path: Path) -> None:
     assert (info.max_model_len, info.eos_token_ids) == (12, (4,))
 
 
-@pytest.mark.parametrize("generation_config", [{"top_p": 0}, {"temperature": "hot"}, {"eos_token_id": "end"}])
+@pytest.mark.parametrize("generation_config", [{"top_p": -1}, {"temperature": "hot"}, {"eos_token_id": "end"}])
 async def test_a_bad_checkpoint_is_one_clear_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, generation_config: dict[str, object]
 ) -> None:

@@ -7,7 +7,7 @@ from pagewire.transport.translation import enum_names
 from scheduler_service.core.plan import Grammar, GrammarKind, Pooling
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.public.generate_request import SAME_NUMBERS
-from scheduler_service.serving.sampling_options import FILTERS_OFF
+from scheduler_service.serving.sampling_options import FILTERS_OFF, SUPPRESSING_BIAS
 
 _EARLY_STOPPING = {name: number for number, name in enum_names(scheduler_pb2.EarlyStopping.DESCRIPTOR).items()}
 
@@ -38,6 +38,7 @@ def encode_request(
 def _encode_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> scheduler_pb2.SamplingParams:
     sampling, beam = request.sampling, request.beam
     ends_at_eos = bool(eos_token_ids) and set(eos_token_ids) <= set(sampling.stop_token_ids)
+    biases = zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)
     message = scheduler_pb2.SamplingParams(
         n=request.n,
         seed=request.seed,
@@ -45,7 +46,8 @@ def _encode_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> schedu
         ignore_eos=not ends_at_eos,
         logprobs=sampling.num_logprobs,
         prompt_logprobs=sampling.num_prompt_logprobs,
-        logit_bias=dict(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)),
+        # What the checkpoint suppresses the other one knows too.
+        logit_bias={token_id: bias for token_id, bias in biases if bias != SUPPRESSING_BIAS},
     )
     for name in SAME_NUMBERS:
         if beam is None or name not in FILTERS_OFF:

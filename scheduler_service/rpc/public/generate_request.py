@@ -201,9 +201,11 @@ def _resolve_sampling(
     is_constrained = sampling.WhichOneof("structured_output") is not None
     # A grammar ends at end tokens whatever else is asked for; min_tokens delays them where it allows others.
     eos_token_ids = () if sampling.ignore_eos and not is_constrained else model.eos_token_ids
-    biases = sorted(sampling.logit_bias.items())
+    defaults = model.sampling_defaults
+    suppressed = zip(defaults.logit_bias_token_ids, defaults.logit_bias_values, strict=True)
+    biases = sorted({**sampling.logit_bias, **dict(suppressed)}.items())
     resolved = replace(
-        model.sampling_defaults,
+        defaults,
         logit_bias_token_ids=tuple(token_id for token_id, _ in biases),
         logit_bias_values=tuple(bias for _, bias in biases),
         stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *eos_token_ids})),

@@ -1,0 +1,87 @@
+"""What a checkpoint's generation_config.json asks for where requests ask for nothing, and what of it is not done."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pagewire.transport.sampling_ranges import RANGES
+from scheduler_service.core.plan import SamplingParams
+from scheduler_service.serving.sampling_options import API_DEFAULTS, CHECKPOINTS_OPTIONS, SUPPRESSING_BIAS
+from scheduler_service.serving.settings_file import is_whole, shown, token_ids_of, unserved
+
+# What engines write who have no range without a low end: no limit of tokens, and the most likely token alone.
+_OTHER_SPELLINGS: Mapping[str, Mapping[float, float]] = {"top_k": {-1: 0}, "top_p": {0: 1e-30}}
+_MAX_SUPPRESSED = 1024  # tokens; each of them goes to the worker with every request
+_READ = {*CHECKPOINTS_OPTIONS, "do_sample", "suppress_tokens", "eos_token_id"}
+# Settings of transformers that change no token: of its caches, of what it returns, and of guessing ahead.
+_INERT = frozenset(
+    (
+        *("transformers_version", "_from_model_config", "_commit_hash", "bos_token_id", "pad_token_id"),
+        *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"),
+        *("compile_config", "disable_compile", "continuous_batching_config", "return_dict_in_generate"),
+        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "renormalize_logits"),
+        *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
+        *("target_lookbehind", "speculation_type", "use_mtp", "decoder_start_token_id"),
+    )
+)
+# Those that ask for nothing where they are 1, as the others do where they are 0, false or empty.
+_OFF_AT_ONE = frozenset(
+    (
+        *("num_beams", "num_beam_groups", "num_return_sequences", "typical_p", "length_penalty", "guidance_scale"),
+        "encoder_repetition_penalty",
+    )
+)
+_MAX_NAMED = 20  # settings in a warning
+
+
+def sampling_defaults(generation: Mapping[str, Any], file: Path, vocab_size: int) -> SamplingParams:
+    """Return what requests mean that leave sampling unset: the file's values, else the API's own. Tokens that the file
+    suppresses have biases, which hold for all requests. Raises ValueError."""
+    values: dict[str, Any] = {}
+    for key in CHECKPOINTS_OPTIONS:
+        value = generation.get(key)
+        if value is not None:
+            values[key] = _checked(file, key, value)
+    samples = generation.get("do_sample")
+    if not isinstance(samples, bool | None):
+        raise unserved(file, "do_sample", samples, "true or false")
+    if samples is False:
+        values["temperature"] = 0.0
+    # A vocabulary of a larger model, or of pictures and sounds, may have more tokens than can be sampled.
+    suppressed = sorted(id for id in token_ids_of(generation, "suppress_tokens", file) if id < vocab_size)
+    if len(suppressed) > _MAX_SUPPRESSED:
+        expected = f"a list of at most {_MAX_SUPPRESSED} tokens"
+        raise unserved(file, "suppress_tokens", generation["suppress_tokens"], expected)
+    biases = (SUPPRESSING_BIAS,) * len(suppressed)
+    return replace(API_DEFAULTS, **values, logit_bias_token_ids=tuple(suppressed), logit_bias_values=biases)
+
+
+def ignored(generation: Mapping[str, Any], file: Path) -> str:
+    """Return a warning that names what the file asks for and nothing does, or nothing."""
+    found = [
+        f"{key} ({shown(value)})"
+        for key, value in generation.items()
+        if key not in _READ and key not in _INERT and _asks_for_something(key, value)
+    ]
+    if not found:
+        return ""
+    rest = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return f"{file}: ignored, so that requests must ask for it themselves: {', '.join(found[:_MAX_NAMED])}{rest}"
+
+
+def _asks_for_something(key: str, value: object) -> bool:
+    if key in _OFF_AT_ONE and value == 1:
+        return False
+    return value is not None and (bool(value) or (key.endswith("_token_id") and value is not False))
+
+
+def _checked(file: Path, key: str, value: Any) -> Any:
+    takes_whole, legal = is_whole(getattr(API_DEFAULTS, key)), RANGES[key]
+    is_number = is_whole(value) or (isinstance(value, float) and not takes_whole)
+    value = _OTHER_SPELLINGS.get(key, {}).get(value, value) if is_number else value
+    if not is_number or not legal.holds(value):
+        expected = f"a {'whole ' if takes_whole else ''}number {'' if legal.excludes_low else 'from '}{legal}"
+        raise unserved(file, key, value, expected)
+    return value
