@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,8 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "tokenizer.model",
     "chat_template.jinja",
+    "quantize_config.json",
+    "quant_config.json",
     INDEX,
 )
 PICKLED = (".bin", ".pt", ".pth")
@@ -106,10 +108,11 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
         raise ModelSourceError(f"{path} is empty: {GIVE}")
     if "config.json" not in names:
         inside = [path / name for name in names if (path / name / "config.json").is_file()]
-        files = [name for name in names if _is_gguf_name(name)]
+        files = _gguf_models(names)
         if not inside and files:
             raise ModelSourceError(f"{path} holds GGUF files: give one of them, such as {path / files[0]}")
-        hint = f"; did you mean {inside[0]}?" if inside else f": {GIVE}"
+        inside += [path.parent] if (path.parent / "config.json").is_file() else []
+        hint = f"; did you mean {inside[0]}?" if inside else f": {_native_format(names) or GIVE}"
         raise ModelSourceError(f"{path} has no config.json, so it is no checkpoint directory{hint}")
     if with_weights and not {SINGLE, INDEX} & set(names):
         raise ModelSourceError(f"{path} has {_without_safetensors(names)}")
@@ -117,16 +120,39 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
 
 def _without_safetensors(names: Iterable[str]) -> str:
     """Returns a phrase on what stands where safetensors should be, and what to do."""
+    native = _native_format(names)
     pickled = [name for name in names if name.endswith(PICKLED)]
+    if native and all(_is_native(name) for name in pickled):
+        return f"no weights in the format that is read: {native}"
     if pickled:
         return (
             f"only pickled weights ({pickled[0]}), which can run any code and are never loaded: convert them to "
             "safetensors, for instance with save_pretrained of transformers"
         )
-    files = [name for name in names if _is_gguf_name(name)]
+    files = _gguf_models(names)
     if files:
         return f"no safetensors weights, but GGUF files: give one of them by its path, such as {files[0]}"
     return f"no weights: neither {SINGLE} nor {INDEX} is there"
+
+
+def _native_format(names: Iterable[str]) -> str:
+    """Returns what to do about weights as Meta and Mistral have them before they are converted, or nothing."""
+    native = [name for name in names if _is_native(name)]
+    if not native:
+        return ""
+    return (
+        f"{native[0]} is in a format of its publisher's own; the Hugging Face repository has the model in {SINGLE} or "
+        "parts of it as well: `hf download OWNER/NAME --exclude 'consolidated*' 'original/*' --local-dir DIRECTORY`"
+    )
+
+
+def _is_native(name: str) -> bool:
+    return name.rpartition("/")[2].startswith("consolidated.")
+
+
+def _gguf_models(names: Iterable[str]) -> list[str]:
+    """Returns the GGUF files that may hold a model, without those of encoders of pictures."""
+    return [name for name in names if _is_gguf_name(name) and "mmproj" not in name.lower()]
 
 
 def _is_gguf_name(name: str) -> bool:
@@ -160,16 +186,17 @@ def _path_refusal(path: Path) -> str:
     return f"there is no directory {path}{hint}"
 
 
-def _weight_files(snapshot: Path) -> list[str]:
-    """Returns the names of the safetensors in a snapshot's index, or of the one file where there is no index."""
+def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
+    """Returns the names of the safetensors in a snapshot's index. There is but one file without an index, and where
+    the index, of former files, does not name that one, which is there."""
     index = snapshot / INDEX
     if not index.is_file():
         return [SINGLE]
     try:
-        names = set(json.loads(read_text(index))["weight_map"].values())
+        names = {str(name) for name in json.loads(read_text(index))["weight_map"].values()}
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ModelSourceError(f"{index} is no index of safetensors: {error!r}") from None
-    return sorted(str(name) for name in names)
+    return [SINGLE] if SINGLE in there and SINGLE not in names else sorted(names)
 
 
 @contextmanager
@@ -227,7 +254,8 @@ class _HubModel:
             return None
         if not (snapshot / "config.json").is_file():
             return None
-        if self._with_weights and not all((snapshot / name).is_file() for name in _weight_files(snapshot)):
+        there = {path.name for path in snapshot.iterdir() if path.is_file()}
+        if self._with_weights and not there.issuperset(_weight_files(snapshot, there)):
             return None
         return snapshot
 
@@ -271,7 +299,7 @@ class _HubModel:
         return snapshot
 
     def _without_config(self, names: Iterable[str]) -> str:
-        files = sorted(name for name in names if _is_gguf_name(name))
+        files = sorted(_gguf_models(names))
         if not files:
             return f"no config.json: {GIVE}"
         return (
@@ -280,7 +308,7 @@ class _HubModel:
         )
 
     def _download_weights(self, snapshot: Path, sizes: Mapping[str, int]) -> None:
-        names = _weight_files(snapshot)
+        names = _weight_files(snapshot, sizes)
         missing = [name for name in names if name not in sizes]
         if missing == [SINGLE]:
             raise ModelSourceError(f"the Hugging Face repository {self._name} has {_without_safetensors(sizes)}")

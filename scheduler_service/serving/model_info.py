@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import GgufFile, config_json, generation_config_json, is_gguf, tokenizer_config_json
+from pagewire.gguf import (
+    GgufFile,
+    LfsPointerError,
+    check_pointer,
+    config_json,
+    generation_config_json,
+    is_gguf,
+    tokenizer_config_json,
+)
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving import generation_config
 from scheduler_service.serving.chat_template import ChatTemplate, read_chat_template
@@ -20,6 +28,8 @@ _TEXT_DEFAULTS = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Those of families whose files may leave it out, by model_type.
 _DEFAULT_LENGTHS = {"bloom": 2048}
+# What other tools read where there is no tokenizer.json.
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model", "vocab.txt")
 _MAX_SIZE = 1 << 24  # of a vocabulary and of a length: far above any model there is
 
 
@@ -75,7 +85,7 @@ class ModelInfo:
         if not self.has_tokenizer:
             found.append(
                 f"{self.directory} has no tokenizer.json: prompts and outputs are token ids only; text prompts, stop "
-                "texts, chat and the gateway do not work"
+                f"texts, chat and the gateway do not work{_convertible(self.directory)}"
             )
         fault = None if self.template_file is None else self.template_file.fault()
         if fault is not None:
@@ -240,6 +250,21 @@ def _token_id(config: dict[str, Any], key: str) -> int | None:
     """None too for what nobody here would use it for anyway: it is only told on."""
     value = config.get(key)
     return value if is_whole(value) and 0 <= value < 2**31 else None
+
+
+def _convertible(directory: Path) -> str:
+    """Return what makes a tokenizer.json of the other file that a directory has in its place, or nothing."""
+    path = next((directory / name for name in _OTHER_TOKENIZERS if (directory / name).is_file()), None)
+    if path is None:
+        return ""
+    try:
+        check_pointer(path)
+    except LfsPointerError as error:
+        return f". {path}: {error}"
+    return (
+        f'. transformers makes one of {path.name}: python -c "from transformers import AutoTokenizer as T; '
+        f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""
+    )
 
 
 def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:

@@ -23,6 +23,7 @@ size 12345
 def model(tmp_path: Path) -> Path:
     """A checkpoint with every file that is read."""
     path = shutil.copytree(STORYTELLER, tmp_path / "model")
+    (path / "model.safetensors").unlink()
     make_checkpoint(tmp_path / "sharded", "llama", seed=1, max_shard_size="50KB")
     for file in (tmp_path / "sharded").glob("*safetensors*"):
         shutil.copy(file, path)

@@ -209,3 +209,15 @@ def test_ends_of_tokenizer_and_configuration_both_stop(tmp_path: Path, in_decode
     assert read_model_info(str(tmp_path)).eos_token_ids == tuple(sorted((2, 4, end)))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<none such>"}))
     assert read_model_info(str(tmp_path)).eos_token_ids == (2, 4)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "tekken.json"])
+def test_a_directory_without_a_tokenizer_says_what_makes_one(tmp_path: Path, name: str) -> None:
+    write(tmp_path, CONFIG, {})
+    (tmp_path / name).write_bytes(b"\x0a\x0e")
+    (warning,) = read_model_info(str(tmp_path)).warnings()
+    assert f"transformers makes one of {name}: python -c" in warning
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 499723\n")
+    (warning,) = read_model_info(str(tmp_path)).warnings()
+    assert f"{tmp_path / name}: " in warning
+    assert "git lfs pull" in warning

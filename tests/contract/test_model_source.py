@@ -42,6 +42,9 @@ REPOSITORIES = {
     "org/gguf": Repository({"model-q4.gguf": b"g", "README.md": b"r"}),
     "org/no-model": Repository({"README.md": b"r"}),
     "org/lacking": Repository({**SMALL, "model.safetensors.index.json": json.dumps(INDEX).encode()}),
+    "org/merged": Repository(
+        {**SMALL, "model.safetensors": WEIGHTS, "model.safetensors.index.json": json.dumps(INDEX).encode()}
+    ),
     "org/gated": Repository({**SMALL, "model.safetensors": WEIGHTS}, gated=True),
 }  # fmt: skip
 PROGRAM = """
@@ -98,6 +101,15 @@ def test_only_the_files_that_are_read_are_downloaded_and_only_once(served: tuple
     offline = run(locating("org/whole"), environ(tmp_path / "hf", url, HF_HUB_OFFLINE="1"), tmp_path)
     assert offline.stdout == ended.stdout
     assert len(made.requests) == num_requests
+
+
+def test_an_index_of_former_files_is_passed_over(served: tuple[Hub, str], tmp_path: Path) -> None:
+    made, url = served
+    for _ in range(2):
+        ended = run(locating("org/merged"), environ(tmp_path / "hf", url), tmp_path)
+        assert (Path(ended.stdout.split()[0]) / "model.safetensors").read_bytes() == WEIGHTS
+    assert "is in the local cache" in ended.stderr
+    assert made.downloaded.count("model.safetensors") == 1
 
 
 @pytest.mark.parametrize("length", [0, 20])
@@ -264,6 +276,23 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
         ): f"holds GGUF files: give one of them, such as {tmp_path}/gguf/model.gguf",
         make(tmp_path / "both", "config.json", "x.gguf"): "no safetensors weights, but GGUF files: give one of them",
         make(tmp_path / "pickled", "config.json", "pytorch_model.bin"): "only pickled weights (pytorch_model.bin)",
+        make(tmp_path / "encoder", "mmproj-f16.gguf", "a-model.gguf", "x.mmproj.gguf"): "such as "
+        f"{tmp_path}/encoder/a-model.gguf",
+        make(
+            tmp_path / "encoded", "config.json", "mmproj.gguf", "the-model.gguf"
+        ): "give one of them by its path, such as the-model.gguf",
+        make(tmp_path / "meta", "consolidated.00.pth", "params.json"): "consolidated.00.pth is in a format of its "
+        "publisher's own",
+        make(
+            tmp_path / "mistral", "config.json", "consolidated.safetensors"
+        ): "consolidated.safetensors is in a format of its publisher's own; the Hugging Face repository has the model "
+        "in model.safetensors or parts of it as well: `hf download OWNER/NAME --exclude",
+        make(
+            tmp_path / "mixed", "config.json", "consolidated.00.pth", "pytorch_model.bin"
+        ): "only pickled weights (consolidated.00.pth)",
+        make(
+            tmp_path / "good" / "original", "consolidated.00.pth", "params.json"
+        ): f"it is no checkpoint directory; did you mean {tmp_path / 'good'}?",
         make(tmp_path / "bare", "config.json"): "no weights: neither model.safetensors nor",
         tmp_path: f"did you mean {tmp_path / 'bare'}?",
         tmp_path / "goof": f"there is no directory {tmp_path / 'goof'}; did you mean {tmp_path / 'good'}?",

@@ -169,6 +169,28 @@ def test_missing_shard(sharded):
         load(sharded)
 
 
+FORMER = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+
+
+@pytest.mark.parametrize("index", [json.dumps(FORMER), '{"weight_map": {"x": "model.safetensors"}}', "{}", "[", "\0"])
+def test_an_index_of_former_files_beside_a_whole_model(path, index):
+    """As tools leave one that write a model anew, merged or quantised, into a copy of its directory."""
+    expected = load(path).state_dict()
+    (path / "model.safetensors.index.json").write_text(index)
+    found = load(path).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_model_file_that_an_index_names_with_others_is_a_part(path):
+    whole = load_file(path / "model.safetensors")
+    apart = {name: tensor for name, tensor in whole.items() if ".1." in name}
+    save_file(apart, path / "further.safetensors")
+    edit_tensors(path, **dict.fromkeys(apart))
+    names = {name: "further.safetensors" if name in apart else "model.safetensors" for name in whole}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    load(path)
+
+
 def test_index_that_names_the_wrong_shard(sharded):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     names = index["weight_map"]

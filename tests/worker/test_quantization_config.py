@@ -152,7 +152,7 @@ def test_names_come_before_patterns_and_classes():
         (compressed(group({**INT4, "actorder": "odd"})), r'actorder is "odd", but must be null, weight or group'),
         (compressed(group(INT4, 7)), r"targets is \[7\], but must be a list of names of modules"),
         (compressed(group(INT4), ignore=["re:["]), r'ignore is "re:\[", but must be a regular expression'),
-        (compressed(), r"config_groups is {}, but must be an object with a group"),
+        ({**compressed(), "config_groups": None}, r"config_groups is null, but must be an object of groups"),
         ({**compressed(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups is .* of objects with targets"),
         (compressed(group(INT4), transform_config={"a": 1}), r"transform_config is .*, but must be unset"),
         (compressed(group(INT4), sparsity_config={"format": "sparse-24"}), r"sparsity_config is .*, but must be unset"),

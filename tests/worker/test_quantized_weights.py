@@ -1,6 +1,7 @@
 """Quantised checkpoints: weights bit for bit as their formats mean them, alone and in whole models."""
 
 import itertools
+import json
 import logging
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scheduler_service.serving.model_info import read_model_info
-from tests.worker.checkpoints import FAMILIES
+from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.packed_checkpoints import awq, gptq, make_quantized
 from tests.worker.quantized_checkpoints import BY_NAME, CASES
 from tests.worker.test_models import compute_logits, host_operations, packed_products, random_tokens, use_kernels
@@ -16,7 +17,8 @@ from tests.worker.test_tensor_parallel import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig
 from worker_service.models import packing
 from worker_service.models.checkpoint import Checkpoint, Piece
-from worker_service.models.checkpoint_files import model_digest
+from worker_service.models.checkpoint_files import CheckpointError, model_digest
+from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Linear
 from worker_service.models.loading import load_model
 from worker_service.models.quantization import parse_quantization
@@ -174,13 +176,53 @@ def test_scales_of_activations_and_caches_are_left_alone(tmp_path):
     quantized, plain = make_quantized(tmp_path, "llama", BY_NAME["FP8 tensor"], seed=16)
     tensors = load_file(quantized / "model.safetensors")
     layer = "model.layers.0.self_attn"
-    tensors |= {f"{layer}.{name}": torch.ones(1) for name in ("q_proj.input_scale", "k_scale", "v_scale")}
+    tensors |= {f"{layer}.{name}": torch.ones(1) for name in ("q_proj.input_scale", "k_scale", "v_scale", "kv_scale")}
     save_file(tensors, quantized / "model.safetensors")
     token_ids = random_tokens()
     logits = [
         compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids) for path in (quantized, plain)
     ]
     assert torch.equal(*logits)
+
+
+def test_scales_of_caches_beside_weights_that_are_not_quantised(tmp_path):
+    """As llm-compressor writes a model of which it has quantised the cache alone."""
+    path = make_checkpoint(tmp_path, "llama", seed=16)
+    expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in ("k_scale", "v_scale", "kv_scale")}
+    save_file(tensors, path / "model.safetensors")
+    section = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": ["lm_head"]}
+    config = json.loads((path / "config.json").read_text())
+    for group in ({}, {"group_0": {"targets": ["Linear"], "weights": None}}):
+        changed = {**config, "quantization_config": {**section, "config_groups": group}}
+        (path / "config.json").write_text(json.dumps(changed))
+        assert ModelConfig.load(path).quantization is None
+        assert torch.equal(compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens()), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "renamed"),
+    [
+        ("GPTQ", "quantize_config.json", {}),
+        ("GPTQ asymmetric", "quantize_config.json", {}),
+        ("AWQ", "quant_config.json", {"bits": "w_bit", "group_size": "q_group_size"}),
+        ("AWQ", "quant_config.json", {}),
+    ],
+)
+def test_a_file_of_its_own_says_how_weights_are_quantised(tmp_path, name, file, renamed):
+    """As AutoGPTQ and AutoAWQ first wrote it."""
+    quantized, plain = make_quantized(tmp_path, "llama", BY_NAME[name], seed=18)
+    config = json.loads((quantized / "config.json").read_text())
+    section = {renamed.get(key, key): value for key, value in config.pop("quantization_config").items()}
+    del section["quant_method"]
+    (quantized / "config.json").write_text(json.dumps(config))
+    (quantized / file).write_text(json.dumps(section))
+    models = [load_model(path, dtype=torch.float32, device=CPU) for path in (quantized, plain)]
+    assert torch.equal(*(compute_logits(model, random_tokens()) for model in models))
+    (quantized / file).write_text(json.dumps({**section, renamed.get("bits", "bits"): 3}))
+    with pytest.raises(CheckpointError, match=rf"{file}: bits is 3, but must be 4"):
+        ModelConfig.load(quantized)
 
 
 def test_both_services_tell_formats_apart_by_their_digest(tmp_path):

@@ -80,14 +80,16 @@ def model_digest(path: Path) -> bytes:
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Every tensor of a checkpoint directory by name.
+    """Every tensor of a checkpoint directory by name. As in transformers, model.safetensors is the whole where it is
+    there, whatever an index of former files says beside it; but where an index names it with others, it is a part.
 
     Raises:
         CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
     """
-    if not (path / INDEX_FILE).is_file():
-        if not (path / SINGLE_FILE).is_file():
-            raise CheckpointError(_without_weights(path))
+    has_single, has_index = (path / SINGLE_FILE).is_file(), (path / INDEX_FILE).is_file()
+    if not has_single and not has_index:
+        raise CheckpointError(_without_weights(path))
+    if has_single and not (has_index and _is_part(path / INDEX_FILE)):
         return _read_header(path / SINGLE_FILE)
     weight_map = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -104,6 +106,16 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         if name not in found:
             raise CheckpointError(f"tensor {name} is not in {path / file_name}, though {INDEX_FILE} says so")
     return found
+
+
+def _is_part(index: Path) -> bool:
+    """Whether an index names model.safetensors beside other files."""
+    try:
+        weight_map = read_json(index).get("weight_map")
+    except CheckpointError:
+        return False
+    names = [*weight_map.values()] if isinstance(weight_map, dict) else []
+    return SINGLE_FILE in names and any(name != SINGLE_FILE for name in names)
 
 
 def _without_weights(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pagewire.kernels.expert_choice import ExpertChoice
 from worker_service.models.checkpoint_files import CONFIG_FILE, read_json
-from worker_service.models.quantization import Quantization
+from worker_service.models.quantization import Quantization, with_quantization_file
 
 # Far above any model there is: what lies beyond is a mistake, and would be built before memory says so.
 MAX_LAYERS = 1 << 12
@@ -156,12 +156,12 @@ class ModelConfig:
 
     @staticmethod
     def load(path: Path) -> "ModelConfig":
-        """Reads config.json in a checkpoint directory.
+        """Reads config.json in a checkpoint directory, and a file beside it that says how weights are quantised.
 
         Raises:
             CheckpointError: the file is missing or broken, or asks for something that is not supported.
         """
-        return parse_config(read_json(path / CONFIG_FILE))
+        return parse_config(with_quantization_file(read_json(path / CONFIG_FILE), path))
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:

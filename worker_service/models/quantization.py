@@ -8,9 +8,10 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
+from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, read_json, shown
 
 METHODS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4")
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
@@ -21,6 +22,8 @@ _MAX_PATTERN_CHARS = 10_000
 _MAX_MATCH_S = 0.2
 _MAX_MATCHING_S = 60.0
 _KEY = "quantization_config"
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # and whose they are, unless they say
+_FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AWQ
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,23 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     }
     if not isinstance(method, str) or method not in parsers:
         raise _error("quant_method", method, f"one of {', '.join(METHODS)}, or quantization_config must be unset")
-    return Quantization(method, tuple(parsers[method](section)))
+    rules = tuple(parsers[method](section))
+    return Quantization(method, rules) if any(rule.format is not None for rule in rules) else None
+
+
+def with_quantization_file(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Return the contents of a config.json with those of the file of its own in which the first tools of GPTQ and AWQ
+    say how weights are quantised. Raises CheckpointError."""
+    name = next((name for name in _FILES if (path / name).is_file()), None)
+    if name is None or config.get(_KEY) or config.get("compression_config"):
+        return config
+    section = {_FIRST_NAMES.get(key, key): value for key, value in read_json(path / name).items()}
+    whole = {**config, _KEY: {"quant_method": _FILES[name], **section}}
+    try:
+        parse_quantization(whole)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(f"{CONFIG_FILE}: {_KEY}", name, 1)) from None
+    return whole
 
 
 # compressed-tensors
@@ -123,8 +142,8 @@ def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     for target in _names(section, "ignore"):
         yield _target_rule("ignore", target, None)
     groups = section.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise _error("config_groups", groups, "an object with a group of weights at least")
+    if not isinstance(groups, Mapping):
+        raise _error("config_groups", groups, "an object of groups of weights, empty where none are quantised")
     found: list[tuple[int, QuantizationRule]] = []
     for name, group in groups.items():
         if not isinstance(group, Mapping):

@@ -1,6 +1,5 @@
 """A checkpoint whose linear weights are quantised: each is made of several tensors."""
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
@@ -24,10 +23,6 @@ from worker_service.models.packing import (
 )
 from worker_service.models.quantization import WeightFormat
 
-# Scales for activations and caches, which are not followed.
-_ACTIVATION_SCALES = re.compile(
-    r"\.((input|output|activation)_(scale|zero_point)|input_global_scale|[qkv]_(scale|zero_point))$"
-)
 _SUFFIX = ".weight"
 
 
@@ -50,15 +45,11 @@ class QuantizedCheckpoint:
             module: weight_format for module, weight_format in formats.items() if self._is_stored(module, weight_format)
         }
         unneeded = {f"{module}.bias" for module, kept in self._formats.items() if kept.layout.startswith("gptq")}
-        self._names = frozenset(
-            name
-            for name in checkpoint.names
-            if not _ACTIVATION_SCALES.search(name) and not (name in unneeded and self._is_zero(name))
-        )
+        self._names = frozenset(name for name in checkpoint.names if not (name in unneeded and self._is_zero(name)))
 
     @property
     def names(self) -> frozenset[str]:
-        """Without scales of activations, and biases of 0 that some GPTQ checkpoints hold for models without any."""
+        """Without biases of 0 that some GPTQ checkpoints hold for models without any."""
         return self._names
 
     @property

@@ -19,6 +19,10 @@ from worker_service.models.shard import Shard, Split
 
 # Of each parameter: its name in the checkpoint, and what is read of it and where it goes.
 Targets = Sequence[tuple[str, Sequence[Piece]]]
+# Names of scales for activations and caches, which are not followed, whatever the weights beside them are.
+_UNFOLLOWED_SCALES = (
+    r"\.((input|output|activation)_(scale|zero_point)|input_global_scale|(kv|[qkv])_(scale|zero_point))$"
+)
 # Called after each tensor with (tensors loaded, tensors in all).
 Progress = Callable[[int, int], None]
 
@@ -93,7 +97,8 @@ def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignor
         ValueError: a weight cannot be cut into this rank's part.
     """
     known = frozenset().union(*(checkpoint.stored_names(name) for name, _ in targets))
-    unknown = sorted(name for name in checkpoint.names - known if not re.search(ignored, name))
+    unread = re.compile(rf"{ignored}|{_UNFOLLOWED_SCALES}")
+    unknown = sorted(name for name in checkpoint.names - known if not unread.search(name))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise CheckpointError(f"tensor {unknown[0]}{more} in the checkpoint has no place in {type(model).__name__}")
