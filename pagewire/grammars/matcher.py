@@ -1,8 +1,10 @@
 """A grammar's state, moved on by tokens, which says what tokens may come next."""
 
 import ctypes
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -66,18 +68,35 @@ class MaskPace:
         self.seconds = max(seconds, _REMEMBERED * self.seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class _MaskSizes:
+    """How many tokens a mask has as the library fills it, and how many logits the model has."""
+
+    num_tokens: int
+    vocab_size: int
+
+    def cut(self, address: int, mask_bytes: int) -> None:
+        """Take the tokens away that have no logit. Raises GrammarError where no other is allowed."""
+        if num_bits := self.vocab_size % 32:
+            last = ctypes.c_uint32.from_address(address + mask_bytes - 4)
+            last.value &= (1 << num_bits) - 1
+        if not ctypes.string_at(address, mask_bytes).strip(b"\0"):
+            raise GrammarError("the grammar allows only tokens that the model has no logits for")
+
+
 class Matcher:
     """The state of a grammar behind the tokens of one output."""
 
-    def __init__(self, state: LLMatcher, end_token_ids: frozenset[int], pace: MaskPace) -> None:
+    def __init__(self, state: LLMatcher, end_token_ids: frozenset[int], pace: MaskPace, sizes: _MaskSizes) -> None:
         self._state = state
         self._end_token_ids = end_token_ids
+        self._sizes = sizes
         self.pace = pace  # of all matchers of the grammar
         self.end_token_id: int | None = None  # the end token that was consumed: from there on nothing else is allowed
 
     def copy(self) -> "Matcher":
         """Returns a matcher in the same state, which goes its own way."""
-        copied = Matcher(self._state.deep_copy(), self._end_token_ids, self.pace)
+        copied = Matcher(self._state.deep_copy(), self._end_token_ids, self.pace, self._sizes)
         copied.end_token_id = self.end_token_id
         return copied
 
@@ -102,10 +121,18 @@ class Matcher:
         if self.end_token_id is not None:
             self._allow_end_alone(address, mask_bytes)
             return
+        long_bytes = 4 * -(-self._sizes.num_tokens // 32)
         with _caught():
-            self._state.unsafe_compute_mask_ptr(address, mask_bytes)
+            if long_bytes == mask_bytes:
+                self._state.unsafe_compute_mask_ptr(address, mask_bytes)
+            else:
+                mask = ctypes.create_string_buffer(long_bytes)
+                self._state.unsafe_compute_mask_ptr(ctypes.addressof(mask), long_bytes)
+                ctypes.memmove(address, mask, mask_bytes)
         if error := self.error():
             raise error
+        if self._sizes.num_tokens > self._sizes.vocab_size:
+            self._sizes.cut(address, mask_bytes)
 
     def error(self) -> GrammarError | None:
         """Why the matcher is of no more use."""
@@ -126,9 +153,9 @@ class GrammarCompiler:
     """Reads grammars for one tokenizer. Belongs to one thread."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
-        """`vocab_size`: the model's, as many tokens as it has logits."""
+        """`vocab_size`: the model's, as many tokens as it has logits. The tokenizer may have more."""
         self._tokenizer_json = tokenizer_json
-        self._vocab_size = vocab_size
+        self._sizes = _MaskSizes(max(vocab_size, _num_tokens(tokenizer_json)), vocab_size)
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
 
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
@@ -136,7 +163,7 @@ class GrammarCompiler:
         with _caught():
             limits = _OWN_GRAMMAR_LIMITS if kind == "grammar" else _LIMITS
             state = LLMatcher(self._tokenizer(end_token_ids), to_llguidance(kind, text), limits=limits, log_level=0)
-        matcher = Matcher(state, frozenset(end_token_ids), MaskPace())
+        matcher = Matcher(state, frozenset(end_token_ids), MaskPace(), self._sizes)
         if error := matcher.error():
             raise error
         return matcher
@@ -144,6 +171,17 @@ class GrammarCompiler:
     def _tokenizer(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:
         if end_token_ids not in self._tokenizers:
             self._tokenizers[end_token_ids] = LLTokenizer(
-                self._tokenizer_json, n_vocab=self._vocab_size, eos_token=list(end_token_ids)
+                self._tokenizer_json, n_vocab=self._sizes.num_tokens, eos_token=list(end_token_ids)
             )
         return self._tokenizers[end_token_ids]
+
+
+def _num_tokens(tokenizer_json: str) -> int:
+    """Return how many tokens a tokenizer.json has; 0 for one that is broken, of which the library tells why."""
+    try:
+        tokenizer = json.loads(tokenizer_json)
+        vocab = tokenizer["model"]["vocab"]
+        names = set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
+        return len(names.union(added["content"] for added in tokenizer.get("added_tokens") or ()))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return 0

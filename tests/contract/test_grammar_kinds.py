@@ -196,6 +196,22 @@ def test_padding_is_never_allowed(compiler: GrammarCompiler, tokenizer: Tokenize
     assert max(allowed(matcher)) < tokenizer.get_vocab_size() <= VOCAB_SIZE - 40
 
 
+@pytest.mark.parametrize("vocab_size", [1023, 1000, 992, 961])
+def test_a_tokenizer_may_be_longer_than_the_vocabulary(
+    vocab_size: int, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """As Gemma 3's of 270M is. Tokens without a logit are not allowed, and all others are as they were."""
+    short = GrammarCompiler(TOKENIZER.read_text(encoding="utf-8"), vocab_size)
+    for kind, text in (("regex", "(?s:.*)"), ("json_object", ""), ("choice", '["fox", "owl"]')):
+        matcher = short.compile(kind, text, (END,)).copy()
+        mask = ctypes.create_string_buffer(b"\xff" * (4 * -(-vocab_size // 32)), 4 * -(-vocab_size // 32))
+        matcher.fill_mask(ctypes.addressof(mask), len(mask))
+        assert bits(mask.raw) == [i for i in allowed(compiler.compile(kind, text, (END,))) if i < vocab_size]
+    only = short.compile("grammar", f"start: <[{tokenizer.get_vocab_size() - 1}]>", (END,))
+    with pytest.raises(GrammarError, match="only tokens that the model has no logits for"):
+        only.fill_mask(ctypes.addressof(mask), len(mask))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_state_is_a_function_of_the_tokens(seed: int, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     """Walks through masks: the state behind tokens is that of a matcher which takes them at once, and of a copy."""
