@@ -190,13 +190,34 @@ def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Te
         num_top: at most vocab_size.
 
     Returns:
-        `logprobs`, `ranks`, `top_token_ids` and `top_logprobs` as in `SampledTokens`; ids of equals are in any order.
+        `logprobs`, `ranks`, `top_token_ids` and `top_logprobs` as in `SampledTokens`.
     """
     logprobs = logits.log_softmax(1)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(1, dtype=torch.int32) + 1
-    top = logprobs.topk(num_top, dim=1)
-    return chosen.squeeze(1), ranks, top.indices.int(), top.values
+    top_token_ids = most_likely(logits, num_top)
+    return chosen.squeeze(1), ranks, top_token_ids.int(), logprobs.gather(1, top_token_ids)
+
+
+def most_likely(logits: Tensor, num_top: int) -> Tensor:
+    """Return the ids of the highest logits of each row, highest first and lowest id first among equals: [N, num_top].
+
+    `topk` takes any of equals, and which ones depends on how many are asked for: so the ids of those that equal the
+    last are looked for by themselves.
+    """
+    top = logits.topk(num_top, dim=1)
+    if not num_top:
+        return top.indices
+    vocab_size, last = logits.shape[1], top.values[:, -1:]
+    token_ids, places = (torch.arange(size, device=logits.device) for size in (vocab_size, num_top))
+    is_above = top.values > last
+    above, order = torch.where(is_above, top.indices, vocab_size).sort(dim=1)
+    order = top.values.gather(1, order).sort(dim=1, descending=True, stable=True).indices
+    tied = torch.where(logits == last, token_ids.int(), vocab_size).topk(num_top, dim=1, largest=False).values.long()
+    num_above = is_above.sum(1, keepdim=True)
+    tied = tied.gather(1, (places - num_above).clamp_(min=0))
+    # Where a logit is no number, nothing equals it, and the ids mean nothing.
+    return torch.where(places < num_above, above.gather(1, order), tied).clamp_(max=vocab_size - 1)
 
 
 def _allowed(columns: SamplingColumns, row: int, vocab_size: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pagewire.completion import Completion, CompletionBuilder, CompletionOutput,
 from pagewire.conversation import Session
 from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
+from pagewire.transport.strict_json import to_json
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     call = client.acomplete(**request) if printer is None else stream(client, printer=printer, **request)
     completion = connection.run(client, call)
     if parsed.json:
-        print(json.dumps(describe(completion)), flush=True)
+        print(to_json(describe(completion)), flush=True)
     else:
         print(statistics(completion), file=sys.stderr)
     return 0

@@ -1,7 +1,6 @@
 """`pagewire submit`, `attach` and `result` are for requests that outlive their client."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pagewire.cli import complete, connection
 from pagewire.client import Client
 from pagewire.completion import Result
 from pagewire.options import Parser
+from pagewire.transport.strict_json import to_json
 
 
 def submit(arguments: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def result(arguments: Sequence[str]) -> int:
     client = connection.client(parser, parsed)
     found = connection.run(client, client.result(parsed.request_id, tenant=parsed.tenant))
     if parsed.json:
-        print(json.dumps(describe(found)), flush=True)
+        print(to_json(describe(found)), flush=True)
     else:
         _print(found)
     if found.error is not None:

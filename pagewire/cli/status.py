@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -19,6 +18,7 @@ from pagewire.errors import PagewireError, Unavailable
 from pagewire.options import Parser
 from pagewire.server import Loads, RequestReport, ServerInfo
 from pagewire.transport.memory_size import describe_memory
+from pagewire.transport.strict_json import to_json
 
 # The other screen of the terminal, without a cursor; and back to how it was.
 ENTER_SCREEN, LEAVE_SCREEN = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
@@ -92,10 +92,10 @@ class _View:
     async def text(self, as_json: bool) -> str:
         if self._request_id is not None:
             report = await self.client.get_request(self._request_id, tenant=self._tenant)
-            return json.dumps(asdict(report)) if as_json else report_table(report, colour=self._colour)
+            return to_json(asdict(report)) if as_json else report_table(report, colour=self._colour)
         info, loads = await asyncio.gather(self.client.server_info(), self._loads())
         if as_json:
-            return json.dumps({"info": asdict(info), "loads": None if loads is None else asdict(loads)})
+            return to_json({"info": asdict(info), "loads": None if loads is None else asdict(loads)})
         described = table(info, loads, colour=self._colour)
         if not self._with_map:
             return described

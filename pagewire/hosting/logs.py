@@ -5,7 +5,6 @@ Lines go through a queue (`queued_writer.py`), so that a standard error which no
 
 import contextlib
 import io
-import json
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pagewire.transport.queued_writer import QueuedWriter, descriptor_writer
+from pagewire.transport.strict_json import StrictEncoder
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -37,6 +37,9 @@ class LogConfig:
     )
 
 
+_to_json = StrictEncoder(str, ensure_ascii=False, default=str).encode
+
+
 class JsonFormatter(logging.Formatter):
     """Writes one object per line: time (UTC), level, logger, message, then the caller's `extra`, then the exception."""
 
@@ -50,7 +53,7 @@ class JsonFormatter(logging.Formatter):
         entry |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False, default=str)
+        return _to_json(entry)
 
 
 class TerminationLog(logging.Handler):

@@ -29,6 +29,7 @@ from typing import IO, Any
 from xxhash import xxh3_64_hexdigest
 
 from pagewire.transport.queued_writer import QueuedWriter, descriptor_writer
+from pagewire.transport.strict_json import StrictEncoder
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, create_policy
@@ -250,7 +251,8 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} has no place in a recording")
 
 
-encode = json.JSONEncoder(default=_encode, separators=(",", ":"), check_circular=False).encode
+# A number that JSON has not, such as a log-probability of minus infinity, is text: "-inf", "inf" or "nan".
+encode = StrictEncoder(str, default=_encode, separators=(",", ":"), check_circular=False).encode
 
 
 @cache
@@ -277,6 +279,8 @@ def _decode(hint: Any, value: Any) -> Any:
         return bytes.fromhex(value)
     if issubclass(hint, Enum):
         return hint(value)
+    if hint is float and value in ("-inf", "inf", "nan"):
+        return float(value)
     if not isinstance(value, (int, float) if hint is float else hint):
         raise TypeError(f"{value!r} is no {hint.__name__}")
     return value

@@ -2,12 +2,22 @@
 
 from collections import deque
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import Grammar, GrammarKind, RowStatus, SamplingParams, StepResult, WorkerCapacity
+from scheduler_service.core.plan import (
+    Grammar,
+    GrammarKind,
+    Logprobs,
+    RowStatus,
+    SamplingParams,
+    StepResult,
+    WorkerCapacity,
+)
+from scheduler_service.core.plans.dispatch import _read_logprobs
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import AdmissionError, EndReason, Request
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
@@ -216,3 +226,10 @@ def test_times_of_masks_that_no_row_has_break_the_protocol(slots: tuple[int, ...
     scheduler = running()
     with pytest.raises(WorkerProtocolError, match="times of masks"):
         scheduler.complete(StepResult(1, 2, token_ids=(5,), mask_slots=slots, mask_us=us), 0.0)
+
+
+def test_tokens_that_a_grammar_does_not_allow_are_not_among_the_most_likely() -> None:
+    columns = Logprobs((-0.5, -0.1), (1, 1), (7, 8, 9, 3, 4, 5), (-0.5, -inf, -inf, -0.1, -2.5, -inf))
+    first, second = _read_logprobs(columns, [(7, 3), (3, 3)], 97)
+    assert first.top == ((7, -0.5),)
+    assert second.top == ((3, -0.1), (4, -2.5))

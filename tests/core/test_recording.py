@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import math
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.cli.replay import main
-from scheduler_service.core.plan import SamplingParams
+from scheduler_service.core.plan import Logprobs, PromptLogprobs, SamplingParams, StepResult
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
@@ -22,6 +23,7 @@ from scheduler_service.serving.recording import (
     RecordingError,
     RecordingReader,
     SchedulerArguments,
+    encode,
     record,
 )
 from tests.core.recorded_history import DEFAULTS, RecordedHistory
@@ -244,3 +246,14 @@ def test_the_arguments_are_all_that_a_scheduler_takes() -> None:
         "max_wait_s",
         "new_expectation",
     }
+
+
+def test_what_json_has_not_is_written_as_json_and_read_as_it_was() -> None:
+    """A worker tells of tokens that cannot come, and of positions that it did not compute."""
+    logprobs = Logprobs((-0.5,), (1,), (7, 8, 9), (-0.5, -math.inf, math.inf))
+    result = StepResult(1, 2, logprobs=logprobs, prompt_logprobs=(PromptLogprobs(0, 1, Logprobs((math.nan,), (0,))),))
+    text = encode(("complete", -math.inf, [result], {"error": "-Infinity"}))
+    name, now, (encoded,), outcome = json.loads(text, parse_constant=pytest.fail)
+    assert (name, recording._decode(float, now), outcome) == ("complete", -math.inf, {"error": "-Infinity"})
+    read = recording._decode(StepResult, encoded)
+    assert repr(read) == repr(result), "a NaN equals nothing"

@@ -6,6 +6,7 @@ an end within the length of the bundled model. Validity is judged by PyPI `jsons
 
 import asyncio
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,7 @@ def faults(index: int, completion: Completion) -> list[str]:
                 matcher.consume(output.token_ids)
             else:
                 assert output.finish_reason == "stop"
+                assert all(math.isfinite(value) for entry in output.logprobs or () for _, value in entry.top)
                 jsonschema.validate(json.loads(output.text), schema)
         except (ValueError, AssertionError, jsonschema.ValidationError) as error:
             found.append(f"{title}: {output.finish_reason}: {output.text!r}: {error}")

@@ -1,5 +1,6 @@
 """The sampler against a plain reading of each parameter, one row at a time, in float64."""
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -155,11 +156,23 @@ def test_logprobs_are_of_the_adjusted_logits(seed: int) -> None:
     assert (top, top) == (len(samples.logprobs.top_token_ids), len(samples.logprobs.top_logprobs))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_which_tokens_are_the_most_likely_does_not_depend_on_the_company(seed: int) -> None:
+    """Equal ones stand in the order of their ids, those that cannot come too, whatever other rows ask for."""
+    logits = random_logits(seed, 3).round()
+    logits[:, ::3] = -math.inf
+    expected = logits[1].sort(descending=True, stable=True).indices.tolist()
+    for num_tops, num_others in itertools.product((1, 7, VOCAB_SIZE), (None, 0, 1, 40, VOCAB_SIZE)):
+        rows = [row(1, SamplingParams(num_logprobs=num_tops)), row(2, SamplingParams(num_logprobs=num_others))]
+        top_token_ids = draw(logits, *rows).logprobs.top_token_ids
+        assert list(top_token_ids[:num_tops]) == expected[:num_tops]
+
+
 def test_logprob_columns_count_ranks_from_one() -> None:
     logprobs = torch.tensor([[0.1, 0.4, 0.4, 0.1]]).log()
     _, ranks, top_token_ids, _ = logprob_columns(logprobs.expand(3, 4), torch.tensor([1, 2, 3]), 2)
     assert ranks.tolist() == [1, 1, 3]
-    assert top_token_ids.shape == (3, 2)
+    assert top_token_ids.tolist() == [[1, 2]] * 3
 
 
 # Draws

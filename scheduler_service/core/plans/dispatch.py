@@ -6,6 +6,7 @@ A result's rows are resolved here and never by slot alone: by the time it arrive
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from operator import attrgetter, gt, itemgetter
 from typing import NamedTuple
 
@@ -184,7 +185,7 @@ def _read_prompt_logprobs(
 
 def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size: int) -> list[TokenLogprobs]:
     """Cut the columns into entries of `tokens`: (token id, how many of the most likely ones were asked for beside
-    it)."""
+    it). Those that cannot come at all, as where a grammar allows fewer, are left out."""
     num_tops = [min(num_top, vocab_size) for _, num_top in tokens]
     num_top_tokens = sum(num_tops)
     if not (
@@ -194,7 +195,7 @@ def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size:
         raise WorkerProtocolError(f"the columns of log-probabilities are not those of {len(tokens)} tokens")
     top = zip(columns.top_token_ids, columns.top_logprobs, strict=True)
     return [
-        TokenLogprobs(token_id, logprob, rank, tuple(islice(top, num_top)))
+        TokenLogprobs(token_id, logprob, rank, tuple(entry for entry in islice(top, num_top) if entry[1] != -inf))
         for (token_id, _), num_top, logprob, rank in zip(tokens, num_tops, columns.chosen, columns.ranks, strict=True)
     ]
 
