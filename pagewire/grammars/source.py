@@ -5,7 +5,7 @@ import json
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from pagewire.grammars.json_schema import with_few_spaces
+from pagewire.grammars.json_schema import for_library
 from pagewire.grammars.structural_tag import structural_tag_to_lark
 
 
@@ -14,9 +14,9 @@ def to_llguidance(kind: str, text: str) -> str:
     not of its kind, and a kind that is none."""
     match kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(json.dumps(with_few_spaces(json.loads(text))))
+            return LLMatcher.grammar_from_json_schema(json.dumps(for_library(json.loads(text))))
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(json.dumps(with_few_spaces({"type": "object"})))
+            return LLMatcher.grammar_from_json_schema(json.dumps(for_library({"type": "object"})))
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "choice":

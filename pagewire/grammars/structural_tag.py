@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pagewire.grammars.json_schema import with_few_spaces
+from pagewire.grammars.json_schema import for_library
 
 _ANY_TEXT = r"/(?s:.*)/"
 
@@ -51,7 +51,7 @@ class _Rules:
             case "const_string":
                 return _literal(_field(form, "value", kind))
             case "json_schema":
-                return self.rule(f"%json {json.dumps(with_few_spaces(_field(form, 'json_schema', kind)))}")
+                return self.rule(f"%json {json.dumps(for_library(_field(form, 'json_schema', kind)))}")
             case "any_text":
                 return self.rule(_ANY_TEXT)
             case "regex":
