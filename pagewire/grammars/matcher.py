@@ -155,14 +155,18 @@ class GrammarCompiler:
     def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
         """`vocab_size`: the model's, as many tokens as it has logits. The tokenizer may have more."""
         self._tokenizer_json = tokenizer_json
-        self._sizes = _MaskSizes(max(vocab_size, _num_tokens(tokenizer_json)), vocab_size)
+        num_tokens, added = _tokens(tokenizer_json)
+        self._sizes = _MaskSizes(max(vocab_size, num_tokens), vocab_size)
+        self._token_names = {name: token_id for name, token_id in added.items() if token_id < vocab_size}
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
 
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
         with _caught():
+            names = {name: token for name, token in self._token_names.items() if token not in end_token_ids}
+            grammar = to_llguidance(kind, text, names)
             limits = _OWN_GRAMMAR_LIMITS if kind == "grammar" else _LIMITS
-            state = LLMatcher(self._tokenizer(end_token_ids), to_llguidance(kind, text), limits=limits, log_level=0)
+            state = LLMatcher(self._tokenizer(end_token_ids), grammar, limits=limits, log_level=0)
         matcher = Matcher(state, frozenset(end_token_ids), MaskPace(), self._sizes)
         if error := matcher.error():
             raise error
@@ -176,12 +180,15 @@ class GrammarCompiler:
         return self._tokenizers[end_token_ids]
 
 
-def _num_tokens(tokenizer_json: str) -> int:
-    """Return how many tokens a tokenizer.json has; 0 for one that is broken, of which the library tells why."""
+def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int]]:
+    """Return how many tokens a tokenizer.json has, and those that stand in texts as their names but are none of its
+    pieces, as the library sees it. Nothing for one that is broken, of which the library tells why."""
     try:
         tokenizer = json.loads(tokenizer_json)
-        vocab = tokenizer["model"]["vocab"]
+        vocab, added_tokens = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or ()
         names = set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
-        return len(names.union(added["content"] for added in tokenizer.get("added_tokens") or ()))
+        num_tokens = len(names.union(added["content"] for added in added_tokens))
+        shown = {added["content"]: int(added["id"]) for added in added_tokens if not added.get("special")}
     except (ValueError, TypeError, KeyError, AttributeError):
-        return 0
+        return 0, {}
+    return num_tokens, {name: shown[name] for name in shown if name.startswith("<") and name.endswith(">")}

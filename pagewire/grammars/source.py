@@ -1,6 +1,7 @@
 """The kinds of grammars in the one form that the library reads."""
 
 import json
+from collections.abc import Mapping
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
@@ -8,23 +9,34 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pagewire.grammars.json_schema import for_library
 from pagewire.grammars.structural_tag import structural_tag_to_lark
 
+# Where only one text can follow, the library would allow its tokens alone, as the tokenizer cuts that text: but a
+# tokenizer may read another text there, in another form of Unicode, or a token that is called like it.
+_ANY_TOKENS = '%llguidance {"no_forcing": true}'
 
-def to_llguidance(kind: str, text: str) -> str:
+
+def to_llguidance(kind: str, text: str, token_names: Mapping[str, int]) -> str:
     """Return a grammar as the library reads it, whether it is a good one or not. Raises ValueError for a text that is
-    not of its kind, and a kind that is none."""
+    not of its kind, and a kind that is none.
+
+    `token_names`: the tokens that may stand for their names in structural tags.
+    """
+    return f"{_to_lark(kind, text, token_names)}\n{_ANY_TOKENS}"
+
+
+def _to_lark(kind: str, text: str, token_names: Mapping[str, int]) -> str:
     match kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(json.dumps(for_library(json.loads(text))))
+            return f"start: %json {json.dumps(for_library(json.loads(text)))}"
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(json.dumps(for_library({"type": "object"})))
+            return f"start: %json {json.dumps(for_library({'type': 'object'}))}"
         case "regex":
-            return LLMatcher.grammar_from_regex(text)
+            return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, _choices(text))))
+            return "start: " + " | ".join(map(json.dumps, _choices(text)))
         case "grammar":
-            return LLMatcher.grammar_from_lark(any_to_lark(text))
+            return any_to_lark(text)
         case "structural_tag":
-            return LLMatcher.grammar_from_lark(structural_tag_to_lark(text))
+            return structural_tag_to_lark(text, token_names)
     raise ValueError(f"{kind} is no kind of grammar that this server has")
 
 

@@ -5,7 +5,7 @@ https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html), or the older {"stru
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagewire.grammars.json_schema import for_library
@@ -13,14 +13,15 @@ from pagewire.grammars.json_schema import for_library
 _ANY_TEXT = r"/(?s:.*)/"
 
 
-def structural_tag_to_lark(text: str) -> str:
-    """Raises ValueError for what is no structural tag, or asks for something that is not supported."""
+def structural_tag_to_lark(text: str, token_names: Mapping[str, int]) -> str:
+    """Raises ValueError for what is no structural tag, or asks for something that is not supported. A token of
+    `token_names` may stand for its name: a model that has one for a tag's beginning has learnt to take it."""
     tag = json.loads(text)
     if not isinstance(tag, dict):
         raise ValueError("a structural tag is a JSON object")
     if "structures" in tag:
         tag = {"format": _of_structures(tag)}
-    rules = _Rules()
+    rules = _Rules(token_names)
     start = rules.expression(_field(tag, "format", "a structural tag"))
     return "\n".join([f"start: {start}", *rules.lines])
 
@@ -41,7 +42,8 @@ def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
 class _Rules:
     """The rules of a grammar while it is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_names: Mapping[str, int]) -> None:
+        self._token_names = token_names
         self.lines: list[str] = []
 
     def expression(self, form: Any) -> str:
@@ -49,7 +51,7 @@ class _Rules:
         kind = _field(form, "type", "a format")
         match kind:
             case "const_string":
-                return _literal(_field(form, "value", kind))
+                return self.literal(_field(form, "value", kind))
             case "json_schema":
                 return self.rule(f"%json {json.dumps(for_library(_field(form, 'json_schema', kind)))}")
             case "any_text":
@@ -86,14 +88,51 @@ class _Rules:
         ends = [end] if isinstance(end, str) else list(end)
         if _field(content, "type", "a tag's content") == "any_text" and all(ends):
             # The text goes up to the first end, and no further.
-            bodies = [self.rule(_ANY_TEXT, f"[suffix={_literal(one)}]") for one in ends]
-            return self.sequence([_literal(begin), self.either(bodies)])
-        return self.sequence([_literal(begin), self.expression(content), self.either([_literal(one) for one in ends])])
+            return self.sequence([self.literal(begin), self.either([self.up_to(one) for one in ends])])
+        ending = self.either([self.literal(one) for one in ends])
+        return self.sequence([self.literal(begin), self.expression(content), ending])
+
+    def literal(self, text: Any) -> str:
+        """A text. Tokens may stand for their names in it."""
+        before, name, behind = self._cut(_checked(text))
+        if not name:
+            return _quoted(before)
+        token = f"({_quoted(name)} | <[{self._token_names[name]}]>)"
+        return self.sequence([_quoted(before), token, self.literal(behind)])
+
+    def up_to(self, end: Any) -> str:
+        """Any text up to the first of an end, and the end, in which tokens may stand for their names."""
+        text = self.rule(_ANY_TEXT, f"[suffix={_quoted(_checked(end))}]")
+        return self.either([text, *self.up_to_token(end)])
+
+    def up_to_token(self, end: str) -> list[str]:
+        """Any text up to the first of an end in which a token stands for its name, and the end; nothing where there is
+        no such token."""
+        before, name, behind = self._cut(end)
+        if not name:
+            return []
+        begun = f"T{len(self.lines)}"
+        self.lines.append(f"{begun}: {_ANY_TEXT} {_quoted(before) if before else ''}")
+        token = f"<[{self._token_names[name]}]>"
+        return [self.sequence([begun, token, self.literal(behind)])]
+
+    def _cut(self, text: str) -> tuple[str, str, str]:
+        """A text up to the first name of a token, the longest if several begin there, the name, and what is behind it;
+        without one, the text and nothing."""
+        found = [(text.find(name), -len(name), name) for name in self._token_names if name in text]
+        if not found:
+            return text, "", ""
+        start, _, name = min(found)
+        return text[:start], name, text[start + len(name) :]
+
+    def _is_within_token(self, position: int, text: str) -> bool:
+        before, name, _ = self._cut(text)
+        return len(before) < position < len(before) + len(name)
 
     def separated(self, form: Any) -> str:
         """Tags with a text between them."""
         tag = self.either([self.tag(one) for one in _field(form, "tags", "tags_with_separator")])
-        more = "" if form.get("stop_after_first") else f" ({_literal(form.get('separator', ''))} {tag})*"
+        more = "" if form.get("stop_after_first") else f" ({self.literal(form.get('separator', ''))} {tag})*"
         tags = self.rule(f"{tag}{more}")
         return tags if form.get("at_least_one") else self.rule(f"{tags} |")
 
@@ -106,8 +145,12 @@ class _Rules:
             if not trigger or not begun:
                 raise ValueError(f"no tag begins with the trigger {trigger!r}")
             rests = self.either([self.tag({**tag, "begin": tag["begin"][len(trigger) :]}) for tag in begun])
-            text = self.rule(_ANY_TEXT, f"[suffix={_literal(trigger)}]")
-            parts.append(self.sequence([text, rests]))
+            parts.append(self.sequence([self.up_to(trigger), rests]))
+            parts += [
+                self.sequence([*self.up_to_token(tag["begin"]), self.tag({**tag, "begin": ""})])
+                for tag in begun
+                if self._is_within_token(len(trigger), tag["begin"])
+            ]
         part = self.either(parts)
         if form.get("stop_after_first"):
             return part if form.get("at_least_one") else self.rule(f"{part} | {_ANY_TEXT}")
@@ -120,9 +163,13 @@ def _field(form: Any, name: str, what: str) -> Any:
     return form[name]
 
 
-def _literal(text: Any) -> str:
+def _checked(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"a structural tag has {text!r:.80} where a text should stand")
+    return text
+
+
+def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -7,12 +7,13 @@ import random
 import re
 import string
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jsonschema
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from pagewire.grammars import GrammarCompiler, GrammarError
 from scheduler_service.serving.tokenizer import IncrementalDecoder, Tokenizer
@@ -127,3 +128,126 @@ def test_what_the_library_cannot_read_is_refused_in_its_words(
     path = made(make, tmp_path)
     with pytest.raises(GrammarError, match=r"can't determine decoder type: .*(Metaspace|WordPiece)"):
         GrammarCompiler(path.read_text(encoding="utf-8"), 1000).compile("regex", "a", (END,))
+
+
+# Tokens that are called like texts, and tokenizers that change texts: byte-level as of Qwen, Llama 3 and GPT-2,
+# and with byte tokens as of Llama 2, Mistral and Gemma.
+THINK, CALL, REPO, INST = "<think>", "<tool_call>", "<repo_name>", "[INST]"
+SHOWN = [AddedToken(name, special=False, normalized=False) for name in (THINK, CALL, "</tool_call>", "[/INST]")]
+HIDDEN = [AddedToken(name, special=True, normalized=False) for name in (REPO, INST)]
+NORMALIZERS: dict[str, normalizers.Normalizer | None] = {
+    "none": None,
+    "NFC": normalizers.NFC(),
+    "NFD": normalizers.NFD(),
+    "NFKC": normalizers.NFKC(),
+    "Lowercase": normalizers.Lowercase(),
+    "Replace": normalizers.Replace("a", "b"),
+    "Sequence": normalizers.Sequence([normalizers.NFKC(), normalizers.Strip(), normalizers.Lowercase()]),
+}
+LITERALS = [
+    THINK,
+    f"a{CALL}b",
+    f"{REPO} {REPO}",
+    f"{INST}x[/INST]",
+    "e\u0301",
+    "ﬁ Å",
+    "FOX",
+    " a  b ",
+    f"{CALL}e\u0301A",
+]
+
+
+def byte_level(normalizer: normalizers.Normalizer | None) -> HuggingFaceTokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("f", "o"), ("fo", "x"), ("<", "t"), ("e", "Ì"), ("Ġ", "a")]
+    tokens = [*SPECIAL, *alphabet, *("".join(merge) for merge in merges)]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+CHANGING: dict[str, Callable[[], HuggingFaceTokenizer]] = {
+    **{f"byte level, {name}": partial(byte_level, normalizer) for name, normalizer in NORMALIZERS.items()},
+    "unigram with bytes": SERVED["unigram with bytes"],
+    "BPE with bytes": SERVED["BPE with bytes"],
+    "BPE with bytes, NFC": lambda: with_first(normalizers.NFC(), as_llamas(byte_fallback_bpe())),
+}
+
+
+def with_first(normalizer: normalizers.Normalizer, tokenizer: HuggingFaceTokenizer) -> HuggingFaceTokenizer:
+    tokenizer.normalizer = normalizers.Sequence([normalizer, tokenizer.normalizer])
+    return tokenizer
+
+
+def grammars_of(literal: str) -> dict[str, tuple[str, str, str]]:
+    """Of each kind one that allows a text, as a kind, the grammar, and what its output is."""
+    quoted, in_json = json.dumps(literal, ensure_ascii=False), json.dumps({literal: literal}, ensure_ascii=False)
+    named = {"type": "object", "properties": {literal: {"const": literal}}, "required": [literal]}
+    tag = {"type": "tag", "begin": literal, "content": {"type": "const_string", "value": literal}, "end": literal}
+    return {
+        "regex": ("regex", re.escape(literal), literal),
+        "choice": ("choice", json.dumps([literal]), literal),
+        "Lark": ("grammar", f"start: {quoted}", literal),
+        "GBNF": ("grammar", f"root ::= {quoted}", literal),
+        "const": ("json_schema", json.dumps({"const": literal}), quoted),
+        "enum": ("json_schema", json.dumps({"enum": [literal]}), quoted),
+        "name": ("json_schema", json.dumps(named | {"additionalProperties": False}), in_json),
+        "tag": ("structural_tag", json.dumps({"format": tag}), literal * 3),
+    }
+
+
+@pytest.mark.parametrize("name", CHANGING)
+async def test_what_the_tokenizer_does_not_give_back_is_made_of_other_tokens(name: str, tmp_path: Path) -> None:
+    rng = random.Random(name)
+    made_of = CHANGING[name]()
+    path = made(lambda: made_of, tmp_path)
+    made_of.add_tokens(SHOWN)
+    made_of.add_special_tokens(HIDDEN)
+    made_of.save(str(path))
+    tokenizer, vocab_size = Tokenizer(path), made_of.get_vocab_size()
+    compiler = GrammarCompiler(path.read_text(encoding="utf-8"), vocab_size)
+    prompt = await tokenizer.encode("x", 100)
+    for literal in LITERALS:
+        for shape, (kind, text, expected) in grammars_of(literal).items():
+            for _ in range(3):
+                output = random_output(compiler, kind, text, vocab_size, rng)
+                decoder = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=True)
+                found = "".join(decoder.push([token_id]) for token_id in output) + decoder.flush()
+                if kind == "json_schema":
+                    assert json.loads(found) == json.loads(expected), (shape, literal, found)
+                else:
+                    assert found == expected, (shape, literal, found)
+
+
+def test_a_tags_own_token_may_be_taken_for_its_text(tmp_path: Path) -> None:
+    """Behind free text, at a tag's beginning and end, and where a trigger is the beginning of its name."""
+    made_of = byte_level(None)
+    path = made(lambda: made_of, tmp_path)
+    made_of.add_tokens(SHOWN)
+    made_of.save(str(path))
+    compiler = GrammarCompiler(path.read_text(encoding="utf-8"), made_of.get_vocab_size())
+    content = {"type": "json_schema", "json_schema": {"enum": [1]}}
+    for end in ("</tool_call>", "\n</tool_call>"):
+        tag = {"type": "tag", "begin": f"{CALL}\n", "content": content, "end": end}
+        thought = {"type": "tag", "begin": THINK, "content": {"type": "any_text"}, "end": end}
+        for form, text in (
+            (tag, f"{CALL}\n1{end}"),
+            (thought, f"{THINK}ab{end}"),
+            ({"type": "triggered_tags", "triggers": [CALL], "tags": [tag]}, f"ab{CALL}\n1{end}c"),
+            ({"type": "triggered_tags", "triggers": ["<tool"], "tags": [tag]}, f"ab{CALL}\n1{end}c"),
+            ({"type": "triggered_tags", "triggers": [f"{CALL}\n"], "tags": [tag]}, f"ab{CALL}\n1{end}{CALL}\n1{end}"),
+        ):
+            matcher = compiler.compile("structural_tag", json.dumps({"format": form}), (END,))
+            token_ids = made_of.encode(text, add_special_tokens=False).ids
+            assert made_of.token_to_id("</tool_call>") in token_ids
+            matcher.copy().consume([*token_ids, END])
+            parts = re.split(r"(?<=[<>])", text)
+            pieces = [token for part in parts for token in made_of.encode(part, add_special_tokens=False).ids]
+            assert made_of.token_to_id("</tool_call>") not in pieces
+            matcher.copy().consume([*pieces, END])
+            wrong = text.replace("1", "2").replace(THINK, CALL)
+            with pytest.raises(GrammarError):
+                matcher.copy().consume([*made_of.encode(wrong, add_special_tokens=False).ids, END])

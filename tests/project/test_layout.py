@@ -55,6 +55,7 @@ ALLOWED_IMPORTS = {
         "pagewire.grammars",
         "pagewire.transport.sampling_ranges",
         "pagewire.transport.queued_writer",
+        "pagewire.transport.strict_json",
     ),
     "scheduler_service.simulation": ("scheduler_service.core", "scheduler_service.simulation"),
     # What several of the packages beside it need, and no more.
