@@ -5,7 +5,8 @@
 
 import asyncio
 import ctypes
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,13 @@ from pagewire.gguf import GgufError, read_tokenizer
 
 # Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
 _NUM_CONTEXT_TOKENS = 6
-# A character is at most 4 bytes, and a token at least one: what is unreadable for longer than this stays unreadable.
-_MAX_HELD_TOKENS = 8
-# Beyond this the decoder lets go of the oldest tokens of its window.
+# A character has at most 4 bytes: of those at the end that are unreadable so far, 3 may begin one.
+_MAX_HELD_CHARS = 3
+# Beyond this the decoder lets go of the oldest tokens of its window, but keeps those whose characters are held.
 _MAX_WINDOW_TOKENS = 64
+_NUM_KEPT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
+_NAME_OF_BYTE = "<0x{:02X}>"  # as sentencepiece writes it
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
@@ -50,6 +53,9 @@ class Tokenizer:
         self.max_token_bytes = _max_token_bytes(self._tokenizer)
         # Byte-level tokens are bytes, whatever stands around them: what one alone makes of whole characters stays.
         self._has_pieces = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        self._byte_tokens = _byte_tokens(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
 
     async def encode(
@@ -69,7 +75,17 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if self._byte_tokens.keys().isdisjoint(token_ids):
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        skipped = self._special_token_ids if skip_special_tokens else frozenset[int]()
+        shown = (token_id for token_id in token_ids if token_id not in skipped)
+        names: list[str] = []
+        for is_byte, run in itertools.groupby(shown, self._byte_tokens.__contains__):
+            if is_byte:
+                names += _names_of_bytes(bytes(self._byte_tokens[token_id] for token_id in run))
+            else:
+                names += [name for name in map(self._tokenizer.id_to_token, run) if name is not None]
+        return self._tokenizer.decoder.decode(names)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | None:
         """The text of a token that is the same in any context, after text that ends with a whole character. None if it
@@ -129,11 +145,29 @@ def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:
     return max([*lengths, *(len(token.content.encode()) for token in added)], default=None)
 
 
+def _byte_tokens(tokenizer: HuggingFaceTokenizer) -> dict[int, int]:
+    """Return the tokens that stand for one byte each, of a tokenizer that has such for characters without a token."""
+    if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
+        return {}
+    found = {tokenizer.token_to_id(_NAME_OF_BYTE.format(byte)): byte for byte in range(256)}
+    return {token_id: byte for token_id, byte in found.items() if token_id is not None}
+
+
+def _names_of_bytes(run: bytes) -> Iterator[str]:
+    """Yield names of tokens for a run of bytes, in which each byte that belongs to no character is a replacement
+    character of its own. The library would make one of every byte of such a run, those of whole characters too."""
+    for char in run.decode(errors="surrogateescape"):
+        if "\ud800" <= char <= "\udfff":
+            yield _REPLACEMENT
+        else:
+            yield from map(_NAME_OF_BYTE.format, char.encode())
+
+
 class IncrementalDecoder:
     """Joins tokens to text so that the parts concatenate to the text of the whole.
 
     A token's text depends on its neighbours, so a window of tokens is decoded and what is new in it goes out (after
-    TGI's prefix and read offsets). Text that ends in a replacement character may be half a character and waits.
+    TGI's prefix and read offsets). Replacement characters at its end may be half a character and wait.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -142,7 +176,7 @@ class IncrementalDecoder:
         self._window = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
         self._num_read = len(self._window)  # tokens of the window whose text is out
         text = self._decode()
-        self._num_chars_out = len(text.rstrip(_REPLACEMENT))  # of the window's text
+        self._num_chars_out = _num_certain(text)  # of the window's text
         self._is_whole = self._num_chars_out == len(text)  # everything is out, and it ends with a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -156,23 +190,19 @@ class IncrementalDecoder:
                 return piece
         self._window.extend(token_ids)
         text = self._decode()
-        if not text.endswith(_REPLACEMENT):
-            new = text[self._num_chars_out :]
+        num_certain = _num_certain(text)
+        new = text[self._num_chars_out : num_certain]
+        self._num_chars_out += len(new)
+        self._is_whole = num_certain == len(text)
+        if self._is_whole:
             # The window now begins with what was new, and everything in it is out.
             del self._window[: self._num_read]
             self._num_read = len(self._window)
             self._num_chars_out = len(self._decode())
-            self._is_whole = True
-            return new
-        self._is_whole = False
-        if len(self._window) - self._num_read <= _MAX_HELD_TOKENS:
-            return ""
-        new = text[self._num_chars_out : -1]
-        self._num_chars_out += len(new)
-        if len(self._window) > _MAX_WINDOW_TOKENS:
-            self._window = self._window[-_MAX_HELD_TOKENS:]
+        elif len(self._window) > _MAX_WINDOW_TOKENS:
+            del self._window[:-_NUM_KEPT_TOKENS]
             self._num_read = 0
-            self._num_chars_out = max(0, len(self._decode()) - 1)
+            self._num_chars_out = max(0, len(self._decode()) - (len(text) - num_certain))
         return new
 
     def flush(self) -> str:
@@ -183,6 +213,11 @@ class IncrementalDecoder:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+
+
+def _num_certain(text: str) -> int:
+    """Count the characters that stay whatever tokens follow."""
+    return max(len(text.rstrip(_REPLACEMENT)), len(text) - _MAX_HELD_CHARS)
 
 
 class DecodedText(NamedTuple):
@@ -215,26 +250,33 @@ class TextDecoder:
         for position, token_id in enumerate(token_ids):
             self._num_tokens += 1
             self._held += self._decoder.push((token_id,))
-            match = self._find_stop() if self._num_tokens > self._min_tokens else None
+            match = self._find_stop()
             if match is not None:
-                start, stop_text = match
-                end = start + len(stop_text) if self._include_stop_text else start
-                return DecodedText("".join(released) + self._held[:end], stop_text, position + 1)
+                text, stop_text = match
+                return DecodedText("".join(released) + text, stop_text, position + 1)
             num_kept = self._num_chars_to_hold()
             released.append(self._held[: len(self._held) - num_kept])
             self._held = self._held[len(self._held) - num_kept :]
         return DecodedText("".join(released), num_tokens=len(token_ids))
 
-    def flush(self) -> str:
-        """Return the text that was held back, once the output has ended otherwise."""
-        text = self._held + self._decoder.flush()
+    def flush(self) -> DecodedText:
+        """Return the text that was held back, once the output has ended otherwise, up to a stop text that half a
+        character at the end completes."""
+        self._held += self._decoder.flush()
+        text, stop_text = self._find_stop() or (self._held, None)
         self._held = ""
-        return text
+        return DecodedText(text, stop_text)
 
-    def _find_stop(self) -> tuple[int, str] | None:
-        """Find the earliest stop text in the held text, and where it stands."""
+    def _find_stop(self) -> tuple[str, str] | None:
+        """Find the earliest stop text in the held text: what stays of that, and the stop text."""
+        if self._num_tokens <= self._min_tokens:
+            return None
         matches = [(self._held.find(stop_text), stop_text) for stop_text in self._stop]
-        return min((match for match in matches if match[0] >= 0), default=None, key=lambda match: match[0])
+        found = min((match for match in matches if match[0] >= 0), default=None, key=lambda match: match[0])
+        if found is None:
+            return None
+        start, stop_text = found
+        return self._held[: start + len(stop_text) if self._include_stop_text else start], stop_text
 
     def _num_chars_to_hold(self) -> int:
         """Count the characters at the end of the held text with which a stop text may begin."""

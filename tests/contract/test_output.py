@@ -5,13 +5,14 @@ import random
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import Tokenizer
-from tests.contract.scheduler_stack import VOCAB_SIZE
+from tests.contract.scheduler_stack import EOS, VOCAB_SIZE
 
 
 def entries(rng: random.Random, token_ids: list[int]) -> list[TokenLogprobs]:
@@ -50,6 +51,29 @@ def joined(responses: list[pb.GenerateResponse]) -> tuple[object, ...]:
         whole.MergeFrom(response)
     text = "".join(response.text for response in responses)
     return list(whole.token_ids), text, list(whole.logprobs), list(whole.prompt_logprobs), whole.cumulative_logprob
+
+
+@pytest.mark.parametrize(("stop", "text"), [(" ", "a"), ("\ufffd", "a "), (" \ufffd", "a"), ("b", "a \ufffd")])
+@pytest.mark.parametrize("ends_by_token", [False, True])
+def test_half_a_character_at_the_end_hides_no_stop_text(
+    checkpoint: Path, stop: str, text: str, ends_by_token: bool
+) -> None:
+    tokenizer = Tokenizer(checkpoint / "tokenizer.json")
+    vocab = HuggingFaceTokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    token_ids = [vocab.token_to_id(name) for name in ("a", "Ġ", "ð")]
+    decoder = tokenizer.text_decoder((), stop=[stop], min_tokens=0, include_stop_text=False, skip_special_tokens=False)
+    output = OutputBuffer("id", 0, decoder, with_logprobs=False, is_kept=True)
+    reason, token = (EndReason.STOP, EOS) if ends_by_token else (EndReason.LENGTH, None)
+    end = SequenceEnd(0, reason, 5, 0, 3, token, "", 0.0, None, None)
+    output.add(Delta(0, 0, [*token_ids, EOS] if ends_by_token else token_ids, [], [], end))
+    whole = asyncio.run(output.whole())
+    assert whole.text == text
+    has_stop = stop != "b"
+    is_stop = has_stop or ends_by_token
+    assert whole.finish_reason == (pb.FINISH_REASON_STOP if is_stop else pb.FINISH_REASON_LENGTH)
+    assert whole.stop_text == (stop if has_stop else "")
+    assert whole.HasField("stop_token_id") == (ends_by_token and not has_stop)
+    assert whole.usage.completion_tokens == (2 if stop == " " else 4 if ends_by_token and not has_stop else 3)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -68,6 +68,45 @@ async def test_half_a_character_never_comes_out(tokenizer: Tokenizer) -> None:
     assert [part for part in parts if part] == ["a", "😀", "b", "日"]
 
 
+def lossy(run: list[int]) -> str:
+    """The text of bytes, each of which is a replacement character where it belongs to no character."""
+    return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in bytes(run).decode(errors="surrogateescape"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_bytes_among_words(metaspace_tokenizer: Tokenizer, seed: int) -> None:
+    """Broken characters cost no whole one beside them, bit by bit as in one piece; special tokens are not there."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    words = {id: text for id, text in enumerate([" ", " once", " upon", "a", "b", " a", "."], 258)}
+    for _ in range(200):
+        token_ids, text, run = [261], "a", list[int]()
+        for _ in range(rng.randrange(1, 30)):
+            piece = rng.choice(["bytes", "bytes", "word", "special"])
+            if piece == "bytes":
+                char = rng.choice("é日😀�a").encode()
+                some = list(char if rng.random() < 0.6 else char[: rng.randrange(1, 4)])
+                token_ids += [2 + byte for byte in some]
+                run += some
+            elif piece == "word":
+                token_ids.append(rng.choice(list(words)))
+                text, run = text + lossy(run) + words[token_ids[-1]], []
+            else:
+                token_ids.append(1)
+        text += lossy(run)
+        assert metaspace_tokenizer.decode(token_ids, skip_special_tokens=True) == text
+        decoder = IncrementalDecoder(metaspace_tokenizer, [], skip_special_tokens=True)
+        assert pushed(decoder, token_ids, rng) == text
+
+
+def test_a_stray_byte_after_a_character_is_one_replacement_character(metaspace_tokenizer: Tokenizer) -> None:
+    decoder = IncrementalDecoder(metaspace_tokenizer, [261], skip_special_tokens=True)
+    parts = [decoder.push([2 + byte]) for byte in b"\xe6\x97\xa5\xff"]
+    assert [*parts, decoder.push([261])] == ["", "", "日", "", "�a"]
+    special = metaspace_tokenizer.decode([2 + 0xE6, 1, 2 + 0xFF, 261], skip_special_tokens=False)
+    assert special == "�</s>�a"
+
+
 def test_a_word_after_the_prompt_keeps_its_space(metaspace_tokenizer: Tokenizer) -> None:
     once, upon, smile = 259, 260, [2 + byte for byte in "😀".encode()]
     decoder = IncrementalDecoder(metaspace_tokenizer, [once], skip_special_tokens=True)
@@ -101,7 +140,7 @@ async def test_stop_texts_across_token_borders(tokenizer: Tokenizer, stop: str, 
             stop_text = decoded.stop_text
             break
     else:
-        out += decoder.flush()
+        out += decoder.flush().text
     if stop == "never":
         assert (out, stop_text) == (text, None)
         return
@@ -109,6 +148,28 @@ async def test_stop_texts_across_token_borders(tokenizer: Tokenizer, stop: str, 
     assert out == text[: text.index(stop) + (len(stop) if include else 0)]
     assert stop in tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=True)
     assert stop not in tokenizer.decode(token_ids[: num_tokens - 1], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stop_texts_among_broken_characters(tokenizer: Tokenizer, metaspace_tokenizer: Tokenizer, seed: int) -> None:
+    """The output is the text of all tokens up to the first stop text in that, replacement characters included."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(300):
+        chosen = rng.choice([tokenizer, metaspace_tokenizer])
+        num_tokens = rng.randrange(1, 12)
+        token_ids = [261, *(rng.choice([2 + 0xF0, 2 + 0x9F, 162, 163, 258, 259, 261]) for _ in range(num_tokens))]
+        text = chosen.decode(token_ids, skip_special_tokens=True)
+        start = rng.randrange(len(text))
+        stop = [text[start : start + rng.randrange(1, 4)], "zzz"]
+        decoder = text_decoder(chosen, stop, include=rng.random() < 0.5)
+        decoded = decoder.push(token_ids)
+        out, stop_text = decoded.text, decoded.stop_text
+        if stop_text is None:
+            rest = decoder.flush()
+            out, stop_text = out + rest.text, rest.stop_text
+        assert stop_text == stop[0]
+        assert out == text[: text.index(stop[0]) + (len(stop[0]) if decoder._include_stop_text else 0)]
 
 
 async def test_text_that_may_become_a_stop_text_is_held_back_no_longer_than_needed(tokenizer: Tokenizer) -> None:

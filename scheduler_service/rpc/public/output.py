@@ -207,7 +207,11 @@ class OutputBuffer:
             text, self.stop_text, num_kept = self._decoder.push(with_text)
             if self.stop_text is not None:
                 return num_kept, text
-        return len(token_ids), text if end is None else text + self._decoder.flush()
+        if end is None:
+            return len(token_ids), text
+        rest, self.stop_text, _ = self._decoder.flush()
+        # A token that ended the output stands behind all text.
+        return len(token_ids if self.stop_text is None else with_text), text + rest
 
     def _add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         assert self._cumulative_logprob is not None
