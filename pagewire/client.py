@@ -792,6 +792,8 @@ class Client:
 
     async def _run_in_thread(self, batch: RequestBatch) -> list[Completion]:
         running = asyncio.ensure_future(asyncio.to_thread(batch.run))
+        # Once the caller has gone, nothing else asks how it ended, which asyncio would complain of.
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:

@@ -1,6 +1,7 @@
 """Lists of prompts: results in order, as many at a time as the server takes, one failure ends all."""
 
 import asyncio
+import gc
 import random
 import threading
 from dataclasses import replace
@@ -118,6 +119,43 @@ async def test_cancelling_ends_all(checkpoint: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await running
         await stack.until_idle()
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_call_that_is_cancelled_at_any_time_complains_of_nothing(checkpoint: Path, seed: int) -> None:
+    """Cancelled once or twice, before, while or after the server answers; asyncio tells what nobody asked for."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        stack.worker.step_seconds = 0.001
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        calls = [
+            lambda: client.acomplete([[1], [2]], long),
+            lambda: client.acomplete([[1], [-1]][: rng.randrange(1, 3)], long),
+            lambda: client.acomplete([[1], [VOCAB_SIZE]], long),
+            lambda: client.acomplete(None, long, prompt_token_ids=[1]),
+            lambda: client.aembed([[1], [2]]),
+            lambda: client.aembed(None, prompt_token_ids=[1]),
+            lambda: client.aembed([[1], [VOCAB_SIZE]]),
+        ]
+        for _ in range(4):
+            for call in calls:
+                running = asyncio.create_task(call())
+                for _ in range(rng.randrange(1, 3)):
+                    for _ in range(rng.choice([0, 1, 3, 30])):
+                        await asyncio.sleep(0)
+                    if rng.random() < 0.5:
+                        await stack.loads()
+                    running.cancel()
+                await asyncio.wait({running})
+                if not running.cancelled():
+                    running.exception()
+                del running
+        await stack.until_idle()
+        gc.collect()
+    assert complaints == []
 
 
 async def test_the_timeout_covers_the_whole_list(checkpoint: Path) -> None:
