@@ -13,6 +13,11 @@ from typing import Any
 
 # Of what is alike in two names, as a share of both: below it, one is not taken for a slip of the other.
 _CLOSE = 0.75
+# Words by which other commands say where a server is, which ours call --url.
+_ADDRESSES = (
+    *("address", "addr", "api-base", "api-url", "base-url", "connect", "endpoint", "host", "host-port", "hostname"),
+    *("port", "remote", "scheduler", "scheduler-url", "server", "server-address", "server-url", "target", "uri"),
+)
 _MULTIPLES = {"k": 1e3, "m": 1e6, "g": 1e9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -510,7 +515,11 @@ def _judged(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], s
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean X?" for the known word that a word is a slip of, or nothing if none is that close."""
+    """Returns "; did you mean X?" for the known word that a word is a slip of, or that says where a server is as the
+    word does, or nothing if there is none."""
     by_letters = {name.strip("-/").replace("_", "-").lower(): name for name in known}
-    near = difflib.get_close_matches(word.strip("-/").replace("_", "-").lower(), by_letters, n=1, cutoff=_CLOSE)
+    letters = word.strip("-/").replace("_", "-").lower()
+    near = difflib.get_close_matches(letters, by_letters, n=1, cutoff=_CLOSE)
+    if not near and difflib.get_close_matches(letters, _ADDRESSES, n=1, cutoff=_CLOSE):
+        near = ["url"] if "url" in by_letters else []
     return f"; did you mean {by_letters[near[0]]}?" if near else ""
