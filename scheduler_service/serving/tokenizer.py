@@ -55,7 +55,7 @@ class Tokenizer:
         self._has_pieces = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._byte_tokens = _byte_tokens(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
 
     async def encode(
@@ -77,7 +77,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._byte_tokens.keys().isdisjoint(token_ids):
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        skipped = self._special_token_ids if skip_special_tokens else frozenset[int]()
+        skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
         shown = (token_id for token_id in token_ids if token_id not in skipped)
         names: list[str] = []
         for is_byte, run in itertools.groupby(shown, self._byte_tokens.__contains__):
@@ -173,6 +173,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._window = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
         self._num_read = len(self._window)  # tokens of the window whose text is out
         text = self._decode()
@@ -188,13 +189,14 @@ class IncrementalDecoder:
                 self._num_read = 1
                 self._num_chars_out = len(piece)
                 return piece
-        self._window.extend(token_ids)
+        # A window of tokens without text would not know whether a space stands before the next one.
+        self._window.extend(token_id for token_id in token_ids if token_id not in self._skipped)
         text = self._decode()
         num_certain = _num_certain(text)
         new = text[self._num_chars_out : num_certain]
         self._num_chars_out += len(new)
         self._is_whole = num_certain == len(text)
-        if self._is_whole:
+        if self._is_whole and new:
             # The window now begins with what was new, and everything in it is out.
             del self._window[: self._num_read]
             self._num_read = len(self._window)

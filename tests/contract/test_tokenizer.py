@@ -78,7 +78,7 @@ def test_random_bytes_among_words(metaspace_tokenizer: Tokenizer, seed: int) -> 
     """Broken characters cost no whole one beside them, bit by bit as in one piece; special tokens are not there."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    words = {id: text for id, text in enumerate([" ", " once", " upon", "a", "b", " a", "."], 258)}
+    words = dict(enumerate([" ", " once", " upon", "a", "b", " a", "."], 258))
     for _ in range(200):
         token_ids, text, run = [261], "a", list[int]()
         for _ in range(rng.randrange(1, 30)):
