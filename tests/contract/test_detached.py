@@ -6,6 +6,8 @@ import random
 from array import array
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
+from scheduler_service.rpc.public.detached import result_of
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import Tokenizer as ServedTokenizer
@@ -154,6 +157,21 @@ async def test_nobody_needs_to_be_there_and_a_lost_worker_is_no_matter(checkpoin
         assert result.state == pb.RESULT_STATE_FINISHED
         assert list(result.outputs[0].token_ids) == expected_tokens(PROMPT, 80)
         assert (await stack.loads()).num_worker_losses == 1
+
+
+async def test_what_ends_while_its_result_is_put_together_is_not_told_as_ended() -> None:
+    """The last tokens may be missing from that result."""
+
+    class Output:
+        async def whole(self) -> pb.GenerateResponse:
+            generation.has_ended = True
+            return pb.GenerateResponse()
+
+    generation: Any = SimpleNamespace(
+        outputs=[Output()], has_ended=False, error=None, request=SimpleNamespace(request_id="a")
+    )
+    assert (await result_of(generation)).state == pb.RESULT_STATE_RUNNING
+    assert (await result_of(generation)).state == pb.RESULT_STATE_FINISHED
 
 
 async def test_result_has_all_there_is_so_far(checkpoint: Path) -> None:

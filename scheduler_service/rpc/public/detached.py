@@ -80,8 +80,9 @@ class DetachedRequests:
 
 async def result_of(generation: Generation) -> scheduler_pb2.GetResultResponse:
     """Return everything that came of a request so far, and whether it has ended."""
-    outputs = [await output.whole() for output in generation.outputs]
+    # Before the outputs, which others may add to while they are put together: one that has ended has all.
     state = scheduler_pb2.RESULT_STATE_FINISHED if generation.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
+    outputs = [await output.whole() for output in generation.outputs]
     response = scheduler_pb2.GetResultResponse(request_id=generation.request.request_id, state=state, outputs=outputs)
     if generation.error is not None:
         response.state = scheduler_pb2.RESULT_STATE_FAILED
