@@ -94,6 +94,9 @@ def tokenizer_config_json(file: GgufFile) -> dict[str, Any]:
     keys = Metadata(file, "tokenizer.")
     if keys.has("chat_template"):
         found["chat_template"] = keys.text("chat_template")
+    if keys.has("chat_template.tool_use"):
+        named = {"default": keys.text("chat_template", ""), "tool_use": keys.text("chat_template.tool_use")}
+        found["chat_template"] = [{"name": name, "template": text} for name, text in named.items() if text]
     return found
 
 

@@ -39,6 +39,8 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "tokenizer.model",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
     "quantize_config.json",
     "quant_config.json",
     INDEX,

@@ -17,7 +17,7 @@ from pagewire.gguf import (
 )
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving import generation_config
-from scheduler_service.serving.chat_template import ChatTemplate, read_chat_template
+from scheduler_service.serving.chat_template import ChatTemplate, chat_template_of, read_chat_template
 from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
 from scheduler_service.serving.settings_file import is_whole, read_settings, token_ids_of, unserved
 from scheduler_service.serving.tokenizer import load_tokenizer
@@ -159,7 +159,6 @@ def _read_gguf(path: Path) -> _Settings:
     """What is wrong in a file's settings is told of the file, under the names that config.json has for them."""
     file = GgufFile.open(path)
     tokenizer_config = tokenizer_config_json(file)
-    template = tokenizer_config.get("chat_template")
     return _Settings(
         path,
         path.resolve().stem,
@@ -168,7 +167,7 @@ def _read_gguf(path: Path) -> _Settings:
         generation_config_json(file),
         path,
         tokenizer_config,
-        None if template is None else ChatTemplate(template, path),
+        chat_template_of(tokenizer_config, path),
         path,
         frozenset(),
         file.digest,

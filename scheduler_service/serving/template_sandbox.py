@@ -198,9 +198,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.budget.take_tree(values)
         return "".join(map(str, values))
 
-    def _to_json(self, value: Any, **options: Any) -> str:
-        """Return the JSON of a value, not escaped for HTML, as transformers does; each piece of it is paid for."""
-        encoder = json.JSONEncoder(ensure_ascii=options.pop("ensure_ascii", False), **options)
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Return the JSON of a value, not escaped for HTML, as transformers does, whose options these are in its
+        order; each piece is paid for."""
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         pieces = []
         for piece in encoder.iterencode(value):
             self.budget.take_text(len(piece))

@@ -16,6 +16,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.tokenization_utils_base import generate_merges
 
+from pagewire.chat_template import render
 from pagewire.gguf import GgufError, GgufFile, tokenizer_json
 from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.model_info import ModelInfo, read_model_info
@@ -390,6 +391,20 @@ def test_ends_of_answers_are_those_of_llama_cpp(case: str, type: int | None, tmp
         found = tokenizer.encode(f"a{text}b", add_special_tokens=False).tokens
         assert found == ["a", text, "b"]
         assert tokenizer.decode([ids["a"], ids[text], ids["b"]], skip_special_tokens=True) == "ab"
+
+
+def test_a_template_for_tools_is_chosen_where_there_are_tools(tmp_path: Path) -> None:
+    settings = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools[0] }}"}
+    path = write_gguf(tmp_path / "model.gguf", BUNDLED, "Q4_0", settings=settings)
+    template = read_model_info(str(path)).chat_template
+    assert template is not None
+    messages = [{"role": "user", "content": "Hello"}]
+    with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(path))) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    given = transformers.AutoTokenizer.from_pretrained(tmp_path / "unpacked")
+    for tools, expected in ((None, "plain"), ([{"a": 1}], "{'a': 1}")):
+        assert render(template, messages, special_tokens={}, variables={"tools": tools}) == expected
+        assert given.apply_chat_template(messages, tools, tokenize=False) == expected
 
 
 def test_gateways_are_given_the_files_that_they_know(tmp_path: Path) -> None:

@@ -25,6 +25,11 @@ SMALL = {path.name: path.read_bytes() for path in BUNDLED.iterdir() if path.suff
 WEIGHTS = b"w" * 200_000
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
 OTHER_FORMATS = {"pytorch_model.bin": b"p", "model.gguf": b"g", "onnx/model.onnx": b"o", "README.md": b"r"}
+TEMPLATES = {
+    "chat_template.jinja": b"a",
+    "chat_template.json": b"{}",
+    "additional_chat_templates/tool_use.jinja": b"t",
+}
 REPOSITORIES = {
     "org/whole": Repository({**SMALL, **OTHER_FORMATS, "model.safetensors": WEIGHTS}),
     "org/split": Repository(
@@ -38,6 +43,7 @@ REPOSITORIES = {
     "org/tagged": Repository(
         {**SMALL, "model.safetensors": WEIGHTS}, revisions={"main": COMMIT, "v1": "b" * 40}
     ),
+    "org/templates": Repository({**SMALL, **TEMPLATES, "additional_chat_templates/rag.jinja": b"r"}),
     "org/pickled": Repository({**SMALL, "pytorch_model.bin": b"p"}),
     "org/gguf": Repository({"model-q4.gguf": b"g", "README.md": b"r"}),
     "org/no-model": Repository({"README.md": b"r"}),
@@ -82,6 +88,14 @@ def run(command: list[str], variables: Mapping[str, str], cwd: Path) -> "subproc
 
 def names_in(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
+
+
+def test_templates_are_downloaded_wherever_they_are_read(served: tuple[Hub, str], tmp_path: Path) -> None:
+    made, url = served
+    ended = run(locating("org/templates", with_weights=False), environ(tmp_path / "hf", url), tmp_path)
+    directory = Path(ended.stdout.split()[0])
+    assert sorted(made.downloaded) == sorted([*SMALL, *TEMPLATES])
+    assert {name: (directory / name).read_bytes() for name in TEMPLATES} == TEMPLATES
 
 
 def test_only_the_files_that_are_read_are_downloaded_and_only_once(served: tuple[Hub, str], tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """smg in front of two replicas, all real processes: what clients of the OpenAI API get."""
 
+import asyncio
 import http.client
+import json
 import os
 import random
 import shutil
@@ -15,10 +17,12 @@ import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
+from tokenizers import Tokenizer
 
 from pagewire import Client, SamplingParams
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tests.contract.scheduler_stack import make_checkpoint, serve
 from tests.system.gateway import Gateway, ask, post, send, wait_until
 from tests.system.services import HOST, Service, children_of
 
@@ -361,3 +365,31 @@ def test_without_replicas_it_is_503(fleet: Fleet, gateway: Gateway) -> None:
 
 def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+async def test_a_gateway_chooses_among_named_templates(tmp_path: Path) -> None:
+    """As clients of our own do: the template for tools where there are tools, the default where there are none."""
+    checkpoint = make_checkpoint(tmp_path / "model")
+    named = {
+        "default": "a {{ messages[0].content }}",
+        "tool_use": "{% for t in tools %}{{ t.function.name }}{% endfor %}",
+    }
+    templates = [{"name": name, "template": template} for name, template in named.items()]
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates, "eos_token": "<end>"}))
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tool = {"type": "function", "function": {"name": "a_long_name_of_a_tool", "parameters": {"type": "object"}}}
+    messages = [{"role": "user", "content": "hello"}]
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        gateway = Gateway([stack.url.removeprefix("grpc://")])
+        try:
+            await asyncio.to_thread(gateway.wait_until_ready)
+            for tools, prompt in ((None, "a hello"), ([tool], "a_long_name_of_a_tool")):
+                body = {"model": "model", "messages": messages, "max_tokens": 3} | ({"tools": tools} if tools else {})
+                answer = await asyncio.to_thread(gateway.post, "/v1/chat/completions", **body)
+                assert answer.status == 200, answer
+                expected = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
+                assert answer.body["usage"]["prompt_tokens"] == expected
+                own = await client.achat(messages, max_tokens=3, template_variables={"tools": tools})
+                assert own.usage.prompt_tokens == expected
+        finally:
+            await asyncio.to_thread(gateway.stop)

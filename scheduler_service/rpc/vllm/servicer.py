@@ -239,9 +239,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:
             self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._model.directory))
+            # Callers that have gone do not ask how it ended, which asyncio would complain of.
+            self._archive.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(self._archive)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._archive = None
             raise RpcError(grpc.StatusCode.UNAVAILABLE, f"the tokenizer's files cannot be read: {error}") from error
 

@@ -4,7 +4,7 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2
@@ -17,13 +17,15 @@ from pagewire.gguf import (
     tokenizer_config_json,
     tokenizer_json,
 )
+from scheduler_service.serving.model_info import read_model_info
 
+_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _NAMES = (
     "config.json",
     "generation_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
-    "tokenizer_config.json",
+    _CONFIG,
 )
 _PATTERNS = ("*.jinja", "*.model")
 _CHUNK_BYTES = 64 * 1024
@@ -33,11 +35,13 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal files make equal archives
 def read_tokenizer_archive(model: Path) -> bytes:
     """Make the zip of the files that a checkpoint directory has, or of what stands for them in a GGUF file.
 
-    Raises OSError.
+    Raises OSError, or ValueError for files that cannot be read any more as they were when the service started.
     """
+    contents = dict(_gguf_files(model) if is_gguf(model) else _directory_files(model))
+    template = read_model_info(str(model)).chat_template
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        for name, content in _gguf_files(model) if is_gguf(model) else _directory_files(model):
+        for name, content in {**contents, **_one_template(template, contents)}.items():
             file.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_DEFLATED)
     return archive.getvalue()
 
@@ -55,9 +59,23 @@ def _gguf_files(path: Path) -> Iterator[tuple[str, bytes]]:
         "generation_config.json": generation_config_json(file),
         "tokenizer.json": tokenizer_json(file),
         # Without a class transformers knows no way to load it.
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config_json(file)},
+        _CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config_json(file)},
     }
     yield from ((name, json.dumps(content).encode()) for name, content in contents.items())
+
+
+def _one_template(template: str | None, contents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files that must be other than they are, for a gateway to find the template: it knows of no lists of
+    templates, nor of files beside these."""
+    config = json.loads(contents.get(_CONFIG, b"{}"))
+    in_config = config.get("chat_template")
+    stated = contents[_TEMPLATE].decode() if _TEMPLATE in contents else in_config
+    changed = {}
+    if template is not None and stated != template:
+        changed[_TEMPLATE] = template.encode()
+    if not isinstance(in_config, str | None):
+        changed[_CONFIG] = json.dumps(config | {"chat_template": template}).encode()
+    return changed
 
 
 def archive_chunks(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
