@@ -1,8 +1,10 @@
 """Requests with a grammar: who waits for it, who does not, and what becomes of them."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from random import Random
 
 import pytest
 
@@ -233,3 +235,34 @@ def test_tokens_that_a_grammar_does_not_allow_are_not_among_the_most_likely() ->
     first, second = _read_logprobs(columns, [(7, 3), (3, 3)], 97)
     assert first.top == ((7, -0.5),)
     assert second.top == ((3, -0.1), (4, -2.5))
+
+
+def constrained_tokens(text: str, window: int, is_late: Callable[[int, int], bool]) -> list[int]:
+    """What a request with a toy grammar gets where nothing is published. No row has a block ahead of its next plans."""
+    scheduler = joined(replace(CAPACITY, sliding_window=window), enable_prefix_caching=False)
+    worker = SimulatedWorker(40, 4, 97, 4, 64, sliding_window=window, is_late=is_late)
+    grammar = Grammar(GrammarKind.REGEX, text, (2,))
+    scheduler.add(Request("r", "t", (1, 3, 4), SamplingParams(), 40, grammar=grammar), 0.0)
+    results = deque([worker.execute(scheduler.schedule(0.0))])
+    scheduler.grammar_ready(1, worker.prepare(1), 0.0)
+    tokens: list[int] = []
+    while scheduler.has_requests:
+        while (plan := scheduler.schedule(0.0)) is not None:
+            results.append(worker.execute(plan))
+        for sequence in scheduler.state.samples.values():
+            assert len(sequence.block_table) <= -(-(sequence.num_computed_tokens + 2) // 4)
+        tokens += scheduler.complete(results.popleft(), 0.0).token_ids
+        scheduler.check()
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_late_rows_have_what_they_read_again_and_no_block_ahead(seed: int):
+    print("seed", seed)
+    rng = Random(seed)
+    late, window = [rng.random() < 0.6 for _ in range(400)], rng.randint(1, 3)
+    texts = [f"{rng.randrange(10**6)} 40 none 0" for _ in range(100)]
+    expected = [(constrained_tokens(text, window, lambda num_tokens, step: False), text) for text in texts]
+    tokens, text = max(expected, key=lambda each: len(each[0]))
+    assert len(tokens) > 12
+    assert constrained_tokens(text, window, lambda num_tokens, step: late[step]) == tokens

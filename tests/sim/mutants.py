@@ -623,14 +623,6 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "a late row that decodes gets its blocks as if it were not",
-        "epoch",
-        "        if decodes:\n            self.decoding.leave(sequence)\n        elif sequence.is_decoding:\n",
-        "        if sequence.is_decoding and not decodes:\n",
-        "        if decodes:\n            self.decoding.join(sequence)\n        elif sequence.slot",
-        "        if not decodes and sequence.slot",
-    ),
-    _mutant(
         "a late row that is planned by itself never goes on",
         "epoch",
         "        elif sequence.slot >= 0 and sequence.num_uncomputed_tokens:\n",
@@ -656,12 +648,6 @@ MUTANTS = (
         "sequence",
         "return self.is_gated or self.group.request.grammar is not None",
         "return self.is_gated",
-    ),
-    _mutant(
-        "the window passes what a late row reads again",
-        "cache_manager",
-        "num_passed = self._first_needed_block(sequence.next_position)",
-        "num_passed = self._first_needed_block(sequence.num_computed_tokens)",
     ),
     # Without a worker
     _mutant(
