@@ -368,8 +368,8 @@ class LetterDecoder:
             return DecodedText(text[: text.index("d")], "d", text.index("d") + 1)
         return DecodedText(text, None, len(token_ids))
 
-    def flush(self) -> str:
-        return ""
+    def flush(self) -> DecodedText:
+        return DecodedText("", None)
 
 
 async def test_a_stop_text_ends_the_sequence_while_nobody_reads() -> None:

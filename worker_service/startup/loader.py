@@ -140,7 +140,7 @@ def _begin(
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         log_host_size(assembly.shape, num_host_blocks, swap_bandwidth)
-    if assembly.streams is not None:
+    if assembly.device.type == "cuda":
         warm_up(runner, grammars)
     if assembly.config.tensor_parallel_size == 1:  # graphs of ranks hold connections of an epoch: see `ModelRunner`
         runner.computation.capture_graphs()
