@@ -4,16 +4,17 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pagewire import Client, SamplingParams
 from tests.system.services import System
 
 NUM_STREAMS = 100
+Served = TypeVar("Served")
 Request = tuple[list[int], SamplingParams]  # a prompt, and how to go on
 
 
@@ -88,11 +89,11 @@ async def run_streams(client: Client, requests: Sequence[Request], progress: Pro
 
 @dataclass(frozen=True, slots=True)
 class DisturbedRun:
-    """The tokens of an undisturbed run, of one whose worker ended again and again, and seconds from an end to the next
-    connection, the median."""
+    """The tokens of an undisturbed run, of each one during which the worker ended again and again, and seconds from an
+    end to the next connection, the median."""
 
     calm: list[list[int]]
-    disturbed: list[list[int]]
+    disturbed: list[list[list[int]]]
     seconds_to_recover: float
 
 
@@ -105,42 +106,57 @@ async def run_with_ends(
     kills: bool = True,
     **flags: Any,
 ) -> DisturbedRun:
-    """Serves the requests twice, the second time with the worker killed, or told to stop, `num_ends` times.
+    """Serves the requests, and then again with the worker killed, or told to stop, `num_ends` times.
 
     `running` starts the services, as `tests.system.services.running` does.
     """
     with running(model, **flags) as system:
         async with Client(system.url) as client:
             calm = await run_streams(client, requests)
-            progress = Progress()
-            num_tokens = sum(sampling.max_tokens for _, sampling in requests)
-            ending = asyncio.create_task(
-                _end_repeatedly(system, client, progress, num_tokens, num_ends, len(requests), kills)
+            disturbed, seconds = await run_while_ending(
+                system, client, requests, [0] * num_ends, run_streams, kills=kills
             )
-            disturbed = await run_streams(client, requests, progress)
-            seconds = await ending
             loads = await client.loads()
     assert loads.num_worker_losses >= num_ends
     assert loads.num_held_blocks == 0
     return DisturbedRun(calm, disturbed, statistics.median(seconds))
 
 
-async def _end_repeatedly(
-    system: System, client: Client, progress: Progress, num_tokens: int, num_ends: int, num_streams: int, kills: bool
-) -> list[float]:
-    """End the worker whenever another share of the tokens has arrived, and some from itself."""
-    goal, seconds = 0, []
-    for end in range(num_ends):
-        await progress.until(max(goal, num_tokens * (end + 1) // (num_ends + 2)))
-        assert progress.num_tokens < num_tokens, f"the streams ended before end {end + 1}: give them more tokens"
-        started = time.monotonic()
-        if kills:
-            system.worker.kill()
-        else:
-            assert await asyncio.to_thread(system.worker.stop) == 0
-        system.restart_worker()
-        await until_lost(client, end + 1)
-        await until_connected(client, True)
-        seconds.append(time.monotonic() - started)
-        goal = progress.num_tokens + num_streams
-    return seconds
+async def run_while_ending(
+    system: System,
+    client: Client,
+    requests: Sequence[Request],
+    ranks: Sequence[int],
+    run: Callable[[Client, Sequence[Request], Progress], Awaitable[Served]],
+    *,
+    kills: bool = True,
+) -> tuple[list[Served], list[float]]:
+    """Ends those ranks of the worker in turn, each when another share of the tokens has arrived, and some from itself.
+
+    Returns what each run of the requests has yielded, and the seconds from each end to the next connection. Services
+    that are faster than this process may have served all before the last end: then the requests run once more.
+    """
+    progress = Progress()
+    share = sum(sampling.max_tokens for _, sampling in requests) // (len(ranks) + 2)
+
+    async def end_repeatedly() -> list[float]:
+        goal, seconds = 0, []
+        for num_ends, rank in enumerate(ranks, start=1):
+            await progress.until(max(goal, share * num_ends))
+            started = time.monotonic()
+            if kills:
+                system.workers[rank].kill()
+            else:
+                assert await asyncio.to_thread(system.workers[rank].stop) == 0
+            system.restart_worker(rank)
+            await until_lost(client, num_ends)
+            await until_connected(client, True)
+            seconds.append(time.monotonic() - started)
+            goal = progress.num_tokens + len(requests)
+        return seconds
+
+    ending = asyncio.create_task(end_repeatedly())
+    runs = [await run(client, requests, progress)]
+    while not ending.done():
+        runs.append(await run(client, requests, progress))
+    return runs, await ending

@@ -18,7 +18,7 @@ from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.system.forked import running
 from tests.system.services import HOST, Service
-from tests.system.streams import Progress, requests_of, run_streams
+from tests.system.streams import requests_of, run_streams, run_while_ending
 
 pytestmark = pytest.mark.alone
 
@@ -51,24 +51,12 @@ async def end_of(call: grpc.aio.UnaryStreamCall) -> grpc.StatusCode:
 
 async def test_rolling_restarts_of_the_worker_under_load_lose_nothing() -> None:
     requests = requests_of(11, VOCAB_SIZE)[:NUM_STREAMS]
-    num_tokens = sum(sampling.max_tokens for _, sampling in requests)
     with running(STORYTELLER, worker=["--dtype", "float32"], scheduler=["--drain-timeout", "20"]) as system:
         async with Client(system.url) as client:
             calm = await run_streams(client, requests)
-            progress = Progress()
-
-            async def restart() -> None:
-                for restart in range(NUM_RESTARTS):
-                    await progress.until(num_tokens * (restart + 1) // (NUM_RESTARTS + 2))
-                    assert await asyncio.to_thread(system.worker.stop) == 0
-                    system.restart_worker()
-
-            restarting = asyncio.create_task(restart())
-            disturbed = await run_streams(client, requests, progress)
-            await restarting
+            runs, _ = await run_while_ending(system, client, requests, [0] * NUM_RESTARTS, run_streams, kills=False)
             loads = await client.loads()
-        system.worker.wait_until_ready()
-    assert disturbed == calm
+    assert all(served == calm for served in runs)
     assert loads.num_worker_losses == NUM_RESTARTS
     assert loads.num_held_blocks == 0
 

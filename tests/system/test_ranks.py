@@ -13,7 +13,7 @@ from pagewire.hosting.supervisor import free_port
 from tests.system import oracle, services
 from tests.system.forked import running
 from tests.system.parity import assert_logprobs, generate_all, tokens_of
-from tests.system.streams import Progress, requests_of, run_streams, until_connected, until_lost
+from tests.system.streams import Progress, requests_of, run_streams, run_while_ending, until_connected, until_lost
 from tests.worker.checkpoints import FIRST_FAMILIES, make_checkpoint
 
 FLOAT32 = ["--dtype", "float32"]
@@ -62,21 +62,12 @@ async def test_samples_are_those_of_one_rank_with_blocks_that_move(model):
 async def test_streams_go_on_when_ranks_are_killed(model):
     """Either rank, and the one that keeps the store of the other; they meet again in an epoch of their own."""
     requests = requests_of(45, 151, num_requests=16, max_tokens=(100, 150))
-    num_tokens = sum(sampling.max_tokens for _, sampling in requests)
     with running(model, worker=FLOAT32, num_ranks=2) as system:
         async with Client(system.url) as client:
             calm = await run_streams(client, requests)
-            progress = Progress()
-            streams = asyncio.create_task(run_streams(client, requests, progress))
-            for num_ends, rank in enumerate((1, 0, 1, 0), start=1):
-                await progress.until(num_tokens * num_ends // 6)
-                assert not streams.done()
-                system.workers[rank].kill()
-                await until_lost(client, num_ends)
-                system.restart_worker(rank)
-                await until_connected(client, True)
-            assert await streams == calm
+            runs, _ = await run_while_ending(system, client, requests, (1, 0, 1, 0), run_streams)
             loads = await client.loads()
+    assert all(served == calm for served in runs)
     assert loads.num_worker_losses == 4
     assert loads.num_held_blocks == 0
 
@@ -86,13 +77,8 @@ async def test_ranks_that_restart_in_order_end_with_0(model):
     with running(model, worker=FLOAT32, num_ranks=2) as system:
         async with Client(system.url) as client:
             calm = await run_streams(client, requests)
-            progress = Progress()
-            streams = asyncio.create_task(run_streams(client, requests, progress))
-            for num_tokens, rank in ((100, 0), (400, 1)):
-                await progress.until(num_tokens)
-                assert await asyncio.to_thread(system.workers[rank].stop) == 0
-                system.restart_worker(rank)
-            assert await streams == calm
+            runs, _ = await run_while_ending(system, client, requests, (0, 1), run_streams, kills=False)
+            assert all(served == calm for served in runs)
 
 
 @pytest.mark.alone

@@ -36,8 +36,9 @@ async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
         for prompt, sampling in requests
     ]
     run = await run_with_ends(running, STORYTELLER, requests, NUM_KILLS, worker=["--dtype", "bfloat16"])
-    assert sum(one != other for one, other in zip(run.calm, run.disturbed, strict=True)) < NUM_STREAMS // 2
-    served = [(prompt, tokens) for (prompt, _), tokens in zip(requests, run.disturbed, strict=True)]
+    for served in run.disturbed:
+        assert sum(one != other for one, other in zip(run.calm, served, strict=True)) < NUM_STREAMS // 2
+    served = [(prompt, tokens) for one in run.disturbed for (prompt, _), tokens in zip(requests, one, strict=True)]
     shortfall = max(oracle.shortfalls(exact, prompt, tokens).max().item() for prompt, tokens in served)
     rounding = max(oracle.rounding_error(rounded, exact, prompt + tokens) for prompt, tokens in served)
     print(f"the furthest below the best: {shortfall:.3f}; transformers' bf16 moves a logit by up to {rounding:.3f}")
@@ -48,7 +49,7 @@ async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
 async def test_20_kills_during_100_streams_change_nothing_in_float32(model):
     flags = {"worker": ["--dtype", "float32"], "scheduler": ["--max-num-batched-tokens", 512]}
     run = await run_with_ends(running, model, requests_of(1, 151), NUM_KILLS, **flags)
-    assert run.disturbed == run.calm
+    assert all(served == run.calm for served in run.disturbed)
 
 
 @pytest.mark.timeout(1200)
@@ -56,7 +57,7 @@ async def test_10_rolling_restarts_under_100_streams_change_nothing(model):
     """Each worker is told to stop, says so, and exits with 0."""
     flags = {"worker": ["--dtype", "float32"], "scheduler": ["--max-num-batched-tokens", 512]}
     run = await run_with_ends(running, model, requests_of(2, 151), NUM_RESTARTS, kills=False, **flags)
-    assert run.disturbed == run.calm
+    assert all(served == run.calm for served in run.disturbed)
 
 
 @pytest.mark.alone

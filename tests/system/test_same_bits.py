@@ -15,8 +15,7 @@ from pagewire.completion import TokenLogprobs
 from tests.compiler import skip_without_compiler
 from tests.gguf_files import write_gguf
 from tests.system.forked import running
-from tests.system.services import System
-from tests.system.streams import Progress, Request, until_connected, until_lost
+from tests.system.streams import Progress, Request, run_while_ending
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.packed_checkpoints import make_mxfp4, make_quantized
 from tests.worker.quantized_checkpoints import BY_NAME
@@ -124,22 +123,6 @@ async def serve_all(client: Client, requests: Sequence[Request], progress: Progr
     return await asyncio.gather(*(serve(client, request, progress) for request in requests))
 
 
-async def serve_and_kill(client: Client, system: System, requests: Sequence[Request], num_kills: int) -> Served:
-    """The worker, or one of its ranks, is killed whenever another share of the tokens has come."""
-    num_tokens = sum(sampling.max_tokens for _, sampling in requests)
-    progress = Progress()
-    served = asyncio.create_task(serve_all(client, requests, progress))
-    for kill in range(num_kills):
-        rank = kill % len(system.workers)
-        await progress.until(num_tokens * (kill + 1) // (num_kills + 3))
-        assert not served.done()
-        system.workers[rank].kill()
-        system.restart_worker(rank)
-        await until_lost(client, kill + 1)
-        await until_connected(client, True)
-    return await served
-
-
 def assert_same(actual: Served, expected: Served) -> None:
     """Says of every request that differs where it begins to: all of them, or from one time on, or one alone."""
     found = []
@@ -184,11 +167,13 @@ async def test_preempted_and_after_crashes(alone):
     case, model, requests, expected = alone
     mode = case.preemption
     pool = ["--num-device-blocks", 40, "--num-host-blocks", 300, "--num-threads", 2]
+    ranks = [0, case.num_ranks - 1]
     scheduler = ["--preemption", mode, "--max-num-batched-tokens", 48 if mode == "swap" else 333]
     with running(model, worker=[*case.flags, *pool], scheduler=scheduler, num_ranks=case.num_ranks) as system:
         async with Client(system.url) as client:
-            assert_same(await serve_and_kill(client, system, requests, 2), expected)
+            for served in (await run_while_ending(system, client, requests, ranks, serve_all))[0]:
+                assert_same(served, expected)
             loads = await client.loads()
-    assert loads.num_worker_losses == 2
+    assert loads.num_worker_losses == len(ranks)
     assert loads.num_preemptions > 0
     assert (loads.num_swap_preemptions > 0) == (mode == "swap")
