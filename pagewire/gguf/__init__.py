@@ -8,23 +8,35 @@ from pagewire.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, architectur
 from pagewire.gguf.checkpoint_files import config_json, generation_config_json, tokenizer_config_json
 from pagewire.gguf.element_types import SERVED_TYPES, ElementType
 from pagewire.gguf.file import GgufError, GgufFile, TensorInfo, is_gguf
-from pagewire.gguf.lfs_pointer import LfsPointerError, check_pointer, read_text
+from pagewire.gguf.model_file import (
+    MAX_LISTING_BYTES,
+    MAX_SETTINGS_BYTES,
+    ModelFileError,
+    check_pointer,
+    directory_digest,
+    read_bytes,
+    read_text,
+)
 from pagewire.gguf.tokenizer import read_tokenizer, tokenizer_json
 
 __all__ = [
     "ARCHITECTURES",
+    "MAX_LISTING_BYTES",
+    "MAX_SETTINGS_BYTES",
     "ROPE_FACTORS",
     "SERVED_TYPES",
     "ElementType",
     "GgufError",
     "GgufFile",
-    "LfsPointerError",
+    "ModelFileError",
     "TensorInfo",
     "architecture_of",
     "check_pointer",
     "config_json",
+    "directory_digest",
     "generation_config_json",
     "is_gguf",
+    "read_bytes",
     "read_text",
     "read_tokenizer",
     "tokenizer_config_json",

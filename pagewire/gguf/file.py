@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagewire.gguf.element_types import SERVED_TYPES, ElementType, type_name
-from pagewire.gguf.lfs_pointer import LfsPointerError, check_pointer
+from pagewire.gguf.model_file import ModelFileError, check_pointer
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -62,8 +62,8 @@ class GgufFile:
                 file = _read_header(path, stream)
         except OSError as error:
             raise GgufError(f"{path} cannot be read: {error.strerror}") from error
-        except LfsPointerError as error:
-            raise GgufError(f"{path} is no GGUF file: {error}") from error
+        except ModelFileError as error:
+            raise GgufError(str(error)) from error
         if file.metadata.get("split.count", 0) not in (0, 1):
             raise GgufError(
                 f"{path} is one of {shown(file.metadata['split.count'])} parts of a model: join them first, with "

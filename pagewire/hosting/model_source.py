@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pagewire.compatibility import suggestion
 from pagewire.errors import CommandError
-from pagewire.gguf import is_gguf, read_text
+from pagewire.gguf import MAX_LISTING_BYTES, ModelFileError, is_gguf, read_text
 from pagewire.transport.memory_size import describe_memory
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,9 @@ def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
     if not index.is_file():
         return [SINGLE]
     try:
-        names = {str(name) for name in json.loads(read_text(index))["weight_map"].values()}
+        names = {str(name) for name in json.loads(read_text(index, MAX_LISTING_BYTES))["weight_map"].values()}
+    except ModelFileError as error:
+        raise ModelSourceError(str(error)) from None
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ModelSourceError(f"{index} is no index of safetensors: {error!r}") from None
     return [SINGLE] if SINGLE in there and SINGLE not in names else sorted(names)

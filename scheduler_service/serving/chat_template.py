@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import LfsPointerError, read_text
+from pagewire.gguf import read_text
 from scheduler_service.serving.settings_file import read_settings
 from scheduler_service.serving.template_sandbox import MAX_TEMPLATE_CHARS, Overspent, Template, TemplateFailure
 
@@ -17,6 +17,7 @@ _QUESTION = {
 }
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names that transformers chooses by; it takes others only from callers
 _MAX_NAMED = 64
+_MAX_FILE_BYTES = 4 * MAX_TEMPLATE_CHARS
 _NO_DEFAULT = "{{ raise_exception('this model has a chat template for tools alone: give tools') }}"
 # An empty text at each border keeps the tags from taking whitespace of the templates along.
 _CHOICE = (
@@ -110,9 +111,7 @@ def _joined(named: Mapping[str, str], source: Path, *, is_plain: bool) -> ChatTe
 
 def _read_text(path: Path) -> str:
     try:
-        return read_text(path)
-    except LfsPointerError as error:
-        raise ValueError(f"{path}: {error}") from None
+        return read_text(path, _MAX_FILE_BYTES)
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(

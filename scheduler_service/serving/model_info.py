@@ -1,6 +1,5 @@
 """The parts of a model that the scheduler reads, of a checkpoint directory or of a GGUF file: all but the weights."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +7,10 @@ from typing import Any
 
 from pagewire.gguf import (
     GgufFile,
-    LfsPointerError,
+    ModelFileError,
     check_pointer,
     config_json,
+    directory_digest,
     generation_config_json,
     is_gguf,
     tokenizer_config_json,
@@ -126,10 +126,7 @@ def _read_directory(path: Path) -> _Settings:
     config_path, tokenizer_path = path / "config.json", path / "tokenizer.json"
     config = _with_text_config(read_settings(config_path, required=True))
     tokenizer_config = read_settings(path / "tokenizer_config.json")
-    digest = hashlib.sha256(config_path.read_bytes())
     has_tokenizer = tokenizer_path.is_file()
-    if has_tokenizer:
-        digest.update(tokenizer_path.read_bytes())
     return _Settings(
         path,
         path.resolve().name,
@@ -141,7 +138,7 @@ def _read_directory(path: Path) -> _Settings:
         read_chat_template(path, tokenizer_config),
         tokenizer_path if has_tokenizer else None,
         _tokenizers_end(tokenizer_config, tokenizer_path) if has_tokenizer else frozenset(),
-        digest.digest(),
+        directory_digest(path),
         read_pooling(path),
     )
 
@@ -258,8 +255,8 @@ def _convertible(directory: Path) -> str:
         return ""
     try:
         check_pointer(path)
-    except LfsPointerError as error:
-        return f". {path}: {error}"
+    except ModelFileError as error:
+        return f". {error}"
     return (
         f'. transformers makes one of {path.name}: python -c "from transformers import AutoTokenizer as T; '
         f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import GgufFile, read_text
+from pagewire.gguf import GgufFile, ModelFileError, read_text
 from scheduler_service.core.plan import Pooling
 from scheduler_service.serving.settings_file import read_settings
 
@@ -58,6 +58,8 @@ def read_gguf_pooling(file: GgufFile) -> PoolingChoice:
 def _read_modules(path: Path) -> list[dict[str, str]]:
     try:
         modules = json.loads(read_text(path))
+    except ModelFileError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)

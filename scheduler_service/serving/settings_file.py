@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pagewire.gguf import read_text
+from pagewire.gguf import ModelFileError, read_text
 
 _MAX_SHOWN = 100  # characters of a value in an error
 
@@ -19,6 +19,8 @@ def read_settings(path: Path, *, required: bool = False) -> dict[str, Any]:
     try:
         content = json.loads(read_text(path))
         json.dumps(content, ensure_ascii=False).encode()
+    except ModelFileError:
+        raise
     except UnicodeEncodeError as error:
         raise ValueError(f"{path}: {error.object[error.start]!r} is half a character, which no text may have") from None
     except ValueError as error:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders
 
-from pagewire.gguf import GgufError, read_tokenizer
+from pagewire.gguf import GgufError, ModelFileError, read_tokenizer
 
 # Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
 _NUM_CONTEXT_TOKENS = 6
@@ -33,7 +33,7 @@ def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
     """Load a tokenizer.json, or what stands for it in a GGUF file. Raises ValueError if it cannot be read."""
     try:
         return HuggingFaceTokenizer.from_str(read_tokenizer(path))
-    except GgufError:
+    except (GgufError, ModelFileError):
         raise
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{path} is not a tokenizer: {error}") from error

@@ -3,17 +3,22 @@
 Importing this loads no torch, so that a checkpoint can be refused before anything is started that computes.
 """
 
-import hashlib
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import LfsPointerError, check_pointer, read_text
+from pagewire.gguf import (
+    MAX_LISTING_BYTES,
+    MAX_SETTINGS_BYTES,
+    ModelFileError,
+    check_pointer,
+    directory_digest,
+    read_text,
+)
 
 CONFIG_FILE = "config.json"
-TOKENIZER_FILE = "tokenizer.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of an element, by its dtype's name in safetensors
@@ -44,14 +49,16 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
         CheckpointError: the file is missing, or holds something else.
     """
     try:
-        value = json.loads(read_text(path))
+        value = json.loads(read_text(path, max_bytes))
+    except ModelFileError as error:
+        raise CheckpointError(str(error)) from error
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; a checkpoint directory must have it") from error
     except RecursionError as error:
@@ -64,19 +71,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_digest(path: Path) -> bytes:
-    """SHA-256 over the bytes of config.json and, where there is one, tokenizer.json after it: 32 bytes.
-
-    The scheduler computes the same from its own copy: equal digests mean that both sides speak of the same model.
-    """
-    config = path / CONFIG_FILE
-    if not config.is_file():
-        raise CheckpointError(f"{config} is missing; a checkpoint directory must have it")
-    tokenizer = path / TOKENIZER_FILE
-    digest = hashlib.sha256(config.read_bytes())
-    if tokenizer.is_file():
-        _check_pointer(tokenizer)
-        digest.update(tokenizer.read_bytes())
-    return digest.digest()
+    """The 32 bytes by which both services know that they speak of the same model. Raises CheckpointError."""
+    try:
+        return directory_digest(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is missing; a checkpoint directory must have it") from error
+    except ModelFileError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
@@ -91,7 +92,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(_without_weights(path))
     if has_single and not (has_index and _is_part(path / INDEX_FILE)):
         return _read_header(path / SINGLE_FILE)
-    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    weight_map = read_json(path / INDEX_FILE, MAX_LISTING_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path / INDEX_FILE} has no weight_map")
     found: dict[str, TensorHeader] = {}
@@ -111,7 +112,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
 def _is_part(index: Path) -> bool:
     """Whether an index names model.safetensors beside other files."""
     try:
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_json(index, MAX_LISTING_BYTES).get("weight_map")
     except CheckpointError:
         return False
     names = [*weight_map.values()] if isinstance(weight_map, dict) else []
@@ -129,13 +130,15 @@ def _without_weights(path: Path) -> str:
 def _read_header(file: Path) -> dict[str, TensorHeader]:
     """The tensors of one file, which is whole: its header says how long it must be."""
     try:
-        _check_pointer(file)
+        check_pointer(file)
         with file.open("rb") as stream:
             size = file.stat().st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise _broken(file, f"it has {size} bytes, and its header does not fit into them")
             header = json.loads(stream.read(length))
+    except ModelFileError as error:
+        raise CheckpointError(str(error)) from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -163,13 +166,6 @@ def _parse_entry(file_name: str, entry: Any) -> tuple[TensorHeader, int]:
     if start > end or (dtype in _ELEMENT_BYTES and end - start != math.prod(shape) * _ELEMENT_BYTES[dtype]):
         raise ValueError
     return TensorHeader(file_name, dtype, shape), end
-
-
-def _check_pointer(file: Path) -> None:
-    try:
-        check_pointer(file)
-    except LfsPointerError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def _broken(file: Path, why: str) -> CheckpointError:

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import GgufError, GgufFile, config_json, is_gguf, read_tokenizer
+from pagewire.gguf import GgufError, GgufFile, config_json, is_gguf, read_text, read_tokenizer
 from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, version
 from worker_service.grammars import Compile, CompileThread, EpochGrammars
 
@@ -62,4 +62,4 @@ def _configs(path: Path) -> list[dict[str, Any]]:
     if is_gguf(path):
         return [config_json(GgufFile.open(path))]
     files = [path / name for name in _CONFIG_FILES]
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    return [json.loads(read_text(file)) for file in files if file.is_file()]

@@ -10,10 +10,12 @@ from pathlib import Path
 from smg_grpc_proto.generated import common_pb2
 
 from pagewire.gguf import (
+    MAX_LISTING_BYTES,
     GgufFile,
     config_json,
     generation_config_json,
     is_gguf,
+    read_bytes,
     tokenizer_config_json,
     tokenizer_json,
 )
@@ -49,7 +51,7 @@ def read_tokenizer_archive(model: Path) -> bytes:
 def _directory_files(directory: Path) -> Iterator[tuple[str, bytes]]:
     paths = [directory / name for name in _NAMES]
     paths += [path for pattern in _PATTERNS for path in sorted(directory.glob(pattern))]
-    yield from ((path.name, path.read_bytes()) for path in paths if path.is_file())
+    yield from ((path.name, read_bytes(path, MAX_LISTING_BYTES)) for path in paths if path.is_file())
 
 
 def _gguf_files(path: Path) -> Iterator[tuple[str, bytes]]:

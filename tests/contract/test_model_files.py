@@ -1,0 +1,110 @@
+"""Files of a model that are not what they are called: a pointer of Git LFS, in a clone whose large files were not
+fetched, and what is larger than it can be are named, with the remedy, whichever file it is."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pagewire.gguf import MAX_LISTING_BYTES, MAX_SETTINGS_BYTES, ModelFileError
+from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
+from scheduler_service.serving.chat_template import _MAX_FILE_BYTES
+from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.tokenizer import load_tokenizer
+from tests.worker.checkpoints import make_checkpoint
+from worker_service.config import WorkerConfig
+from worker_service.startup.preflight import check_worker
+
+STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+POINTER = """version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 12345
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint with every file that is read."""
+    path = shutil.copytree(STORYTELLER, tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    make_checkpoint(tmp_path / "sharded", "llama", seed=1, max_shard_size="50KB")
+    for file in (tmp_path / "sharded").glob("*safetensors*"):
+        shutil.copy(file, path)
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    (path / "modules.json").write_text(json.dumps([{"type": "Pooling", "path": "1_Pooling"}]))
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text("{}")
+    return path
+
+
+def start(path: Path, *, is_worker: bool) -> None:
+    if is_worker:
+        check_worker(WorkerConfig(str(path), device="cpu"))
+        return
+    info = read_model_info(str(path))
+    if info.tokenizer_path is not None:
+        load_tokenizer(info.tokenizer_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_workers", "is_schedulers", "max_bytes"),
+    [
+        ("config.json", True, True, MAX_SETTINGS_BYTES),
+        ("tokenizer.json", True, True, MAX_LISTING_BYTES),
+        ("generation_config.json", False, True, MAX_SETTINGS_BYTES),
+        ("tokenizer_config.json", False, True, MAX_SETTINGS_BYTES),
+        ("chat_template.jinja", False, True, _MAX_FILE_BYTES),
+        ("additional_chat_templates/rag.jinja", False, True, _MAX_FILE_BYTES),
+        ("modules.json", False, True, MAX_SETTINGS_BYTES),
+        ("1_Pooling/config.json", False, True, MAX_SETTINGS_BYTES),
+        ("model.safetensors.index.json", True, False, MAX_LISTING_BYTES),
+        ("model-00001-of-", True, False, None),
+    ],
+)
+def test_a_file_that_is_not_what_it_is_called_is_named(
+    model: Path, name: str, is_workers: bool, is_schedulers: bool, max_bytes: int | None
+) -> None:
+    file = next(model.glob(f"{name}*"), model / name)
+    faults = {rf"{name}.* is a pointer of Git LFS .* run `git lfs pull`": lambda: file.write_text(POINTER)}
+    if max_bytes is not None:
+        told = rf"{name} has {max_bytes + 1} bytes; {max_bytes} are the most: take the file that"
+        faults[told] = lambda: os.truncate(file, max_bytes + 1)
+    for told, spoil in faults.items():
+        spoil()
+        for is_worker, reads in ((True, is_workers), (False, is_schedulers)):
+            if not reads:
+                continue
+            with pytest.raises(ValueError, match=told) as raised:
+                start(model, is_worker=is_worker)
+            assert "\n" not in str(raised.value)
+
+
+def test_templates_in_other_files_have_bounds_too(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    (model / "tokenizer_config.json").unlink()
+    file = model / "chat_template.json"
+    file.touch()
+    os.truncate(file, MAX_SETTINGS_BYTES + 1)
+    with pytest.raises(ValueError, match=rf"chat_template\.json has .*; {MAX_SETTINGS_BYTES} are the most"):
+        start(model, is_worker=False)
+
+
+def test_gateways_are_given_no_file_that_is_larger_than_it_can_be(model: Path) -> None:
+    file = model / "special_tokens_map.json"
+    file.touch()
+    os.truncate(file, MAX_LISTING_BYTES + 1)
+    with pytest.raises(ModelFileError, match=r"special_tokens_map\.json has"):
+        read_tokenizer_archive(model)
+
+
+def test_a_single_file_of_weights_and_a_gguf_file(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=1)
+    (tmp_path / "m.gguf").write_text(POINTER)
+    (path / "model.safetensors").write_text(POINTER)
+    for pointer, is_worker in ((path, True), (tmp_path / "m.gguf", True), (tmp_path / "m.gguf", False)):
+        with pytest.raises(ValueError, match=r"is a pointer of Git LFS .* run `git lfs pull`"):
+            start(pointer, is_worker=is_worker)
