@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scheduler_service.serving.template_sandbox import Template, TemplateFailure
+from scheduler_service.serving.template_sandbox import Overspent, Template, TemplateFailure
 
 # A message of a conversation: its role, its content, and whatever else the template knows.
 Message = Mapping[str, Any]
@@ -18,9 +18,28 @@ _Asked = tuple[str, tuple[tuple[str, str], ...]]
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 _ANSWER: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _QUESTION = "Hello"
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_RESULT = {"role": "tool", "tool_call_id": _CALL["id"], "name": "look", "content": "seen"}
 _PROBES = ("first of two texts", "second of two texts")
+_UNSET = {"tools": None, "documents": None}  # which templates take for not given
 # The names under which reasoning is given; the first is what most templates read.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+# What a template is tried with at the start: what it is called, the messages around a question, and the tools.
+_QUESTIONER = {"role": "user", "content": _QUESTION}
+_KINDS: tuple[tuple[str, list[dict[str, Any]], list[Any] | None], ...] = (
+    ("a plain question", [_QUESTIONER], None),
+    ("a system message", [{"role": "system", "content": "Be kind."}, _QUESTIONER], None),
+    ("an earlier answer", [_QUESTIONER, {"role": "assistant", "content": "Hi"}, _QUESTIONER], None),
+    ("tools", [_QUESTIONER], _TOOLS),
+    ("the result of a tool", [_QUESTIONER, _ANSWER, _RESULT], _TOOLS),
+)
 
 
 class ChatTemplateError(ValueError):
@@ -40,14 +59,40 @@ def render(
     `variables` are further variables of the template, such as `enable_thinking` or `tools`. A message's content is a
     text, or OpenAI's list of parts; the template gets it in the form that it takes.
     """
-    asked = template, tuple(sorted(special_tokens.items()))
-    plain = [_plain(message, asked) for message in messages]
-    fixed = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-    given = {**special_tokens, **fixed, **(variables or {}), "messages": plain}
+    given = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
     try:
-        return _compile(template).render(given)
+        return _rendered(template, messages, special_tokens, given)
     except TemplateFailure as error:
         raise ChatTemplateError(f"the model's chat template fails: {error}") from None
+
+
+def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
+    """Returns the kinds of conversation that a template makes no prompt of, and its reasons; of equal ones the kinds
+    are one entry.
+
+    Raises Overspent for a template that does not end: whoever renders it, a gateway say, would be busy with it for
+    ever.
+    """
+    kinds: dict[str, list[str]] = {}
+    for kind, messages, tools in _KINDS:
+        try:
+            _rendered(template, messages, special_tokens, {"add_generation_prompt": True, "tools": tools})
+        except Overspent:
+            raise
+        except TemplateFailure as error:
+            kinds.setdefault(str(error), []).append(kind)
+    return {
+        "any conversation" if len(names) == len(_KINDS) else ", ".join(names): reason for reason, names in kinds.items()
+    }
+
+
+def _rendered(
+    template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], variables: Mapping[str, Any]
+) -> str:
+    """Raises ChatTemplateError for messages that are none, and TemplateFailure."""
+    asked = template, tuple(sorted(special_tokens.items()))
+    plain = [_plain(message, asked) for message in messages]
+    return _compile(template).render({**special_tokens, **_UNSET, **variables, "messages": plain})
 
 
 @functools.lru_cache(maxsize=8)
@@ -76,7 +121,7 @@ def _writes(asked: _Asked, role: str, num_parts: int) -> bool:
         question: dict[str, Any] = {"role": "user", "content": _QUESTION if is_text else [_text_part(_QUESTION)]}
         before = {"assistant": [question], "tool": [question, _ANSWER]}.get(role, [])
         after = [] if before else [question]
-    given = {**dict(special_tokens), "tools": None, "documents": None, "add_generation_prompt": False}
+    given = {**dict(special_tokens), **_UNSET, "add_generation_prompt": False}
     try:
         rendered = _compile(template).render({**given, "messages": [*before, message, *after]})
     except TemplateFailure:

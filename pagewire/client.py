@@ -409,7 +409,8 @@ class Client:
         """Returns the model's answer to a conversation, or a list of answers to a list of conversations.
 
         A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The model's chat template, or
-        `chat_template` in its place, makes the prompt of it; `template_variables` are passed to the template.
+        `chat_template` in its place, makes the prompt of it: a text, or a name if the model has several;
+        `template_variables` are passed to the template.
         Everything else is as in `complete`. Raises InvalidRequest for a model without a template, and for a template
         that fails.
         """

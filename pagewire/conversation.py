@@ -41,11 +41,12 @@ def prompts_of(
 ) -> list[str]:
     """Returns the prompts that continue a conversation, or each conversation of a list, special tokens included.
 
-    They are made by the given template, or by the served model's, which gets `variables` too. Raises InvalidRequest.
+    They are made by the served model's chat template, or the one of that name, or the given text; it gets `variables`
+    too. Raises InvalidRequest.
     """
     from pagewire import chat_template  # with Jinja2, which nobody else needs
 
-    template = info.chat_template if template is None else template
+    template = template_of(info, template)
     if template is None:
         raise _invalid(f"{info.served_model_name} has no chat template: give chat_template, or a prompt to complete")
     conversations = [messages] if is_one(messages) else messages
@@ -64,6 +65,20 @@ def prompts_of(
         ]
     except chat_template.ChatTemplateError as error:
         raise _invalid(str(error)) from None
+
+
+def template_of(info: ServerInfo, template: str | None) -> str | None:
+    """Returns the model's own template if there is one, or that of a name, or the text that is one. Raises
+    InvalidRequest for what makes the same prompt of every conversation."""
+    if template is None:
+        return info.chat_template
+    if template not in info.named_chat_templates and "{" not in template:
+        names = ", ".join(sorted(info.named_chat_templates)) or "none"
+        raise _invalid(
+            f"chat_template is {template[:100]!r}, which is neither Jinja2 nor the name of a chat template of "
+            f"{info.served_model_name} ({names})"
+        )
+    return info.named_chat_templates.get(template, template)
 
 
 def _invalid(text: str) -> InvalidRequest:

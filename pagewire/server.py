@@ -30,7 +30,8 @@ class ServerInfo:
 
     `model_digest` is hexadecimal, `max_sequence_tokens` the most that a request may have now, `unavailable_reason` why
     requests are refused now, or nothing, `structured_output_refusal` why those are that ask for structured output.
-    `special_tokens` holds texts by the names that a chat template uses, such as eos_token.
+    `special_tokens` holds texts by the names that a chat template uses, such as eos_token. `named_chat_templates` are
+    those that are chosen by name, and `chat_refusals` says which kinds of conversation `chat_template` fails on.
     """
 
     version: str
@@ -51,6 +52,8 @@ class ServerInfo:
     special_tokens: Mapping[str, str]
     has_tenants: bool
     structured_output_refusal: str
+    named_chat_templates: Mapping[str, str]
+    chat_refusals: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,11 @@ _decode_result = decoder(
     },
     apart=("error", "failure"),
 )
-decode_server_info = decoder(ServerInfo, pb.GetServerInfoResponse, {"model_digest": bytes.hex, "special_tokens": dict})
+decode_server_info = decoder(
+    ServerInfo,
+    pb.GetServerInfoResponse,
+    {"model_digest": bytes.hex, "special_tokens": dict, "named_chat_templates": dict},
+)
 decode_loads = decoder(Loads, pb.GetLoadsResponse)
 decode_report = decoder(RequestReport, pb.GetRequestResponse, {"state": REQUEST_STATES.__getitem__})
 decode_block_map = decoder(BlockMap, pb.GetBlocksResponse)

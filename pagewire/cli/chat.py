@@ -11,7 +11,7 @@ from pagewire.cli.chat_terminal import ChatTerminal, history_path
 from pagewire.client import Client
 from pagewire.compatibility import suggestion
 from pagewire.completion import Completion
-from pagewire.conversation import Session
+from pagewire.conversation import Session, template_of
 from pagewire.errors import CommandError, InvalidRequest, PagewireError
 from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
@@ -26,6 +26,7 @@ HELP = """\
 //TEXT        send /TEXT to the model
 \"\"\"           begin a message of several lines, which ends with \"\"\"; or end each line but the last with \\
 Ctrl-C        stop the answer; what there is of it stays in the conversation"""
+_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 # What the user said, and what the model answered.
 Turn = tuple[str, str]
 
@@ -66,7 +67,7 @@ class Conversation:
         from pagewire import chat_template  # with Jinja2, which --help need not load
 
         try:
-            return chat_template.render(self._template, messages, special_tokens={})
+            return chat_template.render(self._template, messages, special_tokens=_SPECIAL_TOKENS)
         except chat_template.ChatTemplateError as error:
             raise CommandError(str(error)) from None
 
@@ -80,6 +81,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this message, print the answer, and end")
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--chat-template", metavar="NAME", help="chat template to take where the model has several (default: its own)"
+    )
     parser.add_argument("--stats", action="store_true", help="print statistics of each answer on standard error")
     parser.add_argument("--no-history", action="store_true", help="neither read nor keep the history of typed lines")
     connection.add_flags(parser)
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     with asyncio.Runner() as runner:
         try:
             info = runner.run(client.server_info())
-            conversation = Conversation(info.chat_template, parsed.system)
+            conversation = Conversation(template_of(info, parsed.chat_template), parsed.system)
             sampling = sampling_flags.sampling(parsed)
             if parsed.quick is not None:
                 prompt = conversation.ask(parsed.quick)

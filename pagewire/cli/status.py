@@ -163,6 +163,7 @@ def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
     ]
     if worker is not None and worker.weight_format:
         rows.insert(2, ("weights", f"{worker.weight_format}, {describe_memory(worker.weight_bytes)} of memory"))
+    rows += [("chat", f"refused: {refusal}") for refusal in info.chat_refusals]
     if info.structured_output_refusal:
         rows.append(("structured output", f"refused: {info.structured_output_refusal}"))
     return rows

@@ -94,8 +94,10 @@ def tokenizer_config_json(file: GgufFile) -> dict[str, Any]:
     keys = Metadata(file, "tokenizer.")
     if keys.has("chat_template"):
         found["chat_template"] = keys.text("chat_template")
-    if keys.has("chat_template.tool_use"):
-        named = {"default": keys.text("chat_template", ""), "tool_use": keys.text("chat_template.tool_use")}
+    more = [key.removeprefix(keys.prefix) for key in file.metadata if key.startswith(f"{keys.prefix}chat_template.")]
+    if more:
+        named = {"default": keys.text("chat_template", "")}
+        named |= {key.removeprefix("chat_template."): keys.text(key) for key in more}
         found["chat_template"] = [{"name": name, "template": text} for name, text in named.items() if text]
     return found
 

@@ -40,7 +40,7 @@ SMALL_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
-    "additional_chat_templates/tool_use.jinja",
+    "additional_chat_templates/*.jinja",
     "quantize_config.json",
     "quant_config.json",
     INDEX,

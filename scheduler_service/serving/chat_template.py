@@ -2,23 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pagewire.chat_template import refusals
 from pagewire.gguf import read_text
 from scheduler_service.serving.settings_file import read_settings
-from scheduler_service.serving.template_sandbox import MAX_TEMPLATE_CHARS, Overspent, Template, TemplateFailure
+from scheduler_service.serving.template_sandbox import MAX_TEMPLATE_CHARS, Overspent
 
-_QUESTION = {
-    "messages": [{"role": "user", "content": "Hello"}],
-    "tools": None,
-    "documents": None,
-    "add_generation_prompt": True,
-}
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names that transformers chooses by; it takes others only from callers
 _MAX_NAMED = 64
 _MAX_FILE_BYTES = 4 * MAX_TEMPLATE_CHARS
-_NO_DEFAULT = "{{ raise_exception('this model has a chat template for tools alone: give tools') }}"
+_NO_DEFAULT = "{{{{ raise_exception('this model has no default chat template: {}') }}}}"
 # An empty text at each border keeps the tags from taking whitespace of the templates along.
 _CHOICE = (
     "{{% if tools is not defined or tools is none %}}{{{{ '' }}}}{}{{{{ '' }}}}"
@@ -30,25 +26,21 @@ _CHOICE = (
 class ChatTemplate:
     text: str
     source: Path  # the file it is from
+    named: Mapping[str, str]  # those that clients may ask for by name; without names in the files none
     is_plain: bool  # it stands in its files as it is, where any gateway finds it
 
-    def fault(self) -> str | None:
-        """Why it makes no prompt of a plain question, if it makes none.
-
-        Raises ValueError if it does not end: whoever renders it, a gateway say, would be busy with it for ever.
-        """
+    def refusals(self, special_tokens: Mapping[str, str]) -> tuple[str, ...]:
+        """Return which kinds of conversation it makes no prompt of, each with the reason. Raises ValueError for one
+        that does not end."""
         try:
-            Template(self.text).render(_QUESTION)
+            return tuple(f"{kinds}: {reason}" for kinds, reason in refusals(self.text, special_tokens).items())
         except Overspent as error:
-            raise ValueError(f"{self.source}: the chat template makes no prompt of a plain question: {error}") from None
-        except TemplateFailure as error:
-            return f"{self.source}: the chat template makes no prompt of a plain question: {error}"
-        return None
+            raise ValueError(f"{self.source}: the chat template cannot be used: {error}") from None
 
 
 def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
     """Read chat_template.jinja, or else the chat_template of tokenizer_config.json, or else of chat_template.json, with
-    the template for tools that may lie beside it. Raises ValueError."""
+    those that may lie in additional_chat_templates, by their names. Raises ValueError."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         named = {_DEFAULT: _read_text(path)}
@@ -58,9 +50,7 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
         if not named:
             path = directory / "chat_template.json"
             named = _named(read_settings(path), path)
-    for_tools = directory / "additional_chat_templates" / f"{_FOR_TOOLS}.jinja"
-    if for_tools.is_file():
-        named[_FOR_TOOLS] = _read_text(for_tools)
+    named |= _additional(directory / "additional_chat_templates")
     is_plain = path.name != "chat_template.json" and _is_plain(tokenizer_config)
     return _joined(named, path, is_plain=is_plain)
 
@@ -68,6 +58,15 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
 def chat_template_of(tokenizer_config: Mapping[str, Any], source: Path) -> ChatTemplate | None:
     """Take the template from what tokenizer_config.json would hold. Raises ValueError."""
     return _joined(_named(tokenizer_config, source), source, is_plain=_is_plain(tokenizer_config))
+
+
+def _additional(folder: Path) -> dict[str, str]:
+    paths = [path for path in islice(folder.glob("*.jinja"), _MAX_NAMED + 1) if path.is_file()]
+    if len(paths) > _MAX_NAMED:
+        raise ValueError(
+            f"{folder} holds more than {_MAX_NAMED} templates, the most: remove those that nobody asks for"
+        )
+    return {path.stem: _read_text(path) for path in sorted(paths)}
 
 
 def _is_plain(tokenizer_config: Mapping[str, Any]) -> bool:
@@ -94,19 +93,19 @@ def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 def _joined(named: Mapping[str, str], source: Path, *, is_plain: bool) -> ChatTemplate | None:
     """Make one template of the default and of that for tools, which chooses as transformers does, so that gateways,
     which take one, and clients need not know of names."""
-    if _FOR_TOOLS not in named:
-        return ChatTemplate(named[_DEFAULT], source, is_plain) if _DEFAULT in named else None
-    # A template's last newline is not part of it.
-    default, for_tools = (
-        named.get(name, _NO_DEFAULT).removesuffix("\n").removesuffix("\r") for name in (_DEFAULT, _FOR_TOOLS)
-    )
-    text = _CHOICE.format(default, for_tools)
-    if len(text) > MAX_TEMPLATE_CHARS:
+    if not named:
+        return None
+    text = default = named.get(_DEFAULT, _NO_DEFAULT.format("give tools" if _FOR_TOOLS in named else "name another"))
+    if _FOR_TOOLS in named:
+        # A template's last newline is not part of it.
+        text = _CHOICE.format(*(each.removesuffix("\n").removesuffix("\r") for each in (default, named[_FOR_TOOLS])))
+    num_chars = max(len(text), sum(len(name) + len(template) for name, template in named.items()))
+    if num_chars > MAX_TEMPLATE_CHARS:
         raise ValueError(
-            f"{source}: the chat templates {_DEFAULT} and {_FOR_TOOLS} have {len(text)} characters together; "
-            f"{MAX_TEMPLATE_CHARS} are the most"
+            f"{source}: the chat templates have {num_chars} characters together; {MAX_TEMPLATE_CHARS} are the most"
         )
-    return ChatTemplate(text, source, is_plain=False)
+    has_names = named.keys() != {_DEFAULT}
+    return ChatTemplate(text, source, named if has_names else {}, is_plain=is_plain and text == named.get(_DEFAULT))
 
 
 def _read_text(path: Path) -> str:

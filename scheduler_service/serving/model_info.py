@@ -48,6 +48,7 @@ class ModelInfo:
     sampling_defaults: SamplingParams  # what requests mean that leave sampling unset
     ignored_settings: str  # a warning about what the checkpoint asks of requests in vain, or nothing
     template_file: ChatTemplate | None
+    chat_refusals: tuple[str, ...]  # kinds of conversation that its chat template makes no prompt of, and why
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None  # a tokenizer.json or a GGUF file
     embedding: PoolingChoice  # how embeddings are made
@@ -79,17 +80,19 @@ class ModelInfo:
         return None if self.template_file is None else self.template_file.text
 
     def warnings(self) -> list[str]:
-        """Return warnings about what does not work with this checkpoint. Raises ValueError if nobody should be given
-        it."""
+        """Return warnings about what does not work with this checkpoint."""
         found = []
         if not self.has_tokenizer:
             found.append(
                 f"{self.directory} has no tokenizer.json: prompts and outputs are token ids only; text prompts, stop "
                 f"texts, chat and the gateway do not work{_convertible(self.directory)}"
             )
-        fault = None if self.template_file is None else self.template_file.fault()
-        if fault is not None:
-            found.append(f"{fault}; chat does not work")
+        if self.template_file is not None:
+            found += [
+                f"{self.template_file.source}: the chat template makes no prompt of {refusal}; such conversations are "
+                "refused"
+                for refusal in self.chat_refusals
+            ]
         found += [text for text in (self.embedding.refusal, self.ignored_settings) if text]
         return found
 
@@ -177,6 +180,7 @@ def _model_info(settings: _Settings) -> ModelInfo:
     model_type = _text(config, "model_type", config_path)
     vocab_size = _positive(config, ("vocab_size",), config_path)
     generation, generation_path = settings.generation, settings.generation_path
+    template, special_tokens = settings.template_file, _special_tokens(settings.tokenizer_config)
     return ModelInfo(
         name=settings.name,
         directory=settings.path.resolve(),
@@ -190,8 +194,9 @@ def _model_info(settings: _Settings) -> ModelInfo:
         pad_token_id=_token_id(config, "pad_token_id"),
         sampling_defaults=generation_config.sampling_defaults(generation, generation_path, vocab_size),
         ignored_settings=generation_config.ignored(generation, generation_path),
-        template_file=settings.template_file,
-        special_tokens=_special_tokens(settings.tokenizer_config),
+        template_file=template,
+        chat_refusals=() if template is None else template.refusals(special_tokens),
+        special_tokens=special_tokens,
         tokenizer_path=settings.tokenizer_path,
         embedding=settings.embedding,
     )

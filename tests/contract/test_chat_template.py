@@ -1,15 +1,19 @@
 """Chats and tokens through the client, and what a model's chat template may do."""
 
 import asyncio
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
+import grpc
 import pytest
 from tokenizers import Tokenizer
 
 import pagewire
 from pagewire import Client, SamplingParams
 from pagewire.chat_template import ChatTemplateError, render
+from pagewire.cli.status import table
 from scheduler_service.serving.template_sandbox import MAX_STEPS
 from tests.contract.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
 from tests.contract.test_tokenization import checkpoint  # noqa: F401 - a fixture
@@ -99,6 +103,33 @@ async def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> Non
         ):
             with pytest.raises(pagewire.InvalidRequest, match=text):
                 await client.achat(wrong, chat_template=TEMPLATE)
+
+
+async def test_templates_are_asked_for_by_name_and_refuse_in_their_own_words(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+    path = shutil.copytree(checkpoint, tmp_path / "named")
+    refusing = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}{{ messages[0].content }}"
+    (path / "chat_template.jinja").write_text(refusing)
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "rag.jinja").write_text("{{ documents[0] }}{{ messages[0].content }}")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    async with serve(path) as stack, Client(stack.url) as client:
+        info = await client.server_info()
+        assert sorted(info.named_chat_templates) == ["default", "rag"]
+        assert info.chat_refusals == ("tools, the result of a tool: line 1: no tools here",)
+        assert "chat               refused: tools, the result of a tool: line 1: no tools here" in table(
+            dataclasses.replace(info, structured_output_refusal="x"), None, colour=False
+        )
+        for name, text in (("rag", "worldhello"), ("default", "hello"), (None, "hello")):
+            variables = {"documents": ["world"]}
+            answer = await client.achat([HELLO], max_tokens=1, chat_template=name, template_variables=variables)
+            assert answer.usage.prompt_tokens == len(tokenizer.encode(text, add_special_tokens=False).ids)
+        for given, told in (
+            ({"chat_template": "ragg"}, r"'ragg', which is neither Jinja2 nor the name of a .* \(default, rag\)"),
+            ({"template_variables": {"tools": [{"a": 1}]}}, "the model's chat template fails: line 1: no tools here"),
+        ):
+            with pytest.raises(pagewire.InvalidRequest, match=told) as refused:
+                await client.achat([HELLO], **given)
+            assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,17 @@ def test_what_will_not_work_is_a_warning_at_the_start(tmp_path: Path, caplog: py
     assert warned(path, caplog) == []
     (path / TEMPLATE).write_text("\n{{ messages.content.text }}")
     [line] = warned(path, caplog)
-    assert line.startswith(f"{path / TEMPLATE}: the chat template makes no prompt of a plain question: line 2: ")
-    assert line.endswith("; chat does not work")
+    assert line.startswith(f"{path / TEMPLATE}: the chat template makes no prompt of any conversation: line 2: ")
+    assert line.endswith("; such conversations are refused")
+    (path / TEMPLATE).write_text(
+        "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content[0].text }}"
+    )
+    [line] = warned(path, caplog)
+    assert "makes no prompt of tools, the result of a tool: line 1: no tools; such" in line
     (path / TEMPLATE).unlink()
     (path / CONFIG).write_text(json.dumps({"chat_template": [{"name": "default", "template": "{% if %}"}]}))
     [line] = warned(path, caplog)
-    assert line.startswith(f"{path / CONFIG}: the chat template makes no prompt of a plain question: line 1: ")
+    assert line.startswith(f"{path / CONFIG}: the chat template makes no prompt of any conversation: line 1: ")
     (path / CONFIG).unlink()
     (path / "tokenizer.json").unlink()
     [line] = warned(path, caplog)

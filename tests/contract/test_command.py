@@ -376,6 +376,19 @@ def test_chat_renders_the_template(capsys: pytest.CaptureFixture[str], scheduler
     assert (request.session_id, request.HasField("will_return"), request.will_return) == ("", True, False)
 
 
+def test_chat_takes_the_template_of_a_name(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler) -> None:
+    scheduler.info.chat_template = CHAT_TEMPLATE
+    scheduler.info.named_chat_templates.update(
+        {"default": CHAT_TEMPLATE, "rag": "{{ bos_token + messages[0].content }}!"}
+    )
+    assert main(["chat", "-q", "hello", "--chat-template", "rag"]) == 0
+    [request] = scheduler.requests
+    assert request.text == "hello!"
+    capsys.readouterr()
+    assert main(["chat", "-q", "hello", "--chat-template", "rug"]) == 1
+    assert "chat_template is 'rug', which is neither Jinja2 nor the name" in capsys.readouterr().err
+
+
 def test_chat_remembers_what_was_said(
     capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

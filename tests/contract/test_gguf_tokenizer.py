@@ -394,10 +394,13 @@ def test_ends_of_answers_are_those_of_llama_cpp(case: str, type: int | None, tmp
 
 
 def test_a_template_for_tools_is_chosen_where_there_are_tools(tmp_path: Path) -> None:
-    settings = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools[0] }}"}
+    named = {"default": "plain", "tool_use": "{{ tools[0] }}", "rag": "{{ documents[0] }}"}
+    settings = {f"tokenizer.chat_template.{name}".removesuffix(".default"): text for name, text in named.items()}
     path = write_gguf(tmp_path / "model.gguf", BUNDLED, "Q4_0", settings=settings)
-    template = read_model_info(str(path)).chat_template
-    assert template is not None
+    found = read_model_info(str(path)).template_file
+    assert found is not None
+    assert found.named == named
+    template = found.text
     messages = [{"role": "user", "content": "Hello"}]
     with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(path))) as archive:
         archive.extractall(tmp_path / "unpacked")

@@ -29,6 +29,7 @@ TEMPLATES = {
     "chat_template.jinja": b"a",
     "chat_template.json": b"{}",
     "additional_chat_templates/tool_use.jinja": b"t",
+    "additional_chat_templates/rag.jinja": b"r",
 }
 REPOSITORIES = {
     "org/whole": Repository({**SMALL, **OTHER_FORMATS, "model.safetensors": WEIGHTS}),
@@ -43,7 +44,7 @@ REPOSITORIES = {
     "org/tagged": Repository(
         {**SMALL, "model.safetensors": WEIGHTS}, revisions={"main": COMMIT, "v1": "b" * 40}
     ),
-    "org/templates": Repository({**SMALL, **TEMPLATES, "additional_chat_templates/rag.jinja": b"r"}),
+    "org/templates": Repository({**SMALL, **TEMPLATES}),
     "org/pickled": Repository({**SMALL, "pytorch_model.bin": b"p"}),
     "org/gguf": Repository({"model-q4.gguf": b"g", "README.md": b"r"}),
     "org/no-model": Repository({"README.md": b"r"}),

@@ -12,7 +12,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer
 
-from pagewire.chat_template import ChatTemplateError, render
+from pagewire.chat_template import ChatTemplateError, refusals, render
 from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.chat_template import _MAX_NAMED
 from scheduler_service.serving.model_info import read_model_info
@@ -196,6 +196,10 @@ LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "a list without a default": {"tokenizer_config.json": listed(tool_use=FOR_TOOLS, rag="r")},
     "an object": {"tokenizer_config.json": {"chat_template": {"default": PLAIN, "tool_use": FOR_TOOLS}}},
     "files": {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": FOR_TOOLS},
+    "files, of which none is the default for tools": {
+        "chat_template.jinja": PLAIN,
+        "additional_chat_templates/rag.jinja": "r",
+    },
     "files, others too": {
         "chat_template.jinja": PLAIN,
         "additional_chat_templates/tool_use.jinja": FOR_TOOLS,
@@ -212,12 +216,15 @@ def test_templates_are_found_and_chosen_as_transformers_does(tmp_path: Path, lay
     template = info.chat_template
     assert template is not None
     assert isinstance(given.chat_template, str)
+    named = theirs.chat_template if isinstance(theirs.chat_template, dict) else {}
+    assert info.template_file is not None
+    assert info.template_file.named == named
     messages = [{"role": "user", "content": "hello"}, {"role": "user", "content": " <b> "}]
     for tools in (None, [], [LOOK]):
         if tools is None and layout == "a list without a default":
             with pytest.raises(ValueError, match="no default"):
                 theirs.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
-            with pytest.raises(ChatTemplateError, match="for tools alone: give tools"):
+            with pytest.raises(ChatTemplateError, match="has no default chat template: give tools"):
                 render(template, messages, special_tokens=info.special_tokens)
             continue
         expected = theirs.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
@@ -248,8 +255,48 @@ def test_the_legacy_file_of_processors_is_read_where_it_is_alone(tmp_path: Path)
         ({"chat_template": {"default": 5}}, "is a list, but not one of objects that have a name and a template"),
     ],
 )
-def test_named_templates_have_bounds(tmp_path: Path, found: dict[str, object], told: str) -> None:
+def test_named_templates_of_a_list_have_bounds(tmp_path: Path, found: dict[str, object], told: str) -> None:
     path = write(make_checkpoint(tmp_path / "model"), {"tokenizer_config.json": found})
     with pytest.raises(ValueError, match=told) as refused:
         read_model_info(str(path))
     assert str(path / "tokenizer_config.json") in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("num_files", "num_chars", "told"),
+    [
+        (_MAX_NAMED + 1, 1, f"additional_chat_templates holds more than {_MAX_NAMED} templates, the most"),
+        (_MAX_NAMED, MAX_TEMPLATE_CHARS // _MAX_NAMED, f"together; {MAX_TEMPLATE_CHARS} are the most"),
+        (_MAX_NAMED, MAX_TEMPLATE_CHARS // _MAX_NAMED - 9, None),
+    ],
+)
+def test_named_templates_of_files_have_bounds(tmp_path: Path, num_files: int, num_chars: int, told: str | None) -> None:
+    files = {f"additional_chat_templates/{i}.jinja": "x" * num_chars for i in range(num_files)}
+    path = write(make_checkpoint(tmp_path / "model"), {"chat_template.jinja": PLAIN, **files})
+    if told is None:
+        info = read_model_info(str(path))
+        assert info.template_file is not None
+        assert len(info.template_file.named) == num_files + 1
+        return
+    with pytest.raises(ValueError, match=told):
+        read_model_info(str(path))
+
+
+# Templates that fail on some kinds of conversation, and what is told of them.
+FAILING = {
+    TEMPLATES["no system role"][1]: {"a system message": "line 1: no system role"},
+    "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ bos_token + messages[0].content }}": {
+        "tools, the result of a tool": "line 1: no tools"
+    },
+    "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('what is ' + m.role + '?') }}{% endif %}"
+    "{{ m.content[0].text }}{% endfor %}": {
+        "a system message": "line 1: what is system?",
+        "an earlier answer, the result of a tool": "line 1: what is assistant?",
+    },
+    "{{ missing.content }}": {"any conversation": "line 1: 'missing' is undefined"},
+}
+
+
+@pytest.mark.parametrize("template", [*FAILING, *(text for _, text in TEMPLATES.values() if text not in FAILING)])
+def test_what_a_template_cannot_serve_is_found_by_kind(template: str) -> None:
+    assert refusals(template, TOKENS) == FAILING.get(template, {})

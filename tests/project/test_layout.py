@@ -51,6 +51,7 @@ ALLOWED_IMPORTS = {
     "scheduler_service.serving": (
         "scheduler_service.core",
         "scheduler_service.serving",
+        "pagewire.chat_template",
         "pagewire.gguf",
         "pagewire.grammars",
         "pagewire.transport.sampling_ranges",

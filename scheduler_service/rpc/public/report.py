@@ -42,6 +42,8 @@ def encode_server(
         pipeline_depth=pipeline_depth,
         has_tenants=has_tenants,
         chat_template=model.chat_template,
+        named_chat_templates={} if model.template_file is None else model.template_file.named,
+        chat_refusals=model.chat_refusals,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         has_tokenizer=model.has_tokenizer,
