@@ -19,7 +19,7 @@ class PreemptionMode(Enum):
 _MIN_PROMPT_SHARE = 0.75
 _NUM_STEPS = 31  # the estimates look back on so many
 # Tokens of prompts that any step may compute: with less, prompts would never end.
-_MIN_PROMPT_TOKENS = 16
+_MIN_PROMPT_TOKENS = 4
 
 
 class CostModel:
@@ -58,8 +58,7 @@ class CostModel:
     def max_prompt_tokens(self, slowdown: float) -> int | None:
         """Count the tokens of prompts that make a step take at most `slowdown` times as long as one that only decodes.
 
-        They are at least 16. None while that is not known.
-
+        They are at least 4. None while that is not known.
         """
         if self.prefill_rate is None or not self._decode_seconds:
             return None

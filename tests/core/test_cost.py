@@ -76,5 +76,5 @@ def test_what_prompts_may_take_beside_decoding_rows() -> None:
         cost.observe_step(8, 0, seconds)
     assert cost.max_prompt_tokens(2.0) == 30
     assert cost.max_prompt_tokens(1.8) == 24
-    assert cost.max_prompt_tokens(1.0) == 16  # never none: a prompt must come to its end
+    assert cost.max_prompt_tokens(1.0) == 4  # never none: a prompt must come to its end
     assert model().max_prompt_tokens(2.0) is None
