@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pagewire.transport.addresses import join
 from pagewire.transport.draining import cancel, drain
 from pagewire.transport.health import Health
-from pagewire.transport.listening import create_server, listen
+from pagewire.transport.listening import create_server, give_way, listen
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
 from pagewire.transport.tls import server_credentials
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
@@ -113,6 +113,7 @@ class RequestService:
         availability: Availability = engine.availability
         await self._health.begin()
         await self._server.start()
+        give_way()
         following = self._health.follow(
             availability.changed, lambda: availability.is_serving, self._servicer.announce, lambda: ready(self._url)
         )

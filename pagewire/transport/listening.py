@@ -1,6 +1,7 @@
 """Ports and Unix sockets to listen on, how many connections and calls they take, and what to say of one that cannot be
 had."""
 
+import contextlib
 import errno
 import os
 import resource
@@ -19,7 +20,7 @@ from pagewire.transport.addresses import UNIX_SCHEME, join, target
 # client. gRPC counts a call until its last object is gone: beyond the limit it refuses some for which a client thinks
 # that there is room.
 _MAX_CALLS_OF_CONNECTION = 5_000
-_MAX_PENDING_CALLS = 8_192
+_MAX_PENDING_CALLS = 6_000
 # What every server says of its port, of its clients' pings and of their calls.
 _COMMON_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
@@ -31,6 +32,9 @@ _COMMON_OPTIONS = (
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
 )
 _MAX_CONNECTIONS = 65_536
+# What gRPC 1.85 calls the threads of its pool, and the one that starts more of them.
+_POOL_THREADS = ("event_engine", "lifeguard")
+_POOL_NICE = 10
 # File descriptors that are kept for the service itself: its links, its files, metrics, probes.
 _MAX_RESERVED = 256
 _CONNECT_TIMEOUT_S = 1.0
@@ -48,6 +52,18 @@ def create_server(
     """
     connections = ("grpc.max_allowed_incoming_connections", max_connections or max_open_connections())
     return grpc.aio.server(options=(*_COMMON_OPTIONS, connections, *options), interceptors=interceptors)
+
+
+def give_way() -> None:
+    """Lets this process's own threads go first where gRPC's have more to do than there are cores for.
+
+    It is to be called once a server has started. gRPC's pool of threads has work only where calls come, or are reset,
+    faster than the thread that polls can take them. Those that it starts later inherit the priority.
+    """
+    for thread in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # the thread has ended, or there is no such folder
+            if (thread / "comm").read_text().strip() in _POOL_THREADS:
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), _POOL_NICE)
 
 
 def max_open_connections() -> int:
