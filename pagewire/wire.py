@@ -30,6 +30,7 @@ from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.structured_outputs import StructuredOutputs
 from pagewire.transport.sampling_ranges import UINT32, UINT64, Range
 from pagewire.transport.translation import decoder, enum_names
+from pagewire.transport.wrong_port import RightPort
 
 try:
     from google.rpc import error_details_pb2, status_pb2
@@ -57,33 +58,12 @@ EARLY_STOPPING = {name: number for number, name in enum_names(pb.EarlyStopping.D
 }
 RESULT_STATES = enum_names(pb.ResultState.DESCRIPTOR)
 REQUEST_STATES = {number: name.replace("_", " ") for number, name in enum_names(pb.RequestState.DESCRIPTOR).items()}
-# What gRPC says where something else than a scheduler listens, and what that looks like.
-_SCHEDULERS_PORT = "give the gRPC port of a scheduler or a front end, which is 50051 unless --port says otherwise"
-_WRONG_PORTS = (
-    (
-        re.compile(r"^Received http2 header with status: |^Stream removed"),
-        f"{{url}} answers as a web server, not as gRPC: it looks like a gateway's port; {_SCHEDULERS_PORT}",
-    ),
-    (
-        re.compile("Expected SETTINGS frame|http1.x server"),
-        "{url} answers, but not in HTTP/2: it looks like a port for metrics, or another web server's; "
-        f"{_SCHEDULERS_PORT}",
-    ),
-    (
-        re.compile("^Method not found!$"),
-        "{url} speaks gRPC, but knows no such call: it looks like a worker's port, another service's or an older "
-        f"server's; {_SCHEDULERS_PORT}",
-    ),
-    (re.compile("WRONG_VERSION_NUMBER"), "{url} answers without TLS: leave out grpcs://, or give a port with TLS"),
-    (
-        re.compile("CERTIFICATE_VERIFY_FAILED"),
-        "the certificate of {url} is not of an authority that is known here: give tls_ca (--tls-ca)",
-    ),
-    (
-        re.compile("last error: .*Socket closed"),
-        "{url} accepts connections and closes them: it looks like a port with TLS (grpcs://), one that asks for a "
-        f"certificate (tls_cert), or one of another protocol; {_SCHEDULERS_PORT}",
-    ),
+_SCHEDULERS_PORT = RightPort(
+    give="give the gRPC port of a scheduler or a front end, which is 50051 unless --port says otherwise",
+    strangers="a worker's port, another service's or an older server's",
+    without_tls="leave out grpcs://",
+    name_authority="give tls_ca (--tls-ca)",
+    with_tls="a port with TLS (grpcs://), one that asks for a certificate (tls_cert)",
 )
 TIMEOUT_PASSED = "the timeout passed before the request was done; raise it or ask for fewer tokens"
 STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -342,9 +322,9 @@ def decode_error(error: Any, url: str) -> PagewireError:
     """Returns the typed error of a failed grpc call (`grpc.RpcError` of either API), with google.rpc details."""
     code = error.code()
     message = error.details() or code.name
-    reading = next((text for sign, text in _WRONG_PORTS if sign.search(message)), None)
+    reading = _SCHEDULERS_PORT.reading(url, message)
     if reading is not None:
-        message = f"{reading.format(url=url)} ({message})"
+        message = reading
     elif code is grpc.StatusCode.UNAVAILABLE and message.startswith("failed to connect"):
         message = f"no server answers at {url} ({message})"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and "Deadline Exceeded" in message:

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 
+from pagewire.transport.wrong_port import RightPort
+
 _PATIENCE = 3.0  # seconds without a connection before that is told
 _REPEAT_AFTER = 60.0  # seconds before what was told is told again
 _DIGITS = re.compile(r"\d+")
@@ -22,27 +24,33 @@ class Waiting:
         self,
         name: str,
         logger: logging.Logger,
+        port: RightPort,
         *,
         patience: float = _PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` is what the other side is called; `clock` is in seconds."""
+        """`name` is what the other side is called, and `port` says where it is; `clock` is in seconds."""
         self._name = name
         self._logger = logger
+        self._port = port
         self._patience = patience
         self._clock = clock
         self._told: tuple[str, float] | None = None  # a reason without its numbers, and when
 
-    def tell(self, reason: str, *, is_calm: bool) -> None:
-        """Log the reason; `is_calm` says that it passes by itself, as when the other side is starting."""
+    def tell(self, reason: str, *, is_calm: bool) -> str:
+        """Log the reason, or what else is at a port of which gRPC says so, and return it; `is_calm` says that it passes
+        by itself, as when the other side is starting."""
+        reading = self._port.reading("its port", reason)
+        reason = reading or reason
         kind, now = _DIGITS.sub("", reason), self._clock()
         if self._told is not None and self._told[0] == kind and now - self._told[1] < _REPEAT_AFTER:
-            return
+            return reason
         self._told = (kind, now)
-        if is_calm:
+        if is_calm and reading is None:
             self._logger.info("waiting for %s: %s", self._name, reason)
         else:
             self._logger.warning("no session with %s: %s", self._name, reason)
+        return reason
 
     def end(self) -> None:
         """Take note that the other side has come. Should it go, everything is new again."""
@@ -74,7 +82,6 @@ class Waiting:
                 await call.wait_for_connection()
             except grpc.aio.AioRpcError as error:
                 reason = f"there is no connection ({_LAST_ERROR.sub('', error.details() or error.code().name)})"
-                self.tell(reason, is_calm=True)
-                on_reason(reason)
+                on_reason(self.tell(reason, is_calm=True))
             finally:
                 call.cancel()

@@ -14,6 +14,7 @@ from pagewire.hosting.supervisor import free_port
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.waiting import Waiting
+from scheduler_service.rpc.worker.worker_link import _PORT
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import make_checkpoint
@@ -92,6 +93,7 @@ def warnings(lines: Lines) -> list[str]:
 async def test_a_worker_that_is_not_up_and_then_loads_is_waited_for_calmly(tmp_path: Path, lines: Lines) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", eos_token_id=0)  # an end token that its tokenizer has
     worker = LoadingWorker(read_model_info(str(checkpoint)).digest)
+    worker.capacity |= {"max_num_seqs": 256, "max_num_batched_tokens": 2048}  # as the scheduler's
     worker.port = free_port(LOOPBACK)
     async with scheduling(checkpoint, worker.port, worker_timeout=0.5) as ready:
         told = await lines.next("waiting for the worker: there is no connection")
@@ -135,7 +137,7 @@ async def test_a_front_end_waits_calmly_too(checkpoint: Path, lines: Lines) -> N
 def test_what_differs_in_numbers_alone_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     now = 0.0
-    waiting = Waiting("the worker", logging.getLogger("scheduler_service.test"), clock=lambda: now)
+    waiting = Waiting("the worker", logging.getLogger("scheduler_service.test"), _PORT, clock=lambda: now)
     for second in range(180):
         now = float(second)
         waiting.tell(f"loading: {second // 2} %", is_calm=True)

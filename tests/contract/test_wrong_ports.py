@@ -1,11 +1,13 @@
-"""A client at a port that is no scheduler's hears what the port looks like."""
+"""A client at a port that is no scheduler's hears what the port looks like, and so do links between services."""
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,7 +16,10 @@ from prometheus_client import Metric
 import pagewire
 from pagewire import Client, wire
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from scheduler_service import front_end, server
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.metrics_server import MetricsServer
+from scheduler_service.rpc.waiting import Waiting
 from tests.contract.certificates import self_signed
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving
 
@@ -140,3 +145,58 @@ class Removed(grpc.RpcError):
 
 def test_a_removed_stream_is_one_of_a_web_server() -> None:
     assert str(wire.decode_error(Removed(), "h:1")).startswith("h:1 answers as a web server, not as gRPC")
+
+
+class Warnings(logging.Handler):
+    """What is logged as a warning from now on, for one event loop."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.put_nowait(record.getMessage())
+
+
+SCHEDULER = "no session with the worker: its port "
+FRONT_END = "no session with the scheduler at {address}: its port "
+LINKS = {
+    "a scheduler's": (
+        lambda: serving(ScriptedScheduler()),
+        SCHEDULER,
+        "knows no such call: it looks like a scheduler's",
+    ),
+    "a gateway's": (lambda: listener(web_server), SCHEDULER, "answers as a web server"),
+    "metrics": (metrics, SCHEDULER, "answers, but not in HTTP/2: it looks like a port for metrics"),
+    "a worker's": (worker, FRONT_END, "knows no such call: it looks like a worker's port"),
+    "a gateway's for the scheduler's": (lambda: listener(web_server), FRONT_END, "answers as a web server"),
+    "metrics for the scheduler's": (metrics, FRONT_END, "answers, but not in HTTP/2: it looks like a port for metrics"),
+    "hangs up": (lambda: listener(hangs_up), FRONT_END, "it looks like a port with TLS (--scheduler-tls-ca), one"),
+}
+
+
+@pytest.mark.parametrize("name", LINKS)
+async def test_a_link_to_a_wrong_port_is_told_by_what_it_looks_like(
+    name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Waiting.__init__.__kwdefaults__, "patience", 0.01)
+    made, begin, told = LINKS[name]
+    warnings, stop = Warnings(), asyncio.Event()
+    with made() as address:
+        common = {"model": str(checkpoint), "port": 0, "metrics_port": 0}
+        if begin is SCHEDULER:
+            run, config, flag = server.run, SchedulerConfig(**common, worker=address), "--worker"
+        else:
+            run, config, flag = front_end.run, FrontEndConfig(**common, scheduler=address), "--scheduler"
+        logging.getLogger("scheduler_service.rpc").addHandler(warnings)
+        running = asyncio.create_task(run(config, stop=stop, stop_now=stop, ready=lambda url: None))
+        try:
+            line = await asyncio.wait_for(warnings.lines.get(), 20)
+        finally:
+            logging.getLogger("scheduler_service.rpc").removeHandler(warnings)
+            stop.set()
+            await running
+    assert line.startswith(begin.format(address=address))
+    assert told in line
+    assert f"port of a {'worker' if begin is SCHEDULER else 'scheduler'} in {flag}, which is 500" in line
+    assert "\n" not in line

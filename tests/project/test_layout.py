@@ -60,7 +60,11 @@ ALLOWED_IMPORTS = {
     ),
     "scheduler_service.simulation": ("scheduler_service.core", "scheduler_service.simulation"),
     # What several of the packages beside it need, and no more.
-    "scheduler_service.rpc": ("scheduler_service.rpc.status", "pagewire.protos.gen.pagewire.scheduler"),
+    "scheduler_service.rpc": (
+        "scheduler_service.rpc.status",
+        "pagewire.protos.gen.pagewire.scheduler",
+        "pagewire.transport.wrong_port",
+    ),
     "scheduler_service.rpc.worker": (
         "scheduler_service.core",
         "scheduler_service.serving",
@@ -82,6 +86,7 @@ ALLOWED_IMPORTS = {
         "scheduler_service.rpc.front_end",
         "scheduler_service.rpc.trace_context",
         "scheduler_service.rpc.waiting",
+        "pagewire.transport.wrong_port",
     ),
     "worker_service": ("worker_service", "pagewire.grammars", "pagewire.transport", "pagewire.__version__"),
     "worker_service.rpc": (

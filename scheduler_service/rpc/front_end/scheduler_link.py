@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.transport.wrong_port import RightPort
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.output import FINISH_REASONS, encode_embedding
@@ -35,6 +36,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
+)
+_PORT = RightPort(
+    give="give the gRPC port of a scheduler in --scheduler, which is 50051 unless its --port says otherwise",
+    strangers="a worker's port or another service's",
+    without_tls="leave out --scheduler-tls-ca",
+    name_authority="give --scheduler-tls-ca",
+    with_tls="a port with TLS (--scheduler-tls-ca), one that asks for a certificate (--scheduler-tls-cert)",
 )
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
@@ -99,7 +107,7 @@ class SchedulerLink:
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
         self._outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest] | None = None  # None: not connected
-        self._waiting = Waiting(f"the scheduler at {address}", logger)
+        self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT)
         self._reason = "it has not answered yet"  # why not
         self._connected = asyncio.Event()  # for the first time, or nobody waits for it any more
         self._idle = asyncio.Event()
@@ -242,7 +250,7 @@ class SchedulerLink:
                 self._waiting.end()
                 logger.warning("lost the scheduler at %s: %s", self._address, ended.reason)
             else:
-                self._waiting.tell(ended.reason, is_calm=ended.is_calm)
+                ended = ended._replace(reason=self._waiting.tell(ended.reason, is_calm=ended.is_calm))
             self._reason = ended.reason
             self._fail_all(f"the scheduler at {self._address} is gone ({ended.reason}); send the request again")
             self.changed.set()

@@ -16,6 +16,7 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from pagewire.transport.draining import cancel
 from pagewire.transport.link_secret import LinkSecret
+from pagewire.transport.wrong_port import RightPort
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.rpc.waiting import Waiting
@@ -42,6 +43,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
+)
+_PORT = RightPort(
+    give="give the port of a worker in --worker, which is 50061 unless its --port says otherwise",
+    strangers="a scheduler's port, a front end's or another service's",
+    without_tls="leave out --worker-tls-ca",
+    name_authority="give --worker-tls-ca",
+    with_tls="a port with TLS (--worker-tls-ca), one that asks for a certificate (--worker-tls-cert)",
 )
 _READY_TIMEOUT = 120.0  # seconds: a worker answers, or gives up, 90 s after Hello at the latest
 _MIN_BACKOFF = 0.1
@@ -83,7 +91,7 @@ class WorkerLink:
         self._restart_worker = restart_worker
         self._secret = secret
         self._epochs = Epochs(clock)
-        self._waiting = Waiting("the worker", logger)
+        self._waiting = Waiting("the worker", logger, _PORT)
         self._first_capacities: dict[int, WorkerCapacity] = {}  # by rank
 
     async def run(self) -> None:
@@ -101,8 +109,7 @@ class WorkerLink:
                 self._step_loop.worker_lost(ended.reason)
                 backoff = _MIN_BACKOFF
             else:
-                self._waiting.tell(ended.reason, is_calm=ended.is_calm)
-                self._step_loop.worker_missing(ended.reason)
+                self._step_loop.worker_missing(self._waiting.tell(ended.reason, is_calm=ended.is_calm))
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
 

@@ -1,0 +1,38 @@
+"""What a port looks like that does not serve the calls that are made there, by what gRPC says of them."""
+
+import re
+from dataclasses import dataclass
+
+_WEB_SERVER = re.compile(r"^Received http2 header with status: |^Stream removed|: Received http2 header with status: ")
+_NO_HTTP2 = re.compile("Expected SETTINGS frame|http1.x server")
+_NO_SUCH_CALL = re.compile(r"\bMethod not found!")
+_NO_TLS = re.compile("WRONG_VERSION_NUMBER")
+_UNKNOWN_CERTIFICATE = re.compile("CERTIFICATE_VERIFY_FAILED")
+_HANGS_UP = re.compile("last error: .*Socket closed|^there is no connection .*Socket closed")
+
+
+@dataclass(frozen=True, slots=True)
+class RightPort:
+    """What should be there, for people: a clause for each way to give another port."""
+
+    give: str  # which port is the right one
+    strangers: str  # whose ports speak gRPC too, and know other calls
+    without_tls: str  # how to speak without TLS
+    name_authority: str  # how to say whose certificates are known
+    with_tls: str  # what the port may ask for that hangs up
+
+    def reading(self, where: str, message: str) -> str | None:
+        """Return what the port looks like of which gRPC says this, or None if it may be the right one."""
+        readings = {
+            _WEB_SERVER: f"{where} answers as a web server, not as gRPC: it looks like a gateway's port; {self.give}",
+            _NO_HTTP2: f"{where} answers, but not in HTTP/2: it looks like a port for metrics, or another web "
+            f"server's; {self.give}",
+            _NO_SUCH_CALL: f"{where} speaks gRPC, but knows no such call: it looks like {self.strangers}; {self.give}",
+            _NO_TLS: f"{where} answers without TLS: {self.without_tls}, or give a port with TLS",
+            _UNKNOWN_CERTIFICATE: f"the certificate of {where} is not of an authority that is known here: "
+            f"{self.name_authority}",
+            _HANGS_UP: f"{where} accepts connections and closes them: it looks like {self.with_tls}, or one of another "
+            f"protocol; {self.give}",
+        }
+        found = next((text for sign, text in readings.items() if sign.search(message)), None)
+        return found and f"{found} ({message})"
