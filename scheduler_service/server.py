@@ -25,7 +25,7 @@ from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
 from scheduler_service.rpc.public.detached import DetachedRequests
-from scheduler_service.rpc.public.report import encode_server
+from scheduler_service.rpc.public.report import WORKERS_LIMITS, encode_server
 from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer
 from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.rpc.trace_context import trace_context_of_call
@@ -124,6 +124,7 @@ class _Scheduler:
             instance_id=info.instance_id,
             model_digest=service.model.digest,
             pipeline_depth=config.pipeline_depth,
+            limits={name: getattr(info, name) for name in WORKERS_LIMITS},
             on_plan_sent=self._metrics.plan_sent,
             restart_worker=restart_worker,
             secret=None if config.link_secret_file is None else LinkSecret(config.link_secret_file),

@@ -10,6 +10,8 @@ from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import BlockMap, RequestReport, SchedulerStats
 from scheduler_service.serving.model_info import ModelInfo
 
+# Of a scheduler's limits, those that its worker has too, under the same names: the lower ones hold.
+WORKERS_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 _STATES = {
     "waiting": scheduler_pb2.REQUEST_STATE_WAITING,
     "running": scheduler_pb2.REQUEST_STATE_RUNNING,

@@ -119,8 +119,8 @@ class SchedulerServicer(RequestServicer):
             structured_output_refusal=self._grammars.refusal,
         )
         response.MergeFrom(self._info)
-        if capacity is not None:
-            response.max_model_len = min(response.max_model_len, capacity.max_model_len)
+        for name in report.WORKERS_LIMITS if capacity is not None else ():
+            setattr(response, name, min(getattr(response, name), getattr(capacity, name)))
         if capacity is not None and self._step_loop.is_connected:
             response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.epoch))
         return response

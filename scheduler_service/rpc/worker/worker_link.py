@@ -6,7 +6,7 @@ Anything unexpected ends the epoch, whatever it was: the step loop hears `worker
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -76,17 +76,21 @@ class WorkerLink:
         on_plan_sent: Callable[[int], None] = lambda num_bytes: None,
         restart_worker: Callable[[int, str], None] | None = None,
         secret: LinkSecret | None = None,
+        limits: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`channels` lead to the ranks of the worker, in their order. `on_plan_sent` gets the size of every plan in
         bytes. `restart_worker` ends the process of a rank, for the reason that it is given, and another one takes its
         place: for one that hangs, and one that another scheduler has taken. None: somebody else runs the worker.
-        `secret` is shown to the ranks. `clock` gives seconds of Unix time, which epochs begin with."""
+        `secret` is shown to the ranks. `limits` are this scheduler's, of which a worker has its own under the same
+        names; the lower ones hold. `clock` gives seconds of Unix time, which epochs begin with."""
         self._stubs = [worker_pb2_grpc.WorkerServiceStub(channel) for channel in channels]
         self._step_loop = step_loop
         self._instance_id = instance_id
         self._model_digest = model_digest
         self._pipeline_depth = pipeline_depth
+        self._limits = limits or {}
+        self._told_limits: dict[str, int] = {}  # that are the worker's own
         self._on_plan_sent = on_plan_sent
         self._restart_worker = restart_worker
         self._secret = secret
@@ -144,6 +148,7 @@ class WorkerLink:
                 capacity.num_device_blocks,
                 capacity.block_size,
             )
+            self._tell_lower_limits(capacity)
             await session.hold(call, capacity)
         except TimeoutError:
             return self._given_up(rank, f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
@@ -155,6 +160,14 @@ class WorkerLink:
             return _describe(error, session)
         finally:
             call.cancel()
+
+    def _tell_lower_limits(self, capacity: WorkerCapacity) -> None:
+        """Warn of the worker's limits that are below this scheduler's, once until they change."""
+        lower = {name: getattr(capacity, name) for name in self._limits if getattr(capacity, name) < self._limits[name]}
+        if lower and lower != self._told_limits:
+            texts = [f"--{name.replace('_', '-')} {lower[name]}, here {self._limits[name]}" for name in lower]
+            logger.warning("the worker has lower limits, which hold: %s; start both with the same", "; ".join(texts))
+        self._told_limits = lower
 
     def _given_up(self, rank: int, reason: str) -> "_Ended":
         if self._restart_worker is not None:
