@@ -215,7 +215,7 @@ def _check_writable(cache: CacheManager, sequence: Sequence, holders: list[int])
 
 def _check_pool(pool: BlockPool, holders: list[int]) -> None:
     holders[0] = 0  # holes of a window
-    if pool._ref_counts != holders:
+    if pool._ref_counts.tolist() != holders:
         wrong = [block for block, num_holders in enumerate(holders) if pool.ref_count(block) != num_holders]
         raise AssertionError(f"S2: the reference counts of blocks {wrong}")
     num_lost = holders.count(0) - 1

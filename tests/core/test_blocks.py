@@ -1,7 +1,9 @@
 """The block pool and the prefix index by themselves."""
 
+import gc
 import random
 from collections import Counter
+from collections.abc import Sized
 
 import pytest
 
@@ -15,6 +17,14 @@ def test_a_pool_hands_out_every_block_but_block_0():
     assert sorted(pool.allocate() for _ in range(5)) == [1, 2, 3, 4, 5]
     with pytest.raises(RuntimeError, match="empty"):
         pool.allocate()
+
+
+def test_garbage_collections_pass_over_the_blocks():
+    """A list of half a million numbers stops the scheduler for milliseconds whenever a collection looks at it."""
+    sized = {name: value for name, value in vars(BlockPool(1000)).items() if isinstance(value, Sized)}
+    tables = {name for name, value in sized.items() if len(value) >= 1000}
+    assert len(tables) >= 4
+    assert not {name for name in tables if len(gc.get_referents(sized[name])) >= 1000}
 
 
 def test_freed_blocks_are_taken_next_and_cached_ones_last():

@@ -1,11 +1,12 @@
 """The pool of KV cache blocks: reference counts and the free lists, over plain integers.
 
 Blocks are 1..num_blocks; block 0 is never allocated and serves as the sentinel of the first free list. The lists are
-intrusive doubly linked rings over two flat lists, so that a prefix hit takes an idle cached block back in O(1) (the
+intrusive doubly linked rings over two flat arrays, so that a prefix hit takes an idle cached block back in O(1) (the
 structure of vLLM's FreeKVCacheBlockQueue). Blocks whose content nothing is lost with are in the first list. The others
 stand on shelves, in the order in which they were freed; an eviction order says from which shelf one is taken.
 """
 
+from array import array
 from collections.abc import Iterator
 
 from scheduler_service.core.cache.eviction import ShelfOrder
@@ -20,13 +21,14 @@ class BlockPool:
         self.num_idle_cached = 0  # free blocks whose content can be matched
         self.num_spare = 0  # of these, such whose content can be had elsewhere
         self._order = order or ShelfOrder()
-        self._ref_counts = [0] * (num_blocks + 1)
+        # Arrays rather than lists: a garbage collection would stop for every one of their numbers.
+        self._ref_counts = array("q", bytes(8 * (num_blocks + 1)))
         self._is_idle_cached = bytearray(num_blocks + 1)
         self._is_spare = bytearray(num_blocks + 1)
-        self._shelf_of = [0] * (num_blocks + 1)  # where each stood last
+        self._shelf_of = array("q", bytes(8 * (num_blocks + 1)))  # where each stood last
         # The entries behind those of the blocks are the sentinels of shelves.
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
+        self._next = array("q", [*range(1, num_blocks + 1), 0])
+        self._previous = array("q", [num_blocks, *range(num_blocks)])
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
