@@ -4,6 +4,7 @@ A hub id is looked up in the local cache of huggingface_hub. Files that are not 
 HF_HUB_OFFLINE says otherwise. Only files that are read are taken: never pickled weights, never a second format.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,6 +205,25 @@ def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:
     return [SINGLE] if SINGLE in there and SINGLE not in names else sorted(names)
 
 
+def _is_whole(blob: Path) -> bool:
+    """Returns whether a blob of the cache has the bytes whose digest is its name, as the hub tells it: SHA-256 of files
+    in Git LFS, git's own of others. Where the cache has no blobs, it cannot be known."""
+    with blob.open("rb") as stream:
+        if len(blob.name) == 2 * hashlib.sha256().digest_size:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == blob.name
+        if len(blob.name) == 2 * hashlib.sha1(usedforsecurity=False).digest_size:
+            content = stream.read()
+            head = f"blob {len(content)}\0".encode()
+            return hashlib.sha1(head + content, usedforsecurity=False).hexdigest() == blob.name
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Removes a file of a snapshot, and the blob that it is a link to."""
+    path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
     """Lets Ctrl-C end the process inside the block. Python would wait for the threads that download."""
@@ -277,8 +298,7 @@ class _HubModel:
         cut = [path for path, size in sizes.items() if path.is_file() and path.stat().st_size != size]
         for path in cut:
             log.warning("%s has %d bytes of %d: downloading it again", path, path.stat().st_size, sizes[path])
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)
+            _remove(path)
         return bool(cut)
 
     def _downloaded(self) -> Path:
@@ -293,14 +313,41 @@ class _HubModel:
     def _download(self) -> Path:
         from huggingface_hub import get_cached_repo_tree
 
+        there = self._blobs()
         snapshot = self._fetch(SMALL_FILES)
+        self._check_new_files(snapshot, there)
         # The commit is known now, and its list of files is on the disk: weights come from the same commit.
         sizes = {file.path: file.size for file in get_cached_repo_tree(self._id, revision=snapshot.name)}
         if "config.json" not in sizes:
             raise ModelSourceError(f"the Hugging Face repository {self._name} has {self._without_config(sizes)}")
         if self._with_weights:
+            there = self._blobs()
             self._download_weights(snapshot, sizes)
+            self._check_new_files(snapshot, there)
         return snapshot
+
+    def _blobs(self) -> set[str]:
+        """Returns the names of the files that the cache has of this model, of whatever revision."""
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=self._id, repo_type="model") / "blobs"
+        return {path.name for path in folder.glob("*")}
+
+    def _check_new_files(self, snapshot: Path, there: Container[str]) -> None:
+        """Compares what has been downloaded beside the blobs that were there with the hub's digests. Raises
+        DownloadError for a file of other bytes, which it removes."""
+        paths = [path for path in snapshot.rglob("*") if path.is_file() and path.resolve().name not in there]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            are_whole = list(threads.map(lambda path: _is_whole(path.resolve()), paths))
+        spoilt = [path for path, is_whole in zip(paths, are_whole, strict=True) if not is_whole]
+        for path in spoilt:
+            _remove(path)
+        if spoilt:
+            raise DownloadError(
+                f"{spoilt[0]} came with other bytes than {self._name} has on the hub, and is removed: start again to "
+                "download it once more; if that does not help, look for a proxy that changes files, or a failing disk"
+            )
 
     def _without_config(self, names: Iterable[str]) -> str:
         files = sorted(_gguf_models(names))

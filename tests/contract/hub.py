@@ -30,6 +30,7 @@ class Hub:
         self.requests: list[tuple[str, str]] = []
         self.downloaded: list[str] = []
         self.is_broken = False
+        self.sent: dict[str, bytes] = {}  # in place of files of these paths
         self.stalls = threading.Event()
         self.has_stalled = threading.Event()
         self.goes_on = threading.Event()
@@ -91,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(404, "RevisionNotFound", with_body=with_body)
         if kind == "tree":
             answer: Any = [
-                {"type": "file", "path": path, "size": len(content), "oid": _digest(content)}
+                {"type": "file", "path": path, "size": len(content), "oid": _git_digest(content)} | _lfs(path, content)
                 for path, content in repository.files.items()
             ]
         else:
@@ -109,7 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
         content = repository.files[path]
         if with_body:
             self.hub.downloaded.append(path)
-        headers = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": repository.revisions.get(revision, revision)}
+        digest = _lfs(path, content)["lfs"]["oid"] if _lfs(path, content) else _git_digest(content)
+        headers = {"ETag": f'"{digest}"', "X-Repo-Commit": repository.revisions.get(revision, revision)}
+        content = self.hub.sent.get(path, content)
         return self._send(200, content, with_body=with_body, headers=headers)
 
     def _repository(self, name: str) -> Repository | None:
@@ -147,5 +150,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(rest)
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha1(content, usedforsecurity=False).hexdigest()
+def _git_digest(content: bytes) -> str:
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
+
+
+def _lfs(path: str, content: bytes) -> dict[str, Any]:
+    """What the hub tells of a file that it keeps in Git LFS."""
+    if not path.endswith(".safetensors"):
+        return {}
+    digest = hashlib.sha256(content).hexdigest()
+    lfs = {"oid": digest, "size": len(content), "pointerSize": 130}
+    return {"lfs": lfs, "oid": _git_digest(digest.encode())}  # of the pointer

@@ -144,6 +144,23 @@ def test_a_file_that_was_cut_is_downloaded_again(served: tuple[Hub, str], tmp_pa
     assert ended.stderr.count("downloading it again") == len(cut)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"])
+def test_a_file_that_came_with_other_bytes_is_not_taken(served: tuple[Hub, str], tmp_path: Path, name: str) -> None:
+    made, url = served
+    variables = environ(tmp_path / "hf", url)
+    good = made.repositories["org/split"].files[name]
+    made.sent[name] = good[:-1] + bytes([good[-1] ^ 1])
+    ended = run(locating("org/split"), variables, tmp_path)
+    assert ended.returncode == 1
+    assert f"{name} came with other bytes than org/split has on the hub, and is removed: start again" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    made.sent.clear()
+    made.downloaded.clear()
+    snapshot = Path(run(locating("org/split"), variables, tmp_path).stdout.split()[0])
+    assert (snapshot / name).read_bytes() == good
+    assert made.downloaded.count(name) == 1
+
+
 def test_weights_in_several_files(served: tuple[Hub, str], tmp_path: Path) -> None:
     ended = run(locating("org/split"), environ(tmp_path / "hf", served[1]), tmp_path)
     weights = set(INDEX["weight_map"].values())
