@@ -50,7 +50,7 @@ def refused(error: ValueError | OSError) -> int:
 
 
 def warn_of(model: ModelInfo) -> None:
-    """Say what will not work with it. Raises ValueError."""
+    """Say what will not work with it."""
     for line in model.warnings():
         logger.warning("%s", line)
 
