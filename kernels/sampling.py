@@ -202,22 +202,42 @@ def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Te
 def most_likely(logits: Tensor, num_top: int) -> Tensor:
     """Return the ids of the highest logits of each row, highest first and lowest id first among equals: [N, num_top].
 
-    `topk` takes any of equals, and which ones depends on how many are asked for: so the ids of those that equal the
-    last are looked for by themselves.
+    `topk` takes any of equals, and which ones depends on how many are asked for. So it is asked for one more, and only
+    where that one equals the last the ids of equals are looked for among all.
     """
-    top = logits.topk(num_top, dim=1)
-    if not num_top:
-        return top.indices
-    vocab_size, last = logits.shape[1], top.values[:, -1:]
-    token_ids, places = (torch.arange(size, device=logits.device) for size in (vocab_size, num_top))
-    is_above = top.values > last
-    above, order = torch.where(is_above, top.indices, vocab_size).sort(dim=1)
-    order = top.values.gather(1, order).sort(dim=1, descending=True, stable=True).indices
-    tied = torch.where(logits == last, token_ids.int(), vocab_size).topk(num_top, dim=1, largest=False).values.long()
-    num_above = is_above.sum(1, keepdim=True)
-    tied = tied.gather(1, (places - num_above).clamp_(min=0))
+    num_found = min(num_top + 1, logits.shape[1])
+    found = logits.topk(num_found, dim=1)
+    values, token_ids = found.values[:, :num_top], found.indices[:, :num_top]
+    token_ids = _in_order(values, token_ids)
+    if num_top in (0, num_found):  # none, or all
+        return token_ids
+    last = values[:, -1:]
+    if not logits.is_cpu:  # to ask a device which rows these are is to wait for it
+        return _lowest_of_equals(logits, token_ids, last)
+    for row in (values[:, -1] == found.values[:, -1]).nonzero().squeeze(1).tolist():
+        token_ids[row] = _lowest_of_equals(*(each[row : row + 1] for each in (logits, token_ids, last)))
+    return token_ids
+
+
+def _in_order(values: Tensor, token_ids: Tensor) -> Tensor:
+    """The ids of some values of each row, highest value first and lowest id first among equals: [N, num]."""
+    token_ids, order = token_ids.sort(dim=1)
+    order = values.gather(1, order).sort(dim=1, descending=True, stable=True).indices
+    return token_ids.gather(1, order)
+
+
+def _lowest_of_equals(logits: Tensor, token_ids: Tensor, last: Tensor) -> Tensor:
+    """The most likely tokens of each row, of which those that equal the last may be others: [N, num_top].
+
+    `last`: [N, 1], the logits of the last.
+    """
+    vocab_size, num_top = logits.shape[1], token_ids.shape[1]
+    all_ids, places = (torch.arange(size, device=logits.device) for size in (vocab_size, num_top))
+    equals = torch.where(logits == last, all_ids.int(), vocab_size).topk(num_top, dim=1, largest=False).values.long()
+    is_above = logits.gather(1, token_ids) > last
+    equals = equals.gather(1, (places - is_above.sum(1, keepdim=True)).clamp_(min=0))
     # Where a logit is no number, nothing equals it, and the ids mean nothing.
-    return torch.where(places < num_above, above.gather(1, order), tied).clamp_(max=vocab_size - 1)
+    return torch.where(is_above, token_ids, equals).clamp_(max=vocab_size - 1)
 
 
 def _allowed(columns: SamplingColumns, row: int, vocab_size: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from pagewire.kernels.cpu import NATIVE
 from pagewire.kernels.cpu.sampler import CpuSampler, TorchSampler
-from pagewire.kernels.sampling import logprob_columns
+from pagewire.kernels.sampling import _in_order, _lowest_of_equals, logprob_columns, most_likely
 from tests.kernels.variants import load_variant
 from tests.worker import drawing
 from tests.worker.drawing import Draws, SamplingRow
@@ -166,6 +166,20 @@ def test_which_tokens_are_the_most_likely_does_not_depend_on_the_company(seed: i
         rows = [row(1, SamplingParams(num_logprobs=num_tops)), row(2, SamplingParams(num_logprobs=num_others))]
         top_token_ids = draw(logits, *rows).logprobs.top_token_ids
         assert list(top_token_ids[:num_tops]) == expected[:num_tops]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 40, VOCAB_SIZE])
+def test_rows_with_ties_and_without_are_ordered_alike(num_top: int) -> None:
+    """On a device, where all rows are looked at for ties, too."""
+    logits = random_logits(3, 6)
+    logits[::2] = logits[::2].round()
+    logits[1, 3:] = -math.inf
+    expected = logits.sort(descending=True, stable=True).indices[:, :num_top]
+    assert torch.equal(most_likely(logits, num_top), expected)
+    if num_top:
+        found = logits.topk(num_top)
+        in_order = _in_order(found.values, found.indices)
+        assert torch.equal(_lowest_of_equals(logits, in_order, found.values[:, -1:]), expected)
 
 
 def test_logprob_columns_count_ranks_from_one() -> None:
