@@ -4,6 +4,7 @@ The library refuses keywords and formats that it does not know, and where it is 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 # Between the parts of JSON stands one space, one end of a line, or nothing: with as much as JSON allows, a model may go
@@ -68,7 +69,7 @@ def _read(schema: Any) -> Any:
     """A schema within a schema, which may be true or false, or what is none, of which the library says so."""
     if not isinstance(schema, dict):
         return schema
-    schema = {name: _with_schemas(name, value) for name, value in schema.items()}
+    schema = {name: _with_schemas(name, value, _read) for name, value in schema.items()}
     schema = {name: value for name, value in schema.items() if not _excludes_nothing(name, value, schema)}
     if _takes_integers_alone(schema.get("type")):
         schema |= {name: _inward(name, schema[name]) for name in _INWARD if name in schema}
@@ -81,16 +82,24 @@ def _read(schema: Any) -> Any:
     return {**schema, "allOf": [*schema.get("allOf", ()), also]}
 
 
-def _with_schemas(name: str, value: Any) -> Any:
-    """The value of a keyword, with the schemas in it read."""
+def schemas_within(schema: dict[str, Any]) -> list[Any]:
+    """Return the schemas that stand in a schema, not those within them."""
+    found: list[Any] = []
+    for name, value in schema.items():
+        _with_schemas(name, value, found.append)
+    return found
+
+
+def _with_schemas(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
+    """The value of a keyword, with what `read` makes of the schemas in it."""
     if name in _LISTED and isinstance(value, list):
-        return [_read(item) for item in value]
+        return [read(item) for item in value]
     if name in _SINGLE:
-        return _read(value)
+        return read(value)
     if name in _NAMED and isinstance(value, dict):
-        return {key: _read(item) for key, item in value.items()}
+        return {key: read(item) for key, item in value.items()}
     if name == "components" and isinstance(value, dict) and isinstance(value.get("schemas"), dict):  # OpenAPI's $defs
-        return {**value, "schemas": {key: _read(item) for key, item in value["schemas"].items()}}
+        return {**value, "schemas": {key: read(item) for key, item in value["schemas"].items()}}
     return value
 
 

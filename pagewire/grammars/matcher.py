@@ -9,6 +9,7 @@ from importlib import metadata
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from pagewire.grammars.literals import BYTE_PIECES, Literal, Spelling, literals_of
 from pagewire.grammars.source import to_llguidance
 
 
@@ -30,6 +31,7 @@ _LIMITS = _limits(1_000, 5_000)
 _OWN_GRAMMAR_LIMITS = _limits(300, 4_000)
 _REMEMBERED = 0.95  # of what was slow, from one mask to the next
 _LIMIT_REASONS = ("LexerTooComplex", "ParserTooComplex")
+_DEAD_END_REASON = "NoExtension"
 _LIMIT_TEXTS = ("Current row has", "Too many items", "too many expressions")  # of errors that come without a reason
 
 
@@ -39,6 +41,10 @@ class GrammarError(ValueError):
 
 class GrammarLimitError(GrammarError):
     """A grammar that takes more work or memory than it may."""
+
+
+class GrammarDeadEndError(GrammarError):
+    """A grammar that allows no token behind an output that is not whole: no tokens spell what is to come."""
 
 
 def version() -> str:
@@ -81,7 +87,7 @@ class _MaskSizes:
             last = ctypes.c_uint32.from_address(address + mask_bytes - 4)
             last.value &= (1 << num_bits) - 1
         if not ctypes.string_at(address, mask_bytes).strip(b"\0"):
-            raise GrammarError("the grammar allows only tokens that the model has no logits for")
+            raise GrammarDeadEndError("the grammar allows only tokens that the model has no logits for")
 
 
 class Matcher:
@@ -116,8 +122,8 @@ class Matcher:
 
     def fill_mask(self, address: int, mask_bytes: int) -> None:
         """Write which tokens are allowed, a bit each, the lowest of int32 number 0 first, to memory of `mask_bytes`,
-        which are `4 * ceil(vocab_size / 32)`. Behind an end token that one alone is. Raises GrammarError where no token
-        is allowed, GrammarLimitError."""
+        which are `4 * ceil(vocab_size / 32)`. Behind an end token that one alone is. Raises GrammarError: a
+        GrammarDeadEndError where no token is allowed, and GrammarLimitError."""
         if self.end_token_id is not None:
             self._allow_end_alone(address, mask_bytes)
             return
@@ -139,8 +145,14 @@ class Matcher:
         if not self._state.is_error():
             return None
         text = self._state.get_error()
+        if text.startswith(_DEAD_END_REASON):
+            return GrammarDeadEndError("the tokenizer has no tokens for what the grammar allows next")
         is_limit = self._state.stop_reason() in _LIMIT_REASONS or any(known in text for known in _LIMIT_TEXTS)
         return (GrammarLimitError if is_limit else GrammarError)(text)
+
+    def forced_text(self) -> str:
+        """Return the text that must come next, as far as there is only one."""
+        return "" if self._state.is_error() else self._state.compute_ff_bytes().decode(errors="ignore")
 
     def _allow_end_alone(self, address: int, mask_bytes: int) -> None:
         assert self.end_token_id is not None
@@ -155,7 +167,8 @@ class GrammarCompiler:
     def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
         """`vocab_size`: the model's, as many tokens as it has logits. The tokenizer may have more."""
         self._tokenizer_json = tokenizer_json
-        num_tokens, added = _tokens(tokenizer_json)
+        num_tokens, added, self._spells_all = _tokens(tokenizer_json)
+        self._spelled: Spelling | None = None  # by a tokenizer that does not spell everything, once that is asked
         self._sizes = _MaskSizes(max(vocab_size, num_tokens), vocab_size)
         self._token_names = {name: token_id for name, token_id in added.items() if token_id < vocab_size}
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
@@ -163,14 +176,29 @@ class GrammarCompiler:
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
         with _caught():
-            names = {name: token for name, token in self._token_names.items() if token not in end_token_ids}
-            grammar = to_llguidance(kind, text, names)
+            tokenizer, names = self._tokenizer(end_token_ids), self._token_names
+            names = {name: token for name, token in names.items() if token not in end_token_ids}
+            spelling = self._spelling(tokenizer)
+            alone = {name for name in names if spelling and spelling.missing(Literal(name))}
+            grammar = to_llguidance(kind, text, names, alone)
             limits = _OWN_GRAMMAR_LIMITS if kind == "grammar" else _LIMITS
-            state = LLMatcher(self._tokenizer(end_token_ids), grammar, limits=limits, log_level=0)
+            state = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
         matcher = Matcher(state, frozenset(end_token_ids), MaskPace(), self._sizes)
         if error := matcher.error():
             raise error
+        tokens = names if kind == "structural_tag" else ()
+        if spelling and (fault := spelling.fault(literals_of(grammar), tokens)):
+            raise GrammarError(fault)
         return matcher
+
+    def _spelling(self, tokenizer: LLTokenizer) -> Spelling | None:
+        """What the tokens spell; None: everything."""
+        if self._spells_all:
+            return None
+        if self._spelled is None:
+            ids = (token_id for token_id in range(self._sizes.vocab_size) if not tokenizer.is_special_token(token_id))
+            self._spelled = Spelling(tokenizer.decode_bytes([token_id]) for token_id in ids)
+        return self._spelled
 
     def _tokenizer(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:
         if end_token_ids not in self._tokenizers:
@@ -180,9 +208,10 @@ class GrammarCompiler:
         return self._tokenizers[end_token_ids]
 
 
-def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int]]:
-    """Return how many tokens a tokenizer.json has, and those that stand in texts as their names but are none of its
-    pieces, as the library sees it. Nothing for one that is broken, of which the library tells why."""
+def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], bool]:
+    """Return how many tokens a tokenizer.json has, those that stand in texts as their names but are none of its pieces,
+    as the library sees it, and whether there is a piece for every byte. Nothing for one that is broken, of which the
+    library tells why."""
     try:
         tokenizer = json.loads(tokenizer_json)
         vocab, added_tokens = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or ()
@@ -190,5 +219,6 @@ def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int]]:
         num_tokens = len(names.union(added["content"] for added in added_tokens))
         shown = {added["content"]: int(added["id"]) for added in added_tokens if not added.get("special")}
     except (ValueError, TypeError, KeyError, AttributeError):
-        return 0, {}
-    return num_tokens, {name: shown[name] for name in shown if name.startswith("<") and name.endswith(">")}
+        return 0, {}, True
+    spells_all = any(names.issuperset(each) for each in BYTE_PIECES)
+    return num_tokens, {name: shown[name] for name in shown if name.startswith("<") and name.endswith(">")}, spells_all

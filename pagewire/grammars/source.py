@@ -1,7 +1,7 @@
 """The kinds of grammars in the one form that the library reads."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
@@ -14,16 +14,16 @@ from pagewire.grammars.structural_tag import structural_tag_to_lark
 _ANY_TOKENS = '%llguidance {"no_forcing": true}'
 
 
-def to_llguidance(kind: str, text: str, token_names: Mapping[str, int]) -> str:
+def to_llguidance(kind: str, text: str, token_names: Mapping[str, int], alone: Container[str] = ()) -> str:
     """Return a grammar as the library reads it, whether it is a good one or not. Raises ValueError for a text that is
     not of its kind, and a kind that is none.
 
-    `token_names`: the tokens that may stand for their names in structural tags.
+    `token_names`: tokens that may stand for their names in structural tags; `alone`: the names that no others spell.
     """
-    return f"{_to_lark(kind, text, token_names)}\n{_ANY_TOKENS}"
+    return f"{_to_lark(kind, text, token_names, alone)}\n{_ANY_TOKENS}"
 
 
-def _to_lark(kind: str, text: str, token_names: Mapping[str, int]) -> str:
+def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
     match kind:
         case "json_schema":
             return f"start: %json {json.dumps(for_library(json.loads(text)))}"
@@ -36,7 +36,7 @@ def _to_lark(kind: str, text: str, token_names: Mapping[str, int]) -> str:
         case "grammar":
             return any_to_lark(text)
         case "structural_tag":
-            return structural_tag_to_lark(text, token_names)
+            return structural_tag_to_lark(text, token_names, alone)
     raise ValueError(f"{kind} is no kind of grammar that this server has")
 
 

@@ -5,7 +5,7 @@ https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html), or the older {"stru
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from pagewire.grammars.json_schema import for_library
@@ -13,15 +13,16 @@ from pagewire.grammars.json_schema import for_library
 _ANY_TEXT = r"/(?s:.*)/"
 
 
-def structural_tag_to_lark(text: str, token_names: Mapping[str, int]) -> str:
+def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
     """Raises ValueError for what is no structural tag, or asks for something that is not supported. A token of
-    `token_names` may stand for its name: a model that has one for a tag's beginning has learnt to take it."""
+    `token_names` may stand for its name: a model that has one for a tag's beginning has learnt to take it. It must
+    stand for a name of `alone`, which no other tokens spell."""
     tag = json.loads(text)
     if not isinstance(tag, dict):
         raise ValueError("a structural tag is a JSON object")
     if "structures" in tag:
         tag = {"format": _of_structures(tag)}
-    rules = _Rules(token_names)
+    rules = _Rules(token_names, alone)
     start = rules.expression(_field(tag, "format", "a structural tag"))
     return "\n".join([f"start: {start}", *rules.lines])
 
@@ -42,8 +43,9 @@ def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
 class _Rules:
     """The rules of a grammar while it is made."""
 
-    def __init__(self, token_names: Mapping[str, int]) -> None:
+    def __init__(self, token_names: Mapping[str, int], alone: Container[str]) -> None:
         self._token_names = token_names
+        self._alone = alone
         self.lines: list[str] = []
 
     def expression(self, form: Any) -> str:
@@ -97,7 +99,9 @@ class _Rules:
         before, name, behind = self._cut(_checked(text))
         if not name:
             return _quoted(before)
-        token = f"({_quoted(name)} | <[{self._token_names[name]}]>)"
+        token = f"<[{self._token_names[name]}]>"
+        if name not in self._alone:
+            token = f"({_quoted(name)} | {token})"
         return self.sequence([_quoted(before), token, self.literal(behind)])
 
     def up_to(self, end: Any) -> str:

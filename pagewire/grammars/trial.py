@@ -17,7 +17,13 @@ import time
 from ctypes import addressof, create_string_buffer
 from typing import IO
 
-from pagewire.grammars.matcher import GrammarCompiler, GrammarError, GrammarLimitError, Matcher
+from pagewire.grammars.matcher import (
+    GrammarCompiler,
+    GrammarDeadEndError,
+    GrammarError,
+    GrammarLimitError,
+    Matcher,
+)
 from pagewire.transport.process import python_command
 
 MAX_CPU_SECONDS = 0.1
@@ -133,8 +139,7 @@ def _limit() -> None:
 def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_token_ids: list[int]) -> str:
     """Return why a grammar cannot be used, or nothing. The masks along an output are a part of the trial."""
     try:
-        walk = _Walk(compiler.compile(kind, text, tuple(end_token_ids)), vocab_size)
-        return walk.take(text) if walk.allows_any else "it allows no output"
+        return _Walk(compiler.compile(kind, text, tuple(end_token_ids)), vocab_size).take(text)
     except GrammarError as error:
         return str(error).strip() or "it cannot be read"
     except MemoryError:
@@ -145,21 +150,18 @@ class _Walk:
     """An output as somebody would make it who looks for what takes long: a token again and again, and any other."""
 
     def __init__(self, matcher: Matcher, vocab_size: int) -> None:
-        """Raises GrammarError."""
         self._matcher = matcher
+        self._start = matcher.copy()
+        self._token_ids: list[int] = []
         self._mask = create_string_buffer(4 * -(-vocab_size // 32))
-        self._fill()
-
-    @property
-    def allows_any(self) -> bool:
-        return any(self._mask.raw)
 
     def take(self, seed: str) -> str:
-        """Return why what the grammar allows behind its beginning takes too much, or nothing. Every process finds the
-        same, unless masks take long. Raises GrammarError."""
+        """Return why what the grammar allows takes too much, or is nothing, or nothing. Every process finds the same,
+        unless masks take long. Raises GrammarError."""
         rng, token_id = random.Random(seed), -1
         began = time.process_time()
         until = min(began + _WALK_SECONDS, MAX_CPU_SECONDS - 2 * _COPY_SECONDS)
+        self._fill()
         for num_tokens in range(1, _MAX_WALK_TOKENS + 1):
             if token_id < 0 or not self._allows(token_id) or rng.random() < 0.25:
                 token_id = self._draw(rng)
@@ -167,6 +169,7 @@ class _Walk:
                 self._matcher.consume((token_id,))
                 if self._matcher.end_token_id is not None:
                     return ""
+                self._token_ids.append(token_id)
                 self._fill()
             except GrammarLimitError as error:
                 return f"behind {num_tokens} tokens of an output: {error}"
@@ -177,7 +180,13 @@ class _Walk:
         return ""
 
     def _fill(self) -> None:
-        self._matcher.fill_mask(addressof(self._mask), len(self._mask))
+        try:
+            self._matcher.fill_mask(addressof(self._mask), len(self._mask))
+        except GrammarDeadEndError as error:
+            self._start.consume(self._token_ids)
+            forced = self._start.forced_text()
+            where = f"behind {len(self._token_ids)} tokens of an output: " if self._token_ids else ""
+            raise GrammarDeadEndError(f"{where}{error}" + (f", {forced[:80]!r}" if forced else "")) from None
 
     def _allows(self, token_id: int) -> bool:
         return bool(self._mask.raw[token_id // 8] >> token_id % 8 & 1)
