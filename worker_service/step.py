@@ -129,9 +129,10 @@ class RowStatus(Enum):
     OK = 1
     NAN_LOGITS = 2
     OUT_OF_MEMORY = 3
-    GRAMMAR_FAILED = 4  # it refuses a token of the row, or allows none
+    GRAMMAR_FAILED = 4  # it refuses a token of the row
     GRAMMAR_LIMIT = 5  # what it allows takes more than a step may
     LATE = 6  # what it allows was not known in time: it computes its last token again, and samples then
+    GRAMMAR_DEAD_END = 7  # it allows no token behind those of the row
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,19 @@ work and not in time, so that every process finds the same.
 
 from pagewire.grammars.cache import GrammarCache
 from pagewire.grammars.mask_queue import MaskJob, MaskQueue
-from pagewire.grammars.matcher import GrammarCompiler, GrammarError, GrammarLimitError, Matcher, version
+from pagewire.grammars.matcher import (
+    GrammarCompiler,
+    GrammarDeadEndError,
+    GrammarError,
+    GrammarLimitError,
+    Matcher,
+    version,
+)
 
 __all__ = [
     "GrammarCache",
     "GrammarCompiler",
+    "GrammarDeadEndError",
     "GrammarError",
     "GrammarLimitError",
     "MaskJob",

@@ -89,6 +89,7 @@ class EndReason(Enum):
     NO_LONGER_FITS = "no_longer_fits"  # RESOURCE_EXHAUSTED: the worker came back smaller
     NO_WORKER = "no_worker"  # UNAVAILABLE
     GRAMMAR_FAILED = "grammar_failed"  # INTERNAL
+    GRAMMAR_DEAD_END = "grammar_dead_end"  # INVALID_ARGUMENT: the tokenizer has no tokens for what is to come
     GRAMMAR_LIMIT = "grammar_limit"  # RESOURCE_EXHAUSTED: what a step may take to tell what its grammar allows
 
 

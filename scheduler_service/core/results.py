@@ -22,7 +22,11 @@ _FAILURES = {
 _GRAMMAR_FAILURES = {
     RowStatus.GRAMMAR_FAILED: (
         EndReason.GRAMMAR_FAILED,
-        "the request's grammar refuses a token of the output, or allows none: this is a defect of the server",
+        "the request's grammar refuses a token of the output: this is a defect of the server",
+    ),
+    RowStatus.GRAMMAR_DEAD_END: (
+        EndReason.GRAMMAR_DEAD_END,
+        "the request's grammar has led to where the tokenizer has no tokens for what it allows: leave that out",
     ),
     RowStatus.GRAMMAR_LIMIT: (
         EndReason.GRAMMAR_LIMIT,

@@ -339,6 +339,7 @@ async def test_a_grammar_that_the_worker_cannot_prepare_ends_its_requests(model_
     ("status", "code"),
     [
         (RowStatus.GRAMMAR_FAILED, grpc.StatusCode.INTERNAL),
+        (RowStatus.GRAMMAR_DEAD_END, grpc.StatusCode.INVALID_ARGUMENT),
         (RowStatus.GRAMMAR_LIMIT, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
 )

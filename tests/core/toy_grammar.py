@@ -1,8 +1,8 @@
 """Grammars that are a few numbers: what they allow is a function of these and of the tokens so far.
 
 The text is "seed length fault step". Outputs have at most `length` tokens before the end token; with the fault
-"unreadable" nothing can be made of it, with "deadly" whoever tries ends, and with "failed" or "limit" no output has a
-token at `step`.
+"unreadable" nothing can be made of it, with "deadly" whoever tries ends, and with "failed", "dead_end" or "limit" no
+output has a token at `step`.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 
 from scheduler_service.core.plan import RowStatus, SamplingParams
 
-_FAULTS = {"failed": RowStatus.GRAMMAR_FAILED, "limit": RowStatus.GRAMMAR_LIMIT}
+_FAULTS = {
+    "failed": RowStatus.GRAMMAR_FAILED,
+    "dead_end": RowStatus.GRAMMAR_DEAD_END,
+    "limit": RowStatus.GRAMMAR_LIMIT,
+}
 
 
 @dataclass(slots=True)

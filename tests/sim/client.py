@@ -164,11 +164,11 @@ class Output:
             self._check_whole(end, cumulative_logprob)
         elif reason is EndReason.ABORT:
             assert client.is_aborted, "nobody aborted it"
-        elif reason in (EndReason.GRAMMAR_FAILED, EndReason.GRAMMAR_LIMIT):
+        elif reason in (EndReason.GRAMMAR_FAILED, EndReason.GRAMMAR_DEAD_END, EndReason.GRAMMAR_LIMIT):
             assert request.grammar is not None, "the grammar of a request that has none"
             fault = request.grammar.text.split()[2]
-            faults = ("limit",) if reason is EndReason.GRAMMAR_LIMIT else ("failed", "unreadable")
-            assert fault in faults, f"ended by {reason} with the fault {fault}"
+            faults = {EndReason.GRAMMAR_LIMIT: ("limit",), EndReason.GRAMMAR_DEAD_END: ("dead_end",)}
+            assert fault in faults.get(reason, ("failed", "unreadable")), f"ended by {reason} with the fault {fault}"
         elif reason is EndReason.NO_WORKER:
             assert client.is_abandoned, "the worker has not been away for long enough"
         elif reason in (EndReason.NAN_LOGITS, EndReason.OUT_OF_MEMORY):

@@ -27,6 +27,7 @@ STATES = (
     "ended: no_longer_fits",
     "ended: no_worker",
     "ended: grammar_failed",
+    "ended: grammar_dead_end",
     "ended: grammar_limit",
     "a grammar is ready",
     "a grammar cannot be read",

@@ -162,6 +162,8 @@ def _draw_grammar(rng: Random) -> Grammar:
     seed = rng.randrange(1 << 32)
     if fault == "unreadable" and seed % 3 == 0:
         fault = "deadly"
+    if fault == "failed" and seed % 3 == 0:
+        fault = "dead_end"
     text = f"{seed} {rng.choice((1, 5, 100))} {fault} {rng.randint(0, 6)}"
     ends = tuple(sorted(rng.sample(range(BAD_TOKEN), rng.choice((1, 1, 2)))))
     return Grammar(GrammarKind.REGEX, text, ends)

@@ -48,6 +48,7 @@ GRAMMARS = (
     AddedGrammar(2, GrammarKind.REGEX, "[a-z ]{40}", (END,)),
     # Ambiguous: behind some 60 tokens it takes more than a step may.
     AddedGrammar(3, GrammarKind.GRAMMAR, 'start: s "b"\ns: "a" s "a" | "a" s | s "a" | "a"', (END,)),
+    AddedGrammar(4, GrammarKind.GRAMMAR, 'start: "a" X\nX: /b/ & /c/', (END,)),
 )
 BLOCKS_PER_ROW = 16
 TIMEOUT_S = 20
@@ -71,7 +72,9 @@ class Driver:
         reports: SimpleQueue[GrammarReport] = SimpleQueue()
         self.runner.reset(1, reports.put)
         self.run(added_grammars=GRAMMARS)
-        assert {reports.get(timeout=TIMEOUT_S) for _ in GRAMMARS} == {GrammarReport(1, i) for i in (1, 2, 3)}
+        assert {reports.get(timeout=TIMEOUT_S) for _ in GRAMMARS} == {
+            GrammarReport(1, i) for i in range(1, len(GRAMMARS) + 1)
+        }
 
     def run(self, **fields: Any) -> StepResult:
         self.step += 1
@@ -301,6 +304,12 @@ def test_a_token_that_the_grammar_refuses_fails_its_row_alone_in_every_step(driv
     assert outputs(driver, 4, opening(0, grammar_id=1), opening(2, grammar_id=0)) == good
 
 
+def test_where_no_token_can_follow_the_row_says_so(driver: Driver) -> None:
+    first = driver.open(opening(0, grammar_id=1), opening(1, grammar_id=4))
+    assert first.statuses == ()
+    assert driver.run().statuses == driver.run().statuses == (RowStatus.OK, RowStatus.GRAMMAR_DEAD_END)
+
+
 def test_a_grammar_that_takes_too_much_ends_its_row_alone(driver: Driver) -> None:
     """In the step in which it does, and in every later one."""
     (a,) = TOKENIZER.encode("a").ids[-1:]
@@ -320,7 +329,7 @@ def test_a_grammar_that_takes_too_much_ends_its_row_alone(driver: Driver) -> Non
 
 
 def test_a_row_opens_with_a_grammar_that_is_there_or_not_at_all(driver: Driver) -> None:
-    for grammar_id, reason in ((4, "it was never added"), (1, "it was released before")):
+    for grammar_id, reason in ((5, "it was never added"), (1, "it was released before")):
         released = (1,) if grammar_id == 1 else ()
         with pytest.raises(ProtocolError, match=reason):
             driver.run(openings=(opening(0, grammar_id=grammar_id),), released_grammar_ids=released)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pagewire.grammars import GrammarLimitError, MaskJob, MaskQueue, Matcher
+from pagewire.grammars import GrammarDeadEndError, GrammarLimitError, MaskJob, MaskQueue, Matcher
 from worker_service.step import ProtocolError, RowStatus
 
 IntArray = NDArray[np.int64]
@@ -43,10 +43,14 @@ class ConstrainedRow:
 
     @property
     def status(self) -> RowStatus:
-        if self.job.error is None:
-            return RowStatus.OK
-        is_limit = isinstance(self.job.error, GrammarLimitError)
-        return RowStatus.GRAMMAR_LIMIT if is_limit else RowStatus.GRAMMAR_FAILED
+        match self.job.error:
+            case None:
+                return RowStatus.OK
+            case GrammarLimitError():
+                return RowStatus.GRAMMAR_LIMIT
+            case GrammarDeadEndError():
+                return RowStatus.GRAMMAR_DEAD_END
+        return RowStatus.GRAMMAR_FAILED
 
     def _put(self, token_ids: Sequence[int]) -> MaskJob:
         job = MaskJob(self._matcher, token_ids, self._mask_bytes)

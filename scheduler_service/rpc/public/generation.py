@@ -24,6 +24,7 @@ _FAILURES = {
     EndReason.NAN_LOGITS: grpc.StatusCode.INTERNAL,
     EndReason.OUT_OF_MEMORY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     EndReason.GRAMMAR_FAILED: grpc.StatusCode.INTERNAL,
+    EndReason.GRAMMAR_DEAD_END: grpc.StatusCode.INVALID_ARGUMENT,
     EndReason.GRAMMAR_LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
     EndReason.CRASHES_WORKER: grpc.StatusCode.INTERNAL,
     EndReason.NO_LONGER_FITS: grpc.StatusCode.RESOURCE_EXHAUSTED,

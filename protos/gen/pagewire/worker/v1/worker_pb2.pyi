@@ -32,6 +32,7 @@ class RowStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_STATUS_GRAMMAR_FAILED: _ClassVar[RowStatus]
     ROW_STATUS_GRAMMAR_LIMIT: _ClassVar[RowStatus]
     ROW_STATUS_LATE: _ClassVar[RowStatus]
+    ROW_STATUS_GRAMMAR_DEAD_END: _ClassVar[RowStatus]
 GRAMMAR_KIND_UNSPECIFIED: GrammarKind
 GRAMMAR_KIND_JSON_SCHEMA: GrammarKind
 GRAMMAR_KIND_JSON_OBJECT: GrammarKind
@@ -49,6 +50,7 @@ ROW_STATUS_OUT_OF_MEMORY: RowStatus
 ROW_STATUS_GRAMMAR_FAILED: RowStatus
 ROW_STATUS_GRAMMAR_LIMIT: RowStatus
 ROW_STATUS_LATE: RowStatus
+ROW_STATUS_GRAMMAR_DEAD_END: RowStatus
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("hello", "plan")
