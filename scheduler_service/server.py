@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from pagewire import __version__, grammars
+from pagewire.transport import garbage_collection
 from pagewire.transport.dialling import dial
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
@@ -116,7 +117,7 @@ class _Scheduler:
             worker_grace=config.worker_grace,
             kv_event_log=self._kv_event_log,
         )
-        self._activity = Activity(self._stats, time.monotonic)
+        self._activity = Activity(self._stats, time.monotonic, garbage_collection.collect_hidden)
         self._channels = [_worker_channel(config, address) for address in config.worker_addresses]
         self._worker_link = WorkerLink(
             self._channels,

@@ -16,7 +16,7 @@ from typing import Any
 from pagewire import installation, options
 from pagewire.cli.option_groups import GROUPS
 from pagewire.gguf import is_gguf
-from pagewire.hosting import freed_memory, garbage_collection, logs
+from pagewire.hosting import freed_memory, logs
 from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
 from pagewire.hosting.model_source import (
     MISSING,
@@ -28,6 +28,7 @@ from pagewire.hosting.model_source import (
 )
 from pagewire.hosting.runtime_directory import RuntimeDirectory
 from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ, free_port
+from pagewire.transport import garbage_collection
 from pagewire.transport.process import (
     EXIT_REFUSED,
     announce_ready,

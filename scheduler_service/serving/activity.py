@@ -18,9 +18,17 @@ _MAX_OVERDUE_SHARE = 0.1  # of the requests that first ran; with more, their ord
 class Activity:
     """Samples the counters every second and keeps the samples of the last ten seconds."""
 
-    def __init__(self, read_stats: Callable[[], SchedulerStats], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        read_stats: Callable[[], SchedulerStats],
+        clock: Callable[[], float],
+        rest: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`rest` is called whenever something has happened and then, for ten seconds, nothing."""
         self._read_stats = read_stats
         self._clock = clock
+        self._rest = rest
+        self._has_rested = True
         self._reported_at = clock()
         self._samples: deque[tuple[float, SchedulerStats]] = deque([(clock(), read_stats())])
 
@@ -39,7 +47,8 @@ class Activity:
                 logger.info("%s", line)
 
     def sample(self) -> str:
-        """Take a sample, and return the line for the log if one is due and there is something to say."""
+        """Take a sample, rest if there is time, and return the line for the log if one is due and there is something to
+        say."""
         now, stats = self._clock(), self._read_stats()
         self._samples.append((now, stats))
         while now - self._samples[0][0] > _WINDOW:
@@ -47,7 +56,11 @@ class Activity:
         if now - self._reported_at < _WINDOW:
             return ""
         self._reported_at = now
-        return self._describe(now, stats)
+        line = self._describe(now, stats)
+        if not line and not self._has_rested:
+            self._rest()
+        self._has_rested = not line
+        return line
 
     def _describe(self, now: float, stats: SchedulerStats) -> str:
         started_at, first = self._samples[0]

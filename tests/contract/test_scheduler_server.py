@@ -311,10 +311,13 @@ async def test_mutual_tls_to_the_worker(checkpoint: Path, tmp_path: Path) -> Non
         assert (await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0] == expected_tokens(PROMPT, 3)
 
 
-def test_throughput_is_of_the_last_ten_seconds() -> None:
+def test_throughput_is_of_the_last_ten_seconds_and_a_rest_comes_after_them() -> None:
     now, num_tokens = 0.0, 0
     stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING})
-    activity = Activity(lambda: replace(stats, num_generation_tokens=num_tokens), lambda: now)
+    rested: list[float] = []
+    activity = Activity(
+        lambda: replace(stats, num_generation_tokens=num_tokens), lambda: now, lambda: rested.append(now)
+    )
     lines = []
     for second in range(1, 41):
         now, num_tokens = float(second), num_tokens + (100 if second <= 20 else 0)
@@ -322,6 +325,7 @@ def test_throughput_is_of_the_last_ten_seconds() -> None:
     assert activity.generation_throughput == 0
     # Two lines while tokens came, then silence.
     assert [second for second, line in enumerate(lines, 1) if line] == [10, 20]
+    assert rested == [30.0]
     assert "Avg generation throughput: 100.0 tokens/s" in lines[9]
     now, num_tokens = 45.0, num_tokens + 150
     assert activity.generation_throughput == 10
