@@ -17,6 +17,9 @@ _Asked = tuple[str, tuple[tuple[str, str], ...]]
 # What a template is asked with to learn in which form it takes the content of a message of some role.
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 _ANSWER: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+# Of a call's arguments some take a mapping, others the JSON of one.
+_CALL_IN_JSON = {**_CALL, "function": {"name": "look", "arguments": "{}"}}
+_ANSWER_IN_JSON = {**_ANSWER, "tool_calls": [_CALL_IN_JSON]}
 _QUESTION = "Hello"
 _TOOLS = [
     {
@@ -31,14 +34,14 @@ _UNSET = {"tools": None, "documents": None}  # which templates take for not give
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-# What a template is tried with at the start: what it is called, the messages around a question, and the tools.
+# What a template is tried with at the start: what it is called, conversations of which it takes one, and the tools.
 _QUESTIONER = {"role": "user", "content": _QUESTION}
-_KINDS: tuple[tuple[str, list[dict[str, Any]], list[Any] | None], ...] = (
-    ("a plain question", [_QUESTIONER], None),
-    ("a system message", [{"role": "system", "content": "Be kind."}, _QUESTIONER], None),
-    ("an earlier answer", [_QUESTIONER, {"role": "assistant", "content": "Hi"}, _QUESTIONER], None),
-    ("tools", [_QUESTIONER], _TOOLS),
-    ("the result of a tool", [_QUESTIONER, _ANSWER, _RESULT], _TOOLS),
+_KINDS: tuple[tuple[str, list[list[dict[str, Any]]], list[Any] | None], ...] = (
+    ("a plain question", [[_QUESTIONER]], None),
+    ("a system message", [[{"role": "system", "content": "Be kind."}, _QUESTIONER]], None),
+    ("an earlier answer", [[_QUESTIONER, {"role": "assistant", "content": "Hi"}, _QUESTIONER]], None),
+    ("tools", [[_QUESTIONER]], _TOOLS),
+    ("the result of a tool", [[_QUESTIONER, answer, _RESULT] for answer in (_ANSWER, _ANSWER_IN_JSON)], _TOOLS),
 )
 
 
@@ -74,16 +77,26 @@ def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]
     ever.
     """
     kinds: dict[str, list[str]] = {}
-    for kind, messages, tools in _KINDS:
-        try:
-            _rendered(template, messages, special_tokens, {"add_generation_prompt": True, "tools": tools})
-        except Overspent:
-            raise
-        except TemplateFailure as error:
-            kinds.setdefault(str(error), []).append(kind)
+    for kind, conversations, tools in _KINDS:
+        reasons = [_failure(template, messages, special_tokens, tools) for messages in conversations]
+        if all(reasons):
+            kinds.setdefault(reasons[0], []).append(kind)
     return {
         "any conversation" if len(names) == len(_KINDS) else ", ".join(names): reason for reason, names in kinds.items()
     }
+
+
+def _failure(
+    template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], tools: Sequence[Any] | None
+) -> str:
+    """Returns why a template makes no prompt of a conversation, or nothing. Raises Overspent."""
+    try:
+        _rendered(template, messages, special_tokens, {"add_generation_prompt": True, "tools": tools})
+    except Overspent:
+        raise
+    except TemplateFailure as error:
+        return str(error)
+    return ""
 
 
 def _rendered(

@@ -293,6 +293,8 @@ FAILING = {
         "a system message": "line 1: what is system?",
         "an earlier answer, the result of a tool": "line 1: what is assistant?",
     },
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ '`' + c.function.arguments + '`' }}"
+    "{% endfor %}{% endfor %}": {},
     "{{ missing.content }}": {"any conversation": "line 1: 'missing' is undefined"},
 }
 
