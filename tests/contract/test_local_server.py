@@ -61,6 +61,9 @@ def test_a_standard_error_that_takes_nothing_holds_nobody_up(run, monkeypatch: p
     finally:
         server.stop()
         stuck.let_go.set()
+        # What comes later would go to the standard error of the tests.
+        assert server._errors.flush(60)
+    assert stuck.getvalue()
     assert server.exit == "signal SIGTERM"
 
 
