@@ -415,9 +415,10 @@ def test_portable_conversions_are_those_of_torch(cpu_kernels, value):
 
 @pytest.mark.parametrize("architecture", ["sapphirerapids", "skylake-avx512"])
 def test_wider_variants_compile(cpu_kernels, architecture):
-    """What this machine may not be able to run: syntax and types of every intrinsic."""
-    command = [find_compiler(), *FLAGS, "-O0", f"-march={architecture}", "-Wno-psabi", "-Wall", "-Werror", "-S"]
-    command += ["-o", os.devnull, str(SOURCES / MAIN_SOURCE)]
+    """What this machine may not be able to run: syntax and types of every intrinsic. A platform's wheel has code made
+    of every variant."""
+    command = [find_compiler(), *FLAGS, f"-march={architecture}", "-Wno-psabi", "-Wall", "-Werror", "-fsyntax-only"]
+    command += [str(SOURCES / MAIN_SOURCE)]
     environ = {**os.environ, "LC_ALL": "C"}  # compilers speak the user's language
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if "bad value" in done.stderr or "unsupported" in done.stderr or "unknown target" in done.stderr:
@@ -426,10 +427,14 @@ def test_wider_variants_compile(cpu_kernels, architecture):
 
 
 def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, monkeypatch):
+    """One of few lines: what is built makes no difference."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / MAIN_SOURCE).write_text("int sum(int a, int b) { return a + b; }\n")
+    monkeypatch.setattr(library, "SOURCES", tmp_path / "source")
     monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path))
     compiler = tmp_path / "compiler"
     log = tmp_path / "log"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {find_compiler()} -O0 -w "$@" -O0\n')
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {find_compiler()} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     build, flags = environment_build(), flags_of("portable")
