@@ -13,22 +13,24 @@ CHECKS = Path(__file__).parent / "checks"
 MODULES = sorted(path.stem for path in CHECKS.glob("*.py") if path.stem not in {"__init__", "case"})
 
 
-@pytest.mark.timeout(900)
-def test_kernels_compile(tmp_path):
-    """In a process that does not interpret: what it imports takes as long as ten variants."""
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process that does not interpret. What Triton has compiled of the same sources before comes from its cache."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.triton.compilation", "--pairs"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(900)
+def test_kernels_compile():
+    """In one process: what it imports takes as long as ten variants."""
+    result = run("-m", "tests.kernels.triton.compilation", "--pairs")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" registers, ") > 100
 
 
 def test_a_sample_has_every_pair_that_any_variant_has():
     """And each of its variants has one that those before it lack."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _SAMPLES]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = run("-c", _SAMPLES)
     modules = [line.split() for line in result.stdout.splitlines()]
     assert [name for name, *_ in modules] == MODULES, result.stderr
     assert all(of_sample == of_all for _, of_sample, of_all, *_ in modules)
@@ -51,9 +53,7 @@ for name in MODULES:
 
 def test_kernels_are_compiled_once_wherever_rows_lie():
     """Where a step's rows begin in its tensors, and how many there are, changes from step to step."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.triton.specialization"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = run("-m", "tests.kernels.triton.specialization")
     assert result.stdout.splitlines() == [
         "_paged_prefill_kernel",
         "_paged_attention_v1_kernel",
@@ -75,12 +75,9 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
     ], result.stderr
 
 
-def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size(tmp_path):
+def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size():
     """All of their launches pass Triton's launcher."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.triton.launching"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = run("-m", "tests.kernels.triton.launching")
     assert result.stdout.splitlines() == [
         "_gather_tokens_kernel 1 24",
         "_gather_columns_kernel 1 6",
@@ -91,12 +88,9 @@ def test_what_stands_around_a_model_is_compiled_once_for_steps_of_every_size(tmp
     ], result.stderr
 
 
-def test_triton_looks_at_the_arguments_of_no_layer_that_is_like_another(tmp_path):
+def test_triton_looks_at_the_arguments_of_no_layer_that_is_like_another():
     """And the driver is told what it is told where Triton looks at them."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.triton.relaunching"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = run("-m", "tests.kernels.triton.relaunching")
     kernels = " _paged_attention_v2_kernel _reduction_kernel _paged_prefill_kernel"
     assert result.stdout.splitlines() == [
         f"dense:{kernels}",
@@ -121,9 +115,7 @@ def test_triton_looks_at_the_arguments_of_no_layer_that_is_like_another(tmp_path
 
 def test_a_variant_that_takes_too_much_is_refused():
     """The bounds are read from what the compiler made: each of these breaks one."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _BROKEN]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = run("-c", _BROKEN)
     lines = [line.split(":")[0] for line in result.stdout.splitlines()]
     assert lines == [
         "loads nothing while it computes",
