@@ -16,6 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where a test asks for more, its threads sleep while they wait, and leave the cores to the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Or each of the hundreds of processes that tests start would compile the same sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Shells start what runs in the background with SIGINT ignored, as would every child: tests of Ctrl-C would not end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
