@@ -14,12 +14,14 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pagewire.kernels import sampling
 from worker_service.streams import Operation
 
 CPU = torch.device("cpu")
@@ -106,11 +108,11 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any], list[Tensor]]] = []
-        self._is_in_kernel = False
+        self.is_in_kernel = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_in_kernel:
+        if self.is_in_kernel:
             return function(*args, **kwargs)
         assert not _waits_for_host(function, args), f"the host would wait for {function}"
         if function._can_decompose():
@@ -121,11 +123,11 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def launch(self, kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
-        is_in_kernel, self._is_in_kernel = self._is_in_kernel, True
+        is_in_kernel, self.is_in_kernel = self.is_in_kernel, True
         try:
             made = kernel(*args)
         finally:
-            self._is_in_kernel = is_in_kernel
+            self.is_in_kernel = is_in_kernel
         if not is_in_kernel:
             self.launches.append((as_kernel(kernel), args, {}, _tensors(made)))
         return made
@@ -138,7 +140,12 @@ class _Recorder(TorchDispatchMode):
 @contextmanager
 def _recorded() -> Iterator[_Recorder]:
     assert _Recorder.current is None
-    with _Recorder() as recorder:
+    recorder = _Recorder()
+
+    def host_knows(tensor: Tensor) -> bool:
+        return recorder.is_in_kernel
+
+    with recorder, mock.patch.object(sampling, "_host_knows", host_knows):
         _Recorder.current = recorder
         try:
             yield recorder
