@@ -4,7 +4,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pagewire.cli import complete, connection, sampling_flags
 from pagewire.cli.chat_terminal import ChatTerminal, history_path
@@ -26,7 +26,7 @@ HELP = """\
 //TEXT        send /TEXT to the model
 \"\"\"           begin a message of several lines, which ends with \"\"\"; or end each line but the last with \\
 Ctrl-C        stop the answer; what there is of it stays in the conversation"""
-_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+_NO_TEXTS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 # What the user said, and what the model answered.
 Turn = tuple[str, str]
 
@@ -35,12 +35,13 @@ class Conversation:
     """The messages so far, and the prompt that continues them.
 
     With a chat template the prompt is the rendered messages; without one it is all the text so far, which the model
-    goes on with. Special tokens that a template names by variable (`bos_token`) render as nothing: the server's
-    tokenizer adds its own. Raises CommandError for a template that fails.
+    goes on with. `special_tokens` are what a template names by variable, but for `bos_token`, which renders as nothing:
+    the server's tokenizer adds its own. Raises CommandError for a template that fails.
     """
 
-    def __init__(self, template: str | None, system: str | None) -> None:
+    def __init__(self, template: str | None, system: str | None, special_tokens: Mapping[str, str] = _NO_TEXTS) -> None:
         self._template = template
+        self._special_tokens = {**_NO_TEXTS, **special_tokens, "bos_token": ""}
         self.system = system
         self.turns: list[Turn] = []
         self.session_id = secrets.token_hex(8)
@@ -67,7 +68,7 @@ class Conversation:
         from pagewire import chat_template  # with Jinja2, which --help need not load
 
         try:
-            return chat_template.render(self._template, messages, special_tokens=_SPECIAL_TOKENS)
+            return chat_template.render(self._template, messages, special_tokens=self._special_tokens)
         except chat_template.ChatTemplateError as error:
             raise CommandError(str(error)) from None
 
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str]) -> int:
     with asyncio.Runner() as runner:
         try:
             info = runner.run(client.server_info())
-            conversation = Conversation(template_of(info, parsed.chat_template), parsed.system)
+            template = template_of(info, parsed.chat_template)
+            conversation = Conversation(template, parsed.system, info.special_tokens)
             sampling = sampling_flags.sampling(parsed)
             if parsed.quick is not None:
                 prompt = conversation.ask(parsed.quick)

@@ -399,6 +399,18 @@ def test_chat_remembers_what_was_said(
     assert scheduler.requests[1].text == f"<user>hello\n<assistant>{STORY}\n<user>and then?\n<assistant>"
 
 
+def test_answers_in_a_chat_end_with_the_models_token(
+    capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Mistral's, whose turns end with eos_token; the tokenizer adds the first token itself."""
+    scheduler.info.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content + (eos_token if m.role == 'assistant' else '|') }}{% endfor %}"
+    scheduler.info.special_tokens.update({"bos_token": "<s>", "eos_token": "</s>"})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nand then?\n"))
+    assert main(["chat"]) == 0
+    assert [request.text for request in scheduler.requests] == ["hello|", f"hello|{STORY}</s>and then?|"]
+    capsys.readouterr()
+
+
 def test_chat_without_a_template_continues_the_text(
     scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
