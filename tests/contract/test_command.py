@@ -403,7 +403,8 @@ def test_answers_in_a_chat_end_with_the_models_token(
     capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Mistral's, whose turns end with eos_token; the tokenizer adds the first token itself."""
-    scheduler.info.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content + (eos_token if m.role == 'assistant' else '|') }}{% endfor %}"
+    ends = "{{ m.content + (eos_token if m.role == 'assistant' else '|') }}"
+    scheduler.info.chat_template = "{{ bos_token }}{% for m in messages %}" + ends + "{% endfor %}"
     scheduler.info.special_tokens.update({"bos_token": "<s>", "eos_token": "</s>"})
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nand then?\n"))
     assert main(["chat"]) == 0
