@@ -5,6 +5,7 @@ loop.
 import asyncio
 import re
 import threading
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -13,6 +14,8 @@ import grpc.aio
 from pagewire.authorized_channel import AuthorizedChannel
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from pagewire.shared_stream import SharedStream
+from pagewire.transport.dialling import open_channel
+from pagewire.transport.http_proxy import http_proxy_of
 
 OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
@@ -24,7 +27,6 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
-LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):")
 
 
 class LoopConnection:
@@ -62,7 +64,7 @@ class Channels:
         """The stub for calls from any thread."""
         with self._lock:
             if self._channel is None:
-                self._channel = self._open(grpc.insecure_channel, grpc.secure_channel)
+                self._channel = self._open(grpc)
             return pb_grpc.SchedulerServiceStub(self._channel)
 
     @property
@@ -73,7 +75,7 @@ class Channels:
             for ended in [other for other in self._connections if other.is_closed()]:
                 del self._connections[ended]
             if loop not in self._connections:
-                channel = self._open(grpc.aio.insecure_channel, grpc.aio.secure_channel)
+                channel = self._open(grpc.aio)
                 self._connections[loop] = LoopConnection(channel, self._url)
             return self._connections[loop]
 
@@ -92,12 +94,9 @@ class Channels:
             await connection.close()
         self.close()
 
-    def _open(self, insecure_channel: Any, secure_channel: Any) -> Any:
-        options = [*OPTIONS, ("grpc.enable_http_proxy", 0 if LOOPBACK.match(self._target) else 1)]
-        if self._credentials is None:
-            channel = insecure_channel(self._target, options=options)
-        else:
-            channel = secure_channel(self._target, self._credentials, options=options)
+    def _open(self, api: ModuleType) -> Any:
+        is_proxied = http_proxy_of(self._target) is not None
+        channel = open_channel(api, self._target, self._credentials, OPTIONS, uses_http_proxy=is_proxied)
         return channel if self._api_key is None else AuthorizedChannel(channel, self._api_key)
 
 

@@ -1,4 +1,4 @@
-"""Translates the client's data to and from `pagewire.scheduler.v1`. It is pure."""
+"""Translates the client's data to and from `pagewire.scheduler.v1`. It does no I/O."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +28,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams, is_integer, is_real
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.structured_outputs import StructuredOutputs
+from pagewire.transport.http_proxy import http_proxy_of
 from pagewire.transport.sampling_ranges import UINT32, UINT64, Range
 from pagewire.transport.translation import decoder, enum_names
 from pagewire.transport.wrong_port import RightPort
@@ -65,6 +66,10 @@ _SCHEDULERS_PORT = RightPort(
     name_authority="give tls_ca (--tls-ca)",
     with_tls="a port with TLS (grpcs://), one that asks for a certificate (tls_cert)",
 )
+# How gRPC begins to say that there is no connection.
+_NO_CONNECTION = ("failed to connect", "errors resolving")
+# What gRPC itself makes of a connection that fails. A server of ours says then when to try again.
+_LOST_ON_THE_WAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 TIMEOUT_PASSED = "the timeout passed before the request was done; raise it or ask for fewer tokens"
 STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 ERRORS: dict[grpc.StatusCode, type[PagewireError]] = {
@@ -325,7 +330,7 @@ def decode_error(error: Any, url: str) -> PagewireError:
     reading = _SCHEDULERS_PORT.reading(url, message)
     if reading is not None:
         message = reading
-    elif code is grpc.StatusCode.UNAVAILABLE and message.startswith("failed to connect"):
+    elif code is grpc.StatusCode.UNAVAILABLE and message.startswith(_NO_CONNECTION):
         message = f"no server answers at {url} ({message})"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and "Deadline Exceeded" in message:
         message = TIMEOUT_PASSED
@@ -333,6 +338,9 @@ def decode_error(error: Any, url: str) -> PagewireError:
         # The word of gRPC itself where too many calls wait already. Pagewire says why it cancels one.
         code, message = grpc.StatusCode.UNAVAILABLE, f"too many calls wait at {url}; try again later"
     field_violations, retry_delay = _decode_details(error.trailing_metadata() or ())
+    if reading is not None or (code in _LOST_ON_THE_WAY and retry_delay is None):
+        proxy = http_proxy_of(url)
+        message += proxy.remark if proxy is not None else ""
     error_type = ERRORS.get(code, PagewireError)
     return error_type(message, code=code, field_violations=field_violations, retry_delay=retry_delay)
 

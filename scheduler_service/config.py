@@ -11,6 +11,7 @@ from scheduler_service.core.retention import EXPECTATIONS
 
 _MAX_COUNT = 2**31 - 1  # of what GetServerInfo tells
 # What the texts of prompts may take, at the scheduler as at a front end.
+_HTTP_PROXY = "through the HTTP proxy that the variable http_proxy names, which is ignored without this"
 _METRICS_HOST = ("127.0.0.1", "address to serve /metrics on")
 _METRICS_PORT = (
     None,
@@ -166,6 +167,7 @@ class SchedulerConfig:
     worker_tls_name: str | None = option(
         None, "name in the worker's certificate, if it differs from its host", needs=("worker_tls_ca",)
     )
+    worker_http_proxy: bool = option(False, f"reach the worker {_HTTP_PROXY}")
 
     @property
     def worker_addresses(self) -> list[str]:
@@ -227,6 +229,7 @@ class FrontEndConfig:
     scheduler_tls_name: str | None = option(
         None, "name in the scheduler's certificate, if it differs from its host", needs=("scheduler_tls_ca",)
     )
+    scheduler_http_proxy: bool = option(False, f"reach the scheduler {_HTTP_PROXY}")
     max_prompt_bytes: int = option(*_PROMPT_BYTES)
     max_waiting_text_bytes: int = option(*_WAITING_TEXT_BYTES)
     max_tenant_waiting_text_bytes: int = option(*_TENANT_WAITING_TEXT_BYTES)

@@ -56,6 +56,7 @@ async def run(
             cert=config.scheduler_tls_cert,
             key=config.scheduler_tls_key,
             name=config.scheduler_tls_name,
+            uses_http_proxy=config.scheduler_http_proxy,
         )
         link = _scheduler_link(config, channel, service)
         servicer = FrontEndServicer(

@@ -295,4 +295,5 @@ def _worker_channel(config: SchedulerConfig, address: str) -> grpc.aio.Channel:
         cert=config.worker_tls_cert,
         key=config.worker_tls_key,
         name=config.worker_tls_name,
+        uses_http_proxy=config.worker_http_proxy,
     )

@@ -81,10 +81,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "worker_tls_cert",
         "worker_tls_key",
         "worker_tls_name",
+        "worker_http_proxy",
         "scheduler_tls_ca",
         "scheduler_tls_cert",
         "scheduler_tls_key",
         "scheduler_tls_name",
+        "scheduler_http_proxy",
     ),
     "logs, metrics, traces and health": (
         "log_level",

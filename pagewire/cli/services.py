@@ -56,6 +56,7 @@ LINK_OPTIONS = (
     "worker_tls_cert",
     "worker_tls_key",
     "worker_tls_name",
+    "worker_http_proxy",
     "tls_client_names",
 )
 

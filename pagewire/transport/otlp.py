@@ -3,11 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+from pagewire.transport.http_proxy import http_proxy_of
 
 _EXPORT_TIMEOUT = 1.0  # seconds: a collector that is not there must not delay the end of the process
 
@@ -25,7 +29,10 @@ class _Operations:
 def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
     """Make a provider of tracers, which sends a service's spans to the collector at `endpoint`, http://HOST:PORT."""
     provider = TracerProvider(resource=Resource.create({"service.name": service_name, "service.version": version}))
-    exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT)
+    # Its annotation knows options with texts alone; gRPC takes numbers.
+    options: Any = (("grpc.enable_http_proxy", int(http_proxy_of(urlsplit(endpoint).netloc) is not None)),)
+    is_plain = endpoint.startswith("http://")
+    exporter = OTLPSpanExporter(endpoint, insecure=is_plain, timeout=_EXPORT_TIMEOUT, channel_options=options)
     exporter._metrics = _Operations()  # type: ignore[assignment]
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from pagewire.transport.otlp import tracer_provider
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from tests.contract.scheduler_stack import make_checkpoint, request, serve
@@ -167,6 +168,16 @@ async def test_a_missing_collector_delays_nothing(checkpoint: Path) -> None:
         seconds = time.monotonic() - told_at
     print(f"gone after {seconds:.2f} s")
     assert seconds < 4
+
+
+async def test_spans_reach_a_collector_of_this_machine_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    async with collecting() as (collector, endpoint):
+        provider = tracer_provider(endpoint, "service", "0")
+        provider.get_tracer("test").start_span("a span").end()
+        assert await asyncio.to_thread(provider.force_flush)
+        await asyncio.to_thread(provider.shutdown)
+        assert [span.name for span in collector.spans] == ["a span"]
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "ftp://x"])

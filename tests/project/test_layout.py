@@ -382,6 +382,17 @@ def test_every_port_is_bounded() -> None:
     assert found.endswith("pagewire/transport/listening.py: grpc.aio.server")
 
 
+def test_every_channel_is_made_in_one_place() -> None:
+    """It says of each whether an HTTP proxy may be on its way."""
+
+    def makes_channels(path: Path) -> list[str]:
+        names = [node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)]
+        return [name for name in names if name in {"insecure_channel", "secure_channel"}]
+
+    found = {line.rpartition("/")[2] for line in offenders(PACKAGES, makes_channels)}
+    assert found == {"dialling.py: insecure_channel", "dialling.py: secure_channel"}
+
+
 def test_what_users_give_enters_a_message_in_one_place() -> None:
     """`wire.put` names the field, the value and the limit; protobuf would name none of them."""
 

@@ -1,0 +1,76 @@
+"""The HTTP proxy that a client's connection goes through, as variables of the environment say it to gRPC."""
+
+import ipaddress
+import os
+import re
+import socket
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+# The first of each that is set counts, as for gRPC itself.
+_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+_EXEMPTIONS = ("no_grpc_proxy", "no_proxy")
+_SCHEME = re.compile(r"^(?:grpcs?://|dns:(?://[^/]*/|/*)|ipv[46]:/*)")
+_PORT = re.compile(r":[0-9]*/?$")
+_NO_NETWORK = ("unix:", "unix-abstract:", "vsock:")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpProxy:
+    """A proxy on the way to a host."""
+
+    variable: str
+    url: str  # without a password
+    host: str
+
+    @property
+    def remark(self) -> str:
+        """Say of a connection that failed which way it went, and how it can go another."""
+        return f", through {self.variable} {self.url}; set no_proxy={self.host} to go there without it"
+
+
+def http_proxy_of(address: str) -> HttpProxy | None:
+    """Find the proxy on the way to a server, by its address or gRPC target. This machine itself is reached without."""
+    variable = next((name for name in _VARIABLES if name in os.environ), None)
+    if variable is None or address.startswith(_NO_NETWORK):
+        return None
+    proxy = urlsplit(os.environ[variable])
+    host = _PORT.sub("", _SCHEME.sub("", address)).strip("[]")
+    if proxy.scheme != "http" or not proxy.netloc or _is_here(host) or _is_exempt(host):
+        return None
+    return HttpProxy(variable, f"http://{proxy.netloc.rpartition('@')[2]}", host)
+
+
+def _is_exempt(host: str) -> bool:
+    entries = next((os.environ[name] for name in _EXEMPTIONS if name in os.environ), "")
+    return any(_covers(entry.strip().lower(), host.lower()) for entry in entries.split(","))
+
+
+def _covers(entry: str, host: str) -> bool:
+    """Whether an entry of no_proxy is the host's, its domain's or its network's."""
+    if entry == "*" or (entry and host.endswith(entry)):
+        return True
+    address = _ip_address(host)
+    try:
+        return address is not None and address in ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return False
+
+
+def _is_here(host: str) -> bool:
+    name = host.lower().rstrip(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    address = _ip_address(name)
+    return address is not None and (address.is_loopback or address.is_unspecified)
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))  # such as 127.1
+        except OSError:
+            return None
+    return getattr(address, "ipv4_mapped", None) or address
