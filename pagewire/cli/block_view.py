@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from string import ascii_letters
 
+from pagewire.hosting.printable import printable
 from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockMap
 
 PLAIN = "\033[0m"
@@ -74,7 +75,7 @@ class BlockView:
         device, host = Counter(block_map.device_blocks), Counter(block_map.host_blocks)
         held = sorted((use for use in device | host if use >= HELD), key=lambda use: (-device[use] - host[use], use))
         entries = [(use, NAMES[use]) for use in (FREE, CACHED, SHARED, MOVING)]
-        entries += [(use, block_map.owners[use - HELD]) for use in held[:MAX_NAMED_OWNERS]]
+        entries += [(use, printable(block_map.owners[use - HELD])) for use in held[:MAX_NAMED_OWNERS]]
         texts = []
         for use, name in entries:
             count = f"{device[use]}+{host[use]}" if block_map.host_blocks else f"{device[use]}"

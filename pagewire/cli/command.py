@@ -114,15 +114,16 @@ def raise_descriptor_limit() -> None:
 
 def _run(verb: Verb, arguments: Sequence[str]) -> int:
     from pagewire.errors import CommandError, PagewireError
+    from pagewire.hosting.printable import printable_lines
 
     try:
         function = getattr(importlib.import_module(verb.module), verb.function)
         with _interrupts(verb):
             return function(arguments)
     except PagewireError as error:
-        print(f"pagewire: error: {error.code.name}: {error}", file=sys.stderr)
+        print(f"pagewire: error: {error.code.name}: {printable_lines(str(error))}", file=sys.stderr)
     except CommandError as error:
-        print(f"pagewire: error: {error}", file=sys.stderr)
+        print(f"pagewire: error: {printable_lines(str(error))}", file=sys.stderr)
     return FAILURE
 
 

@@ -15,6 +15,7 @@ from pagewire.cli import connection
 from pagewire.cli.block_view import BlockView
 from pagewire.client import Client
 from pagewire.errors import PagewireError, Unavailable
+from pagewire.hosting.printable import printable
 from pagewire.options import Parser
 from pagewire.server import Loads, RequestReport, ServerInfo
 from pagewire.transport.memory_size import describe_memory
@@ -67,7 +68,7 @@ async def _watch(view: "_View", as_json: bool) -> None:
         try:
             text = await view.text(as_json)
         except Unavailable as error:
-            text = f"{datetime.now():%H:%M:%S} {error}"
+            text = f"{datetime.now():%H:%M:%S} {printable(str(error))}"
         print(text if as_json or not sys.stdout.isatty() else _frame(text), flush=True)
         await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -142,7 +143,7 @@ def report_table(report: RequestReport, *, colour: bool) -> str:
 def _rows_text(rows: Sequence[tuple[str, str]], colour: bool) -> str:
     width = max(len(name) for name, _ in rows)
     start, end = (BOLD, PLAIN) if colour else ("", "")
-    return "\n".join(f"{start}{name:<{width}}{end}  {value}" for name, value in rows)
+    return "\n".join(f"{start}{name:<{width}}{end}  {printable(value)}" for name, value in rows)
 
 
 def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:

@@ -8,11 +8,13 @@ import io
 import logging
 import os
 import sys
+import textwrap
 import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from pagewire.hosting.printable import printable, printable_json, printable_lines, shortened
 from pagewire.transport.queued_writer import QueuedWriter, descriptor_writer
 from pagewire.transport.strict_json import StrictEncoder
 
@@ -22,7 +24,6 @@ MAX_TERMINATION_LOG = 4096  # bytes that Kubernetes reads of one
 # Seconds that a process which ends waits for its last lines to be read.
 FLUSH_TIMEOUT = 2.0
 _STDERR = 2
-TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # What every record has; the rest is what a caller gave as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -51,9 +52,26 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         entry |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        entry = {name: shortened(value) if isinstance(value, str) else value for name, value in entry.items()}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return _to_json(entry)
+        return printable_json(_to_json(entry))
+
+
+class TextFormatter(logging.Formatter):
+    """Writes one line, whatever the message holds that came from outside, then the exception, indented.
+
+    No line that begins with a time can be forged: each begins in this process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(logging.makeLogRecord(vars(record) | {"message": printable(record.message)}))
+
+    def formatException(self, exc_info: Any) -> str:
+        return textwrap.indent(printable_lines(super().formatException(exc_info)), "  ")
 
 
 class TerminationLog(logging.Handler):
@@ -65,7 +83,7 @@ class TerminationLog(logging.Handler):
         self._path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"{record.getMessage()}\n".encode()[:MAX_TERMINATION_LOG]
+        line = f"{printable(record.getMessage())}\n".encode()[:MAX_TERMINATION_LOG]
         writing = threading.Thread(target=self._write, args=(line,), name="termination log", daemon=True)
         writing.start()
         writing.join(FLUSH_TIMEOUT)
@@ -131,7 +149,7 @@ class _QueuedFile(io.RawIOBase):
 
 def configure(config: LogConfig) -> None:
     """Sends the log lines of this process to standard error, and in order with them what else is written there."""
-    formatter = JsonFormatter() if config.log_format == "json" else logging.Formatter(TEXT_FORMAT)
+    formatter = JsonFormatter() if config.log_format == "json" else TextFormatter()
     queue = LogQueue(_STDERR, formatter)
     handlers: list[logging.Handler] = [queue]
     if config.termination_log:

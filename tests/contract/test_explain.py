@@ -19,8 +19,9 @@ import pytest
 import pagewire
 from pagewire import Client, SamplingParams
 from pagewire.cli.block_view import BlockView
+from pagewire.cli.status import report_table
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockMap
+from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockHolder, BlockMap, RequestReport
 from scheduler_service.core.request import BlockUse
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
@@ -324,6 +325,16 @@ def test_a_line_of_the_legend_is_as_full_as_the_terminal_is_wide(colour: bool) -
     assert owners(len("a v 1  b w 1")) == ["a v 1  b w 1", "c x 1  d y 1", "e z 1"]
     assert owners(len("a v 1  b w 1") - 1) == ["a v 1", "b w 1", "c x 1", "d y 1", "e z 1"]
     assert owners(len("a v 1  b w 1  c x 1")) == ["a v 1  b w 1  c x 1", "d y 1  e z 1"]
+
+
+@pytest.mark.parametrize("name", ["x\nstate  fine", "\x1b]0;title\x07\x1b[2J", "\x9b31m", "\u202ereversed"])
+def test_names_from_a_server_are_no_codes_for_the_terminal(name: str) -> None:
+    numbers = {field.name: 1 for field in fields(RequestReport)}
+    texts = {"request_id": name, "tenant": name, "state": name, "reason": name, "holders": (BlockHolder(name, 3),)}
+    drawn = report_table(RequestReport(**(numbers | texts)), colour=False)
+    drawn += "\n" + BlockView(colour=False).draw(BlockMap((name,), (HELD, FREE), ()), 100, 5)
+    assert all(line.isprintable() for line in drawn.split("\n"))
+    assert not any(line.startswith("state  fine") for line in drawn.splitlines())
 
 
 def test_no_blocks() -> None:

@@ -150,3 +150,80 @@ async def test_requests_that_fail_together_have_one_line(checkpoint: Path, caplo
     assert (record.reason, record.num_requests, len(record.request_ids)) == ("no_worker", 50, 10)
     told = r"50 requests \((req-\w+, ){9}req-\w+ and 40 more\): no_worker: the server has shut down; send .*"
     assert re.fullmatch(told, record.getMessage())
+
+
+FORGED = "2026-01-01 00:00:00,000 CRITICAL pagewire: all is lost"
+# Ends of lines, codes that terminals obey (colour, title, 8 bits), marks of direction, half of a pair, NUL, DEL.
+HOSTILE = [
+    f"x\n{FORGED}",
+    f"x\r{FORGED}",
+    f"x\r\n{FORGED}",
+    f"x\v{FORGED}",
+    f"x\x85{FORGED}",
+    f"x\u2028{FORGED}",
+    f"x\u2029{FORGED}",
+    "\x1b[2J\x1b[31mred\x1b[0m",
+    "\x1b]0;title\x07",
+    "\x9b31m\x9d0;title\x9c",
+    "\b\b\b\t\0\x7f",
+    "\u202etxet\u2066\u200f",
+    "\ud800 half",
+    "\U000e0041 tag",
+]
+
+
+@pytest.mark.parametrize("log_format", logs.FORMATS)
+@pytest.mark.parametrize("text", HOSTILE)
+def test_nothing_from_outside_forges_a_line(log_format: str, text: str, written: Callable[[], str]) -> None:
+    logs.configure(logs.LogConfig(log_format=log_format))
+    logger = logging.getLogger("pagewire.test")
+    logger.warning("request %s failed", text, extra={"request_id": text, "request_ids": [text]})
+    try:
+        raise ValueError(text)
+    except ValueError:
+        logger.exception("it failed")
+    lines = written().splitlines()
+    assert all(line.isprintable() for line in lines)
+    if log_format == "json":
+        first, second = map(json.loads, lines)
+        assert (first["message"], first["request_id"], first["request_ids"]) == (f"request {text} failed", text, [text])
+        assert second["exception"].endswith(f"ValueError: {text}")
+    else:
+        beginnings = [line for line in lines if not line.startswith("  ")]
+        assert [line.split(" WARNING ")[-1].split(" ERROR ")[-1].split(":")[0] for line in beginnings] == [
+            "pagewire.test",
+            "pagewire.test",
+        ]
+        assert beginnings[1].endswith(" ERROR pagewire.test: it failed")
+        assert lines[2] == "  Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize("log_format", logs.FORMATS)
+def test_no_line_is_longer_than_a_line_can_be(log_format: str, written: Callable[[], str]) -> None:
+    logs.configure(logs.LogConfig(log_format=log_format))
+    long = "é" * 1_000_000
+    logging.getLogger("pagewire.test").warning("request %s failed", long, extra={"request_id": long})
+    assert len(written()) < 20_000
+
+
+def test_plain_text_stays_as_it_is(written: Callable[[], str]) -> None:
+    logs.configure(logs.LogConfig())
+    logging.getLogger("pagewire.test").warning("“Größe” \\n 大きい 🐢")
+    assert written().endswith(" WARNING pagewire.test: “Größe” \\n 大きい 🐢\n")
+
+
+@pytest.mark.parametrize("log_format", logs.FORMATS)
+async def test_a_request_that_fails_forges_no_line(
+    log_format: str, checkpoint: Path, written: Callable[[], str]
+) -> None:
+    logs.configure(logs.LogConfig(log_format=log_format))
+    async with serve(checkpoint, worker_timeout=0) as stack:
+        await stack.worker.kill()
+        await stack.until(lambda loads: not loads.worker_connected)
+        message = request(PROMPT, max_tokens=2)
+        message.request_id, message.tenant = f"mine\n{FORGED}\x1b]0;t\x07", f"me\r\n{FORGED}"
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stack.generate(message)
+    lines = written().splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith(FORGED) for line in lines)
