@@ -56,7 +56,7 @@ class SchedulerConfig:
         2, "how many steps are sent to the worker before the first of them is done", between(1, _MAX_COUNT)
     )
     worker_timeout: float = option(
-        60.0, "how long requests wait for a lost worker before they fail, in seconds", at_least(0)
+        120.0, "how long requests wait for a lost worker before they fail, in seconds", at_least(0)
     )
     worker_grace: float | None = option(
         None,

@@ -122,7 +122,9 @@ class WorkerConfig:
         "follow it",
     )
     num_threads: int | None = option(
-        None, "number of CPU threads to compute with (default: one per core)", between(1, 1024)
+        None,
+        "number of CPU threads to compute with (default: one per core, or as many as the CPU quota pays for)",
+        between(1, 1024),
     )
     profile: int = option(
         0,

@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import hashlib
 import logging
+import os
 import platform
 import shutil
 import subprocess
@@ -78,7 +79,14 @@ def load_library(build: Build) -> ctypes.CDLL:
         _share_openmp()
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise BuildError(f"{path} does not load: {error}; remove it to have it built again") from error
+        raise BuildError(f"{path} does not load: {error}; {_remedy(path)}") from error
+
+
+def _remedy(path: Path) -> str:
+    """Say what to do about a library that does not load."""
+    if os.statvfs(path.parent).f_flag & os.ST_NOEXEC:
+        return f"{path.parent} is mounted noexec: mount it without that, or set PAGEWIRE_CACHE to a folder elsewhere"
+    return "remove it to have it built again"
 
 
 def choose_variant(name: str) -> str:

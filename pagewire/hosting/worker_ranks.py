@@ -16,6 +16,7 @@ from pagewire.transport.addresses import join
 from pagewire.transport.process import announce_ready, exit_with_parent, python_command
 from pagewire.transport.signals import stop_at_signals
 from worker_service.config import WorkerConfig
+from worker_service.startup.host_cpus import num_usable_cpus
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
         raise ValueError("--port is 0; the ranks of a worker listen on ports that follow --port, so name one")
     shared: dict[str, Any] = {
         "tensor_parallel_address": f"{_LOOPBACK}:{free_port(_LOOPBACK)}",
-        "num_threads": config.num_threads or max(1, len(os.sched_getaffinity(0)) // size),
+        "num_threads": config.num_threads or max(1, num_usable_cpus() // size),
     }
     configs = [
         dataclasses.replace(

@@ -418,6 +418,39 @@ def test_a_file_that_could_not_be_opened_is_read_again(tenants: Path) -> None:
     assert file.by_key(KEYS["acme"]) is None
 
 
+def test_each_state_of_a_file_is_told_once(tenants: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However often it is looked at, which each request does several times."""
+    caplog.set_level(logging.INFO)
+    file = TenantFile(str(tenants))
+
+    def told() -> list[str]:
+        caplog.clear()
+        for _ in range(5):
+            assert file.by_key(KEYS["globex"]) is not None, "what was known stays known"
+        return caplog.messages
+
+    assert told() == []
+    tenants.unlink()
+    tenants.mkdir()  # it is there, and cannot be read
+    [line] = told()
+    assert line.endswith("; the tenants stay as they were")
+    assert told() == []
+    tenants.rmdir()
+    write_text(tenants, "tenants: [nonsense")
+    [line] = told()
+    assert "not YAML" in line
+    assert told() == []
+    tenants.unlink()
+    [line] = told()
+    assert "No such file" in line
+    write_tenants(tenants)
+    [line] = told()
+    assert line.endswith(" tenants")
+    tenants.unlink()
+    tenants.mkdir()
+    assert len(told()) == 1, "it was well in between"
+
+
 async def test_a_revoked_tenants_calls_end(checkpoint: Path, tenants: Path) -> None:
     """Those that stream, and those that are kept open for more requests, with whatever they have queued."""
     async with slow_stack(checkpoint, tenants) as stack:

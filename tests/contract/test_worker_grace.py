@@ -304,8 +304,8 @@ async def test_it_is_recorded_and_replayed(
 
 
 def test_it_is_at_most_the_workers_timeout() -> None:
-    for options in ({"worker_grace": 5.0, "worker_timeout": 4.0}, {"worker_grace": 60.5}):
+    for options in ({"worker_grace": 5.0, "worker_timeout": 4.0}, {"worker_grace": 120.5}):
         with pytest.raises(ValueError, match=r"--worker-grace is .*, but must be at most --worker-timeout, which is"):
             SchedulerConfig(model="somewhere", **options).validate()
-    for options in ({"worker_grace": 60.0}, {"worker_grace": 0.0}, {"worker_timeout": 1.0}):
+    for options in ({"worker_grace": 120.0}, {"worker_grace": 0.0}, {"worker_timeout": 1.0}):
         SchedulerConfig(model="somewhere", **options).validate()

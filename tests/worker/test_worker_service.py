@@ -21,12 +21,13 @@ import transformers
 from pagewire.grammars import version
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from scheduler_service.config import SchedulerConfig
 from tests.contract.certificates import Authority
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.plans import GREEDY, PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker
-from worker_service.rpc.servicer import WorkerServicer
+from worker_service.rpc.servicer import BEGIN_TIMEOUT_S, WorkerServicer
 from worker_service.rpc.session import PROTOCOL_VERSION
 from worker_service.startup.loader import load_worker
 from worker_service.step import (
@@ -373,6 +374,11 @@ async def test_closing_ends_when_the_scheduler_has_been_told() -> None:
     assert context.log == ["written", "the worker is shutting down"]
     await call
     assert await loop.run_in_executor(None, engine.stop, 20)
+
+
+def test_a_worker_that_is_stuck_has_time_to_start_again() -> None:
+    """By default requests wait longer for it than it waits for its own compute thread."""
+    assert SchedulerConfig().worker_timeout >= BEGIN_TIMEOUT_S + 60
 
 
 async def test_step_that_never_ends_ends_the_process() -> None:

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 # A hello that arrives while the model loads is answered as soon as that is done, or told how far that is.
 _LOAD_PATIENCE_S = 10.0
+# How long a step of an earlier session may still take when a new one begins. A scheduler gives up a step after 30 s at
+# the earliest; what is left then of its `--worker-timeout` is for a new process, and for loading the model.
+BEGIN_TIMEOUT_S = 30.0
 _WRITE_TIMEOUT_S = 5.0  # for a peer that does not read
 _CLOSE_TIMEOUT_S = 2 * _WRITE_TIMEOUT_S
 _SHUTTING_DOWN = (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
@@ -54,7 +57,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         engine: Engine,
         *,
         heartbeat_interval_s: float = 1.0,
-        begin_timeout_s: float = 60.0,
+        begin_timeout_s: float = BEGIN_TIMEOUT_S,
         load_patience_s: float = _LOAD_PATIENCE_S,
         on_stuck: Callable[[str], NoReturn] = exit_process,
         client_names: frozenset[str] | None = None,

@@ -41,6 +41,7 @@ from worker_service.startup.device_memory import (
     weights_refusal,
 )
 from worker_service.startup.grammars import GrammarStart
+from worker_service.startup.host_cpus import num_usable_cpus
 from worker_service.startup.host_memory import available_bytes
 from worker_service.startup.memory_profile import CudaMeter, measure_memory
 from worker_service.startup.pool_size import PoolSize, default_swap_bytes
@@ -64,8 +65,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: LoadProgress | Non
     """
     config.validate()
     begin_vector_math()
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), num_usable_cpus()))
     path = Path(config.model)
     start = GrammarStart(path, load_config(path).vocab_size)
     try:

@@ -66,6 +66,7 @@ class TenantFile:
         self.listeners: list[Callable[[frozenset[str]], None]] = []
         self._version = self._look()
         self._tenants = self._read()
+        self._told = ""  # what is wrong with the file since it was last read
 
     def by_key(self, key: str) -> Tenant | None:
         """Compare the key with every one there is, so that the time tells nothing about any of them."""
@@ -111,8 +112,11 @@ class TenantFile:
             try:
                 self._tenants = self._read()
                 logger.info("%s: %d tenants", self._path, len(self._tenants))
+                self._told = ""
             except (OSError, ValueError) as error:
-                logger.error("%s; the tenants stay as they were", error)
+                if self._told != str(error):
+                    logger.error("%s; the tenants stay as they were", error)
+                self._told = str(error)
                 if isinstance(error, OSError) and version is not None:
                     return self._tenants  # it is there, so that the next call may succeed: file descriptors run out
             self._version = version
