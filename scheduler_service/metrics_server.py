@@ -16,7 +16,8 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from pagewire.transport.listening import refusal
+from pagewire.transport.addresses import join
+from pagewire.transport.listening import passive_host, refusal
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.port: int = self._server.server_port
-        logger.info("metrics on http://%s:%d/metrics", host, self.port)
+        logger.info("metrics on http://%s/metrics", join(host, self.port))
 
     def close(self) -> None:
         self._server.shutdown()
@@ -64,8 +65,14 @@ class _HttpServer(ThreadingHTTPServer):
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self.registry = registry
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
+        found = socket.getaddrinfo(passive_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = found[0]
+        super().__init__((str(address[0]), port), _Handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from pagewire.installation import extra_shortage
 from pagewire.transport.addresses import join
-from pagewire.transport.listening import check_port
+from pagewire.transport.listening import check_port, passive_host
 from pagewire.transport.option_limits import PORT, between, check_options, option
 from pagewire.transport.process import python_command
 
 REQUIREMENT = "pagewire[gateway]"
 # The variable with the key that the gateway's administration asks for: adding workers, tokenizers, flushing caches.
 ADMIN_KEY_VARIABLE = "PAGEWIRE_GATEWAY_KEY"
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "127.0.0.1"}  # where this process reaches what listens everywhere
 _METRICS_HOST = "127.0.0.1"
 _LOG_LEVELS = {"debug": "debug", "info": "warn", "warning": "warn", "error": "error"}
 # How smg's lines begin: date, time, level.
@@ -59,6 +59,12 @@ class GatewayConfig:
         return f"http://{join(self.gateway_host, self.gateway_port)}"
 
 
+def reachable(address: str) -> str:
+    """Return HOST:PORT at which this machine reaches what listens at an address."""
+    host, _, port = address.rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"
+
+
 def level_of(line: str) -> int:
     """Find the level at which a line that the gateway printed is logged here."""
     if _ABOUT_PICTURES.match(line):
@@ -76,11 +82,10 @@ def gateway_command(
 ) -> list[str]:
     """Make the command that starts the gateway for the scheduler at `grpc://HOST:PORT`, which takes prompts of so many
     bytes."""
-    host, _, port = scheduler_url.removeprefix("grpc://").rpartition(":")
     options = {
-        "host": config.gateway_host,
+        "host": passive_host(config.gateway_host),
         "port": config.gateway_port,
-        "worker-urls": f"grpc://{_LOOPBACK.get(host, host)}:{port}",
+        "worker-urls": f"grpc://{reachable(scheduler_url.removeprefix('grpc://'))}",
         "prometheus-host": _METRICS_HOST,
         "prometheus-port": config.gateway_metrics_port or free_port(_METRICS_HOST),
         "worker-startup-check-interval": _STARTUP_CHECK_INTERVAL,

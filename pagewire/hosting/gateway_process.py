@@ -9,7 +9,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE
+from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, reachable
 from pagewire.transport.process import announce_ready, exit_with_parent
 
 _POLL_INTERVAL = 0.1  # seconds
@@ -57,7 +57,7 @@ def _is_ready(url: str) -> bool:
 
 def _fetch(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
     """Fetch the body of an answer. Raises OSError, HTTPException, and LookupError for what is no success."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT)
+    connection = http.client.HTTPConnection(reachable(urlsplit(url).netloc), timeout=_TIMEOUT)
     try:
         connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
         response = connection.getresponse()

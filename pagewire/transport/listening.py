@@ -79,7 +79,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serv
     # gRPC's core would log the cause itself, and tell Python nothing of it.
     check_port(host, port, flag)
     try:
-        bound = _add(server, join(host, port), credentials)
+        bound = _add(server, join(passive_host(host), port), credentials)
     except RuntimeError:
         bound = 0
     if bound == 0:
@@ -107,10 +107,22 @@ def _add(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     return server.add_secure_port(address, credentials)
 
 
+def passive_host(host: str) -> str:
+    """Return the host to listen on without brackets: for ::, which is every address of both kinds, that of IPv4 alone
+    where this machine has no IPv6."""
+    host = host.strip("[]")
+    return "0.0.0.0" if host == "::" and not socket.has_dualstack_ipv6() else host
+
+
 def check_port(host: str, port: int, flag: str) -> None:
     """Raises OSError, one line for people, if nobody can listen there now."""
+    passive = passive_host(host)
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = [
+            address
+            for each in dict.fromkeys((passive, "0.0.0.0" if passive == "::" else passive))
+            for address in socket.getaddrinfo(each, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        ]
     except (OSError, UnicodeError) as error:
         host_flag = _host_flag(flag)
         raise OSError(f"{host_flag} is {host!r}, which is no address ({error}); choose another {host_flag}") from None

@@ -130,7 +130,7 @@ def test_ports_probes_and_services_agree(overlay: Path) -> None:
         metrics_port = flags.get("metrics-port", flags.get("prometheus-port"))
         assert ports.get("metrics") == (None if metrics_port is None else int(metrics_port))
         hosts = [value for name, value in flags.items() if name.endswith("host")]
-        assert set(hosts) == {"0.0.0.0"}, "the default, loopback, is out of reach for probes and Services"
+        assert set(hosts) == {"::"}, "IPv4 and IPv6; the default, loopback, is out of reach for probes and Services"
         container = container_of(pod)
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             if component in READINESS_SERVICES:

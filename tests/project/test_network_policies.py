@@ -76,11 +76,19 @@ def test_every_rule_names_who_and_where(overlay: Path) -> None:
 def test_a_model_is_fetched_from_public_addresses_over_tls_and_from_nowhere_in_the_cluster(overlay: str) -> None:
     (rule,) = policy_of(rendered(DEPLOY / "overlays" / overlay), "model")["egress"]
     assert rule["ports"] == [{"port": 443, "protocol": "TCP"}]
-    (block,) = [peer["ipBlock"] for peer in rule["to"]]
-    assert block["cidr"] == "0.0.0.0/0"
-    private = [ipaddress.ip_network(network) for network in block["except"]]
+    blocks = [peer["ipBlock"] for peer in rule["to"]]
+    assert [block["cidr"] for block in blocks] == ["0.0.0.0/0", "::/0"]
+    private = [ipaddress.ip_network(network) for block in blocks for network in block["except"]]
     # The cluster's own, and where clouds tell machines their credentials.
-    for address in ("10.1.2.3", "172.20.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"):
+    for address in (
+        "10.1.2.3",
+        "172.20.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "fd00:ec2::254",
+        "fe80::1",
+    ):
         assert any(ipaddress.ip_address(address) in network for network in private)
 
 
@@ -133,7 +141,7 @@ def test_names_are_resolved_by_the_clusters_dns_by_openshifts_and_by_the_nodes_c
         "podSelector:dns.operator.openshift.io/daemonset-dns=default"
     ]
     # What NodeLocal DNSCache binds, and the Service of kubeadm's clusters, in whose place it answers.
-    assert peers(node, "to") == ["169.254.20.10/32", "10.96.0.10/32"]
+    assert peers(node, "to") == ["169.254.20.10/32", "10.96.0.10/32", "fd00::/8"]
     for rule, port in ((cluster, 53), (openshift, 5353), (node, 53)):
         assert rule["ports"] == [{"port": port, "protocol": "UDP"}, {"port": port, "protocol": "TCP"}]
 

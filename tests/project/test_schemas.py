@@ -137,7 +137,7 @@ def test_the_serving_runtime_is_a_pod_that_kubernetes_takes_and_a_command_that_w
     formats = {item["name"] for item in runtime["spec"]["supportedModelFormats"]}
     assert model["modelFormat"]["name"] in formats
     assert service["spec"]["predictor"]["terminationGracePeriodSeconds"] > int(flags["drain-timeout"])
-    assert (flags["gateway-host"], flags["metrics-host"]) == ("0.0.0.0", "0.0.0.0")
+    assert (flags["gateway-host"], flags["metrics-host"]) == ("::", "::")
 
 
 # One machine.

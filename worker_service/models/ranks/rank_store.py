@@ -13,7 +13,7 @@ import torch.distributed
 dist: Any = torch.distributed
 
 FILE_SCHEME = "file:"
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this process reaches a store that listens everywhere
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}  # where this process reaches a store that listens everywhere
 _EPOCH_FILE = "epoch-"
 
 
@@ -60,7 +60,8 @@ class FileRankStore:
 class TcpRankStore:
     def __init__(self, rank: int, address: str, listen_host: str, timeout: timedelta) -> None:
         """Raises OSError if rank 0 cannot listen."""
-        self._host, port = address.rsplit(":", 1)
+        host, port = address.rsplit(":", 1)
+        self._host = host.strip("[]")
         self._port = int(port)
         self._timeout = timeout
         self._served = _serve(listen_host, self._port, timeout) if rank == 0 else None
@@ -83,8 +84,11 @@ class TcpRankStore:
 def _serve(host: str, port: int, timeout: timedelta) -> Any:
     """Return a store that listens on `host` and `port` alone: torch's own socket would listen on every interface.
     Raises OSError."""
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
     except OSError as error:
         raise OSError(
             f"rank 0's store cannot listen on {host}:{port} ({error.strerror}); see --host and "
