@@ -134,13 +134,17 @@ class _Call:
     """One GenerateMany call, while it lasts."""
 
     def __init__(self, stub: pb_grpc.SchedulerServiceStub, url: str, attempts: Attempts) -> None:
+        """Begins the call. Raises Cancelled if the client was closed."""
         self._url = url
         self.running: dict[int, _Running] = {}  # by their first streams
         self._next_stream_id = 0
         self._num_samples = 0  # in flight
         self._max_samples = MAX_IN_FLIGHT
         self._outbox: queue.SimpleQueue[pb.GenerateManyRequest | None] = queue.SimpleQueue()
-        self._call = stub.GenerateMany(iter(self._outbox.get, None), timeout=attempts.timeout_s)
+        try:
+            self._call = stub.GenerateMany(iter(self._outbox.get, None), timeout=attempts.timeout_s)
+        except ValueError:  # gRPC's word for a channel that another task has closed
+            raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED) from None
 
     @property
     def indices(self) -> list[int]:

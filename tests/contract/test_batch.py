@@ -12,6 +12,7 @@ import pytest
 import pagewire
 from pagewire import Client, SamplingParams
 from pagewire.batch import RequestBatch
+from pagewire.errors import Cancelled
 from pagewire.llm.llm import _requests
 from pagewire.retry import Attempts
 from tests.contract.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
@@ -190,6 +191,14 @@ async def test_a_connection_that_breaks_is_made_again(checkpoint: Path, seed: in
         with pytest.raises(pagewire.Unavailable):
             await failing
         impatient.close()
+
+
+def test_a_client_that_is_closed_before_the_call_says_so() -> None:
+    """As another task may close it while a thread is about to begin, or to begin again."""
+    with Client("127.0.0.1:1") as client:
+        batch = RequestBatch(_requests([[1]], [SAMPLING], [0]), client._channels.stub, client.url, Attempts(0.0))
+    with pytest.raises(Cancelled, match="the client was closed"):
+        batch.run()
 
 
 async def test_threads_share_a_client(checkpoint: Path) -> None:
