@@ -6,6 +6,7 @@ library says nothing of that: it allows no token when an output has come there.
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,16 @@ _IN_LARK = re.compile(
     re.VERBOSE,
 )
 _IN_REGEX = re.compile(
-    r"""\\(?:[pP](?:\{[^}]*\}|.)|[xuU](?:\{[^}]*\}|[0-9A-Fa-f]+)|[0-9A-Za-z<>])   # a class, or a character by number
+    r"""\\(?:x(?P<x>[0-9A-Fa-f]{2})|u(?P<u>[0-9A-Fa-f]{4})|U(?P<U>[0-9A-Fa-f]{8})|[xuU]\{(?P<hex>[0-9A-Fa-f]{1,8})\})
+    |\\(?P<control>[afnrtv])
+    |\\(?:[pP](?:\{[^}]*\}|.)|[0-9A-Za-z<>])                                      # a class, or a place
     |\[\^?\]?(?:\\.|\[[^\]]*\]|[^\]\\\[])*\]                                      # a class
     |\((?:\?(?:P?<\w+>|[A-Za-z-]*[:)]))?                                          # the head of a group
     |\{\d*,?\d*\}|[.^$|)*+?]
     |\\?(?P<text>.)""",
     re.VERBOSE | re.DOTALL,
 )
+_CONTROLS = {"a": "\a", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _DECODER = json.JSONDecoder()
 
 
@@ -109,12 +113,20 @@ def _of_regex(pattern: str, flags: str = "") -> Iterator[Literal]:
     is_any_case = "i" in flags or re.search(r"\(\?[a-zA-Z]*i", pattern) is not None
     text = ""
     for found in _IN_REGEX.finditer(pattern):
-        text += found["text"] or ""
-        if text and not found["text"]:
+        character = _character(found)
+        text += character
+        if text and not character:
             yield Literal(text, is_any_case)
             text = ""
     if text:
         yield Literal(text, is_any_case)
+
+
+def _character(found: re.Match[str]) -> str:
+    """The character that a part of a regular expression is, or nothing."""
+    if number := found["x"] or found["u"] or found["U"] or found["hex"]:
+        return chr(int(number, 16)) if int(number, 16) <= sys.maxunicode else ""
+    return _CONTROLS[found["control"]] if found["control"] else found["text"] or ""
 
 
 def _of_schema(schema: Any) -> Iterator[Literal]:

@@ -14,7 +14,7 @@ from tests.contract.tokenizer_shapes import END, Shape
 
 # What tokens are called, what normalizers change, and what not every tokenizer has tokens for.
 NAMES = ("<think>", "<tool_call>", "</tool_call>", "<repo_name>", "[INST]", "[TOOL_CALLS]", "<|im_end|>", "<0x41>")
-TEXTS = ("e\u0301", "é", "ﬁ Å", "FOX", "fox", " a  b ", "日本", "▁", "\n\n", "\u00a0", "a")
+TEXTS = ("e\u0301", "é", "ﬁ Å", "FOX", "fox", " a  b ", "日本", "▁", "\n\n", "\u00a0", "\t", "a")
 
 
 def random_output(compiler: GrammarCompiler, kind: str, text: str, vocab_size: int, rng: random.Random) -> list[int]:

@@ -130,13 +130,13 @@ def test_a_tag_takes_a_token_whose_name_no_others_spell(tmp_path: Path) -> None:
 def test_the_texts_of_a_grammar_are_found() -> None:
     """Those that stand in it as they are, wherever that is; not what is a class, a range or a comment."""
     lark = r"""
-    start: "a\u00e9\"" /b\/(?:cd)?[ef]{2}\d\.\x{41}(?P<name>g)+/i TAG["h"] // "no"
+    start: "a\u00e9\"" /b\/(?:cd)?[ef]{2}\d\.\x{41}\t\u00e9(?P<name>g)+/i TAG["h"] // "no"
     TAG: "i"i | "x".."z" # "no"
     x: %json {"properties": {"j": {"const": ["k", 1]}}, "$defs": {"no": {"enum": ["l"]}}, "pattern": "^m$"}
     y: <[5]> | %regex {"substring_chars": "no"}
     """
     found = [(literal.text, literal.is_any_case) for literal in literals_of(lark)]
-    texts = [('aé"', False), ("b/", True), ("cd", True), (".", True), ("g", True), ("h", False), ("i", True)]
+    texts = [('aé"', False), ("b/", True), ("cd", True), (".A\té", True), ("g", True), ("h", False), ("i", True)]
     assert found == [*texts, ('"j"', False), ("m", False), ('["k",1]', False), ('"l"', False)]
 
 
