@@ -27,10 +27,11 @@ FORKSERVER.set_forkserver_preload(PRELOADED)
 class ForkedProcess:
     """As much of `subprocess.Popen` as a service needs."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path | None = None) -> None:
+        """`log`: a file for its standard error, in place of that of the tests."""
         printed, output = FORKSERVER.Pipe(duplex=False)
         # A daemon: what a test leaves behind ends with the tests.
-        self._process = FORKSERVER.Process(target=_run, args=(arguments, output), daemon=True)
+        self._process = FORKSERVER.Process(target=_run, args=(arguments, output, log), daemon=True)
         self._process.start()
         output.close()
         self.stdout = os.fdopen(os.dup(printed.fileno()))
@@ -59,13 +60,34 @@ def start_forked(arguments: Sequence[str]) -> Process:
     return ForkedProcess(arguments) if arguments[0] == "worker" else services.start_process(arguments)
 
 
+class LoggingStart:
+    """Starts services as `start_forked` does, with a file of a folder for what each of them logs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, arguments: Sequence[str]) -> Process:
+        log = self._folder / f"{arguments[0]}.log"
+        if arguments[0] == "worker":
+            return ForkedProcess(arguments, log)
+        with log.open("ab") as file:
+            return services.start_process(arguments, stderr=file)
+
+    def lines(self) -> list[str]:
+        """Return what has been logged."""
+        return [f"{log.stem}: {line}" for log in self._folder.glob("*.log") for line in log.read_text().splitlines()]
+
+
 def running(model: Path, **flags: Sequence[object]) -> AbstractContextManager[System]:
     return services.running(model, start=start_forked, **flags)
 
 
-def _run(arguments: Sequence[str], output: Connection) -> None:
+def _run(arguments: Sequence[str], output: Connection, log: Path | None) -> None:
     from pagewire.cli.command import main
 
+    if log is not None:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), sys.stderr.fileno())
     os.dup2(output.fileno(), sys.stdout.fileno())
     # What was there may have been a file, which can be sought; a pipe cannot.
     sys.stdout = open(sys.stdout.fileno(), "w", closefd=False)  # noqa: SIM115

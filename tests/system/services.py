@@ -53,10 +53,10 @@ class Process(Protocol):
 Start = Callable[[Sequence[str]], Process]
 
 
-def start_process(arguments: Sequence[str]) -> Process:
+def start_process(arguments: Sequence[str], stderr: IO[bytes] | None = None) -> Process:
     """`pagewire ARGUMENTS`."""
     command = [sys.executable, "-m", "pagewire", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRON)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=ENVIRON)
 
 
 class Service:

@@ -1,0 +1,125 @@
+"""Requests in company: all at once, each with its own fate, through connections that come and go."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from pagewire import Client
+from pagewire.completion import Output
+from pagewire.errors import DeadlineExceeded, NotFound, PagewireError
+from tests.fuzz.drawn_request import DrawnRequest
+from tests.fuzz.received import Received
+from tests.system.streams import Progress
+
+
+class Company:
+    """Runs requests of one round at the same time.
+
+    Attributes:
+        received: what has come of each.
+        is_interrupted: whether something ended it that is no part of it.
+    """
+
+    def __init__(self, url: str, requests: Sequence[DrawnRequest], num_at_once: int) -> None:
+        self._requests = requests
+        self._client, self._cut = Client(url), Client(url)  # whose connection is cut again and again
+        self._places = asyncio.Semaphore(num_at_once)
+        self._progress = Progress()  # of all together
+        self.received = [Received() for _ in requests]
+        self.is_interrupted = [False] * len(requests)
+
+    async def run(self) -> None:
+        """Return when all have ended, one way or another."""
+        try:
+            await asyncio.gather(*(self._one(number) for number in range(len(self._requests))))
+        finally:
+            await self._client.aclose()
+            await self._cut.aclose()
+
+    async def _one(self, number: int) -> None:
+        request, own = self._requests[number], Progress()
+        progress = self._progress if request.is_embedding else own
+        async with self._places:
+            running = asyncio.create_task(self._receive(number, own))
+            reached = asyncio.create_task(progress.until(progress.num_tokens + request.after))
+            await asyncio.wait({running, reached}, return_when=asyncio.FIRST_COMPLETED)
+            reached.cancel()
+            if not running.done():
+                await self._interrupt(number, running)
+            await asyncio.wait({running})
+            with contextlib.suppress(asyncio.CancelledError):
+                running.result()
+
+    async def _interrupt(self, number: int, running: asyncio.Task[None]) -> None:
+        fate = self._requests[number].fate
+        self.is_interrupted[number] = fate in ("cancelled", "aborted")
+        if fate == "cancelled":
+            running.cancel()
+        elif fate == "disconnected":
+            for each, other in enumerate(self._requests):
+                self.is_interrupted[each] |= other.fate == "disconnected"
+            await self._cut.aclose()
+        elif fate == "aborted":
+            with contextlib.suppress(NotFound):
+                await self._client.abort(f"aborted-{number}")
+
+    async def _receive(self, number: int, own: Progress) -> None:
+        received, is_late = self.received[number], self._requests[number].fate == "expires"
+        try:
+            async with contextlib.aclosing(self._outputs(number)) as outputs:
+                async for output in outputs:
+                    received.add(output)
+                    own.add(len(output.token_ids))
+                    self._progress.add(len(output.token_ids))
+        except PagewireError as error:
+            received.fail(error)
+            self.is_interrupted[number] |= is_late and isinstance(error, DeadlineExceeded)
+
+    async def _outputs(self, number: int) -> AsyncGenerator[Output, None]:
+        """The deltas of a request, as its fate has them come."""
+        request = self._requests[number]
+        match request.fate:
+            case "detached" | "left":
+                name = await self._client.submit(**request.arguments)
+                if request.fate == "detached":
+                    await self._look(name, request.after)
+                outputs = self._client.attach(name)
+            case "disconnected":
+                outputs = outputs_of(self._cut, request)
+            case "expires":
+                outputs = outputs_of(self._client, request, timeout=request.timeout)
+            case "aborted":
+                outputs = outputs_of(self._client, request, request_id=f"aborted-{number}")
+            case _:
+                outputs = outputs_of(self._client, request)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _look(self, name: str, num_tokens: int) -> None:
+        """Attach to a request, and leave it after so many tokens, if the connection lasts as long."""
+
+        async def look() -> None:
+            seen = Received()
+            async with contextlib.aclosing(self._cut.attach(name)) as outputs:
+                async for output in outputs:
+                    seen.add(output)
+                    if seen.num_tokens >= num_tokens:
+                        return
+
+        (found,) = await asyncio.gather(look(), return_exceptions=True)
+        if isinstance(found, AssertionError):
+            raise found
+
+
+async def outputs_of(client: Client, request: DrawnRequest, **arguments: Any) -> AsyncGenerator[Output, None]:
+    """The deltas of a request; an embedding is one."""
+    arguments |= request.arguments
+    if request.is_embedding:
+        found = await client.aembed(**arguments)
+        yield Output(found.request_id, 0, (), "", "stop", None, None, None, found.usage, 0, None, found.values)
+        return
+    async with contextlib.aclosing(client.generate(**arguments)) as outputs:
+        async for output in outputs:
+            yield output

@@ -1,0 +1,119 @@
+"""Random requests of every kind, and what becomes of them while they run. All follows from a seed."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire import SamplingParams, Session
+
+VOCAB_SIZE = 1024  # of the bundled model's tokenizer
+SPECIAL = 5  # ids below are none of its texts' tokens
+WORDS = ("Once", "upon", "a", "time", "fox", "river", "kite", "the", "moon", "Lily", "é", "😀", "and", "\n", "played")
+CARD = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TAG = {"type": "tag", "begin": "<card>", "content": {"type": "json_schema", "json_schema": CARD}, "end": "</card>"}
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"json": CARD},
+    {"json_object": True},
+    {"regex": r"[A-Z][a-z]{2,9}( [a-z]+){1,6}\."},
+    {"regex": r"(é|fox|😀){3,5}"},
+    {"choice": ["Once upon a time", "Once upon a hill", "é", "the end"]},
+    {"grammar": 'start: "the " ANIMAL (" and " ANIMAL)*\nANIMAL: "fox" | "owl" | /[a-z]{2,5}/'},
+    {"grammar": 'root ::= ("moon" | "kite ") root | "."'},
+    {"structural_tag": {"format": TAG}},
+    {"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<card"], "tags": [TAG]}}},
+    {"regex": "[a-z"},  # which is refused
+)
+# What becomes of a request, and how often.
+FATES = {"stays": 12, "cancelled": 3, "expires": 1, "disconnected": 2, "aborted": 1, "detached": 3, "left": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRequest:
+    """A request, and its fate.
+
+    Attributes:
+        arguments: of `Client.acomplete`, or of `Client.aembed`.
+        is_embedding: it asks for an embedding.
+        fate: "stays" until it ends, is "cancelled" by its client, "expires" at a deadline, is "disconnected" with its
+            client's connection, is "aborted" by another call, is "detached" and attached to again and again, or
+            detached and "left": its client asks for the result alone.
+        after: how many tokens of it have come when that happens; of the whole round if it has none.
+        timeout: of one that expires, in seconds.
+    """
+
+    arguments: dict[str, Any]
+    is_embedding: bool
+    fate: str
+    after: int
+    timeout: float
+
+
+def draw_requests(rng: random.Random, num_requests: int) -> list[DrawnRequest]:
+    """Return requests of one round. Many share the beginning of their prompts."""
+    stems = [[rng.randrange(SPECIAL, VOCAB_SIZE) for _ in range(64)] for _ in range(3)]
+    return [_draw_request(rng, stems) for _ in range(num_requests)]
+
+
+def _draw_request(rng: random.Random, stems: list[list[int]]) -> DrawnRequest:
+    arguments: dict[str, Any] = {"priority": rng.choice((0, 0, 0, -1, 1)), "cache_salt": rng.choice(("", "", "", "s"))}
+    if rng.random() < 0.3:
+        arguments["prompt"] = " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 20, 60))))
+    else:
+        own = [rng.randrange(SPECIAL, VOCAB_SIZE) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))]
+        arguments["prompt_token_ids"] = rng.choice(stems)[: rng.choice((0, 0, 16, 33, 64))] + own
+    fate = rng.choices(list(FATES), FATES.values())[0]
+    after, timeout = rng.choice((0, 0, 1, 5, 30)), rng.choice((0.001, 0.05, 0.5))
+    if rng.random() < 0.12:
+        fate = "stays" if fate in ("detached", "left", "aborted") else fate
+        return DrawnRequest(arguments, True, fate, after, timeout)
+    if rng.random() < 0.3:
+        returns = rng.choice((None, True, False))
+        arguments["session"] = Session(rng.choice(("", "chat", "agent")), returns, rng.choice((None, 1, 60)))
+    arguments["sampling"] = _draw_sampling(rng)
+    if arguments["sampling"].beam_width and fate == "aborted":
+        fate = "cancelled"  # what is told of a search that is aborted is not the beginning of what it would find
+    return DrawnRequest(arguments, False, fate, after, timeout)
+
+
+def _draw_sampling(rng: random.Random) -> SamplingParams:
+    options: dict[str, Any] = {"max_tokens": rng.choice((1, rng.randint(2, 30), rng.randint(30, 100)))}
+    if rng.random() < 0.12:
+        width = rng.randint(2, 4)
+        options |= {"beam_width": width, "n": rng.randint(1, width), "length_penalty": rng.choice((0.0, 1.0, -0.5))}
+        options |= {"temperature": 0, "early_stopping": rng.choice((True, False, "never"))}
+    else:
+        options |= {"n": rng.choice((1, 1, 1, 2, 3)), "temperature": rng.choice((0, 0.7, 1.2))}
+        options |= {"seed": rng.getrandbits(64)}
+        options |= _drawn(rng, 0.3, top_k=lambda: rng.randint(1, 50), top_p=lambda: rng.uniform(0.3, 1))
+        options |= _drawn(rng, 0.15, min_p=lambda: 0.05, logprobs=lambda: rng.choice((0, 1, 5)))
+        options |= _drawn(rng, 0.1, prompt_logprobs=lambda: rng.choice((0, 2)))
+    if max(options["n"], options.get("beam_width", 1)) > 1:
+        options["max_tokens"] = min(options["max_tokens"], 40)  # so that each fits a small cache alone
+    options |= _drawn(
+        rng,
+        0.12,
+        stop=lambda: rng.sample(("river", ". ", "e", "kite was", "\n", "}"), 2),
+        stop_token_ids=lambda: [rng.randrange(VOCAB_SIZE) for _ in range(3)],
+        include_stop_str_in_output=lambda: True,
+        skip_special_tokens=lambda: False,
+        ignore_eos=lambda: True,
+        min_tokens=lambda: min(options["max_tokens"], 10),
+        repetition_penalty=lambda: 1.2,
+        presence_penalty=lambda: 0.4,
+        frequency_penalty=lambda: rng.uniform(-1, 1),
+        logit_bias=lambda: {rng.randrange(VOCAB_SIZE): rng.choice((-100.0, -3.0, 4.0)) for _ in range(4)},
+    )
+    if rng.random() < 0.25:
+        options["structured_outputs"] = rng.choice(GRAMMARS)
+    return SamplingParams(**options)
+
+
+def _drawn(rng: random.Random, share: float, **options: Callable[[], Any]) -> dict[str, Any]:
+    """Some of these, each as often as a share of all requests has it."""
+    return {name: draw() for name, draw in options.items() if rng.random() < share}

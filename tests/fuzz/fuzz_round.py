@@ -1,0 +1,148 @@
+"""A round: requests and services drawn from a seed; what each request yields alone, and in company."""
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pagewire import Client
+from pagewire.errors import PagewireError
+from tests.fuzz.company import Company, outputs_of
+from tests.fuzz.drawn_request import DrawnRequest, draw_requests
+from tests.fuzz.received import Received
+from tests.system.forked import LoggingStart
+from tests.system.services import System, running
+
+STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+FLOAT32 = ["--dtype", "float32", "--log-level", "error"]
+CALM = {"worker": [*FLOAT32, "--num-threads", 1], "scheduler": ["--no-enable-prefix-caching", "--pipeline-depth", 1]}
+REST_S = 60.0  # in which a server must come to rest once its clients have gone
+NUM_AGAIN = 3  # requests that are sent once more in the end
+
+
+@dataclass(slots=True)
+class Report:
+    """What rounds from a seed on have found, and how much they have tried."""
+
+    seed: int
+    num_rounds: int = 0
+    num_requests: int = 0
+    num_interrupted: int = 0
+    num_refused: int = 0
+    num_tokens: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_spelled: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def __iadd__(self, other: "Report") -> "Report":
+        for each in fields(Report):
+            if each.name != "seed":
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        return self
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_requests} requests, {self.num_interrupted} of them interrupted and {self.num_refused} refused, "
+            f"{self.num_tokens} tokens, {self.num_preemptions} preemptions, {self.num_cached_tokens} tokens of prompts "
+            f"from the cache; {self.num_spelled} texts spelled; {len(self.faults)} faults"
+        )
+
+
+def draw_flags(rng: random.Random) -> dict[str, list[Any]]:
+    """Services with a small cache, small steps, and everything on that moves blocks."""
+    block_size = rng.choice((4, 8, 16))
+    worker = [*FLOAT32, "--block-size", block_size, "--num-device-blocks", rng.choice((448, 640)) // block_size]
+    worker += ["--num-host-blocks", rng.choice((0, 400, 4000)) // block_size, "--num-threads", rng.choice((1, 2))]
+    worker += ["--max-num-seqs", rng.choice((8, 16, 32)), "--max-num-batched-tokens", rng.choice((16, 48, 100, 512))]
+    scheduler = ["--preemption", rng.choice(("swap", "recompute", "auto")), "--pipeline-depth", rng.choice((1, 2, 3))]
+    scheduler += [
+        "--policy",
+        rng.choice(("agent", "priority", "fcfs", "fair", "deadline")),
+        "--watermark",
+        rng.choice((0, 0.05)),
+    ]
+    return {"worker": worker, "scheduler": scheduler}
+
+
+def run_round(seed: int, num_requests: int) -> Report:
+    """Return what a seed's requests have found."""
+    rng, report = random.Random(seed), Report(seed, 1, num_requests)
+    flags, requests = draw_flags(rng), draw_requests(rng, num_requests)
+    num_at_once = rng.choice((12, 40))
+    with tempfile.TemporaryDirectory() as folder:
+        start = LoggingStart(Path(folder))
+        with running(STORYTELLER, start=start, **CALM) as calm:
+            alone = asyncio.run(_alone(calm.url, requests))
+        with running(STORYTELLER, start=start, **flags) as system:
+            complaints = asyncio.run(_together(system, requests, num_at_once, alone, report))
+        report.faults += complaints + [f"logged: {line}" for line in start.lines()]
+    return report
+
+
+async def _alone(url: str, requests: Sequence[DrawnRequest]) -> list[Received]:
+    async with Client(url) as client:
+        return [await _receive(client, request) for request in requests]
+
+
+async def _receive(client: Client, request: DrawnRequest) -> Received:
+    received = Received()
+    try:
+        async for output in outputs_of(client, request):
+            received.add(output)
+    except PagewireError as error:
+        received.fail(error)
+    return received
+
+
+async def _together(
+    system: System, requests: Sequence[DrawnRequest], num_at_once: int, alone: Sequence[Received], report: Report
+) -> list[str]:
+    """Return what asyncio complains of; everything else goes to the report."""
+    complaints: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(f"asyncio: {context}"))
+    company = Company(system.url, requests, num_at_once)
+    await company.run()
+    report.num_interrupted = sum(company.is_interrupted)
+    report.num_refused = sum(received.error is not None for received in alone)
+    report.num_tokens = sum(received.num_tokens for received in company.received)
+    for number, (calm, wild) in enumerate(zip(alone, company.received, strict=True)):
+        if not (wild.begins(calm) if company.is_interrupted[number] else wild == calm):
+            report.faults.append(_difference(number, requests[number], calm, wild))
+    async with Client(system.url) as client:
+        await _rest(client, report)
+        for number in range(min(NUM_AGAIN, len(requests))):
+            again = await _receive(client, requests[number])
+            if again != alone[number]:
+                report.faults.append("again, " + _difference(number, requests[number], alone[number], again))
+    return complaints
+
+
+async def _rest(client: Client, report: Report) -> None:
+    """Wait until nothing runs, waits or holds blocks."""
+    try:
+        async with asyncio.timeout(REST_S):
+            while True:
+                loads = await client.loads()
+                gauges = {
+                    "running": loads.num_running,
+                    "waiting": loads.num_waiting,
+                    "swapped": loads.num_swapped,
+                    "held blocks": loads.num_held_blocks,
+                    "held host blocks": loads.num_held_host_blocks,
+                }
+                if not any(gauges.values()):
+                    break
+                await asyncio.sleep(0.02)  # another process
+    except TimeoutError:
+        report.faults.append(f"the server does not come to rest: {gauges}")
+    if loads.num_worker_losses:
+        report.faults.append(f"the worker was lost {loads.num_worker_losses} times")
+    report.num_preemptions, report.num_cached_tokens = loads.num_preemptions, loads.num_cached_prompt_tokens
+
+
+def _difference(number: int, request: DrawnRequest, calm: Received, wild: Received) -> str:
+    return f"request {number} differs: {request}\n    alone: {calm}\n    in company: {wild}"

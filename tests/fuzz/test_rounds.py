@@ -1,0 +1,33 @@
+"""A short campaign: `make fuzz` runs long ones."""
+
+import pytest
+
+from tests.compiler import skip_without_compiler
+from tests.fuzz import fuzz_round
+from tests.fuzz.fuzz_round import run_round
+from tests.fuzz.random_spelling import spell_randomly
+
+
+@pytest.mark.parametrize("seed", [23])
+def test_requests_in_company_yield_what_they_yield_alone(seed: int) -> None:
+    skip_without_compiler()
+    report = run_round(seed, 40)
+    print(f"seed {seed}: {report}")
+    assert not report.faults, "\n".join(report.faults)
+    assert report.num_interrupted > 0
+    assert report.num_tokens > 300
+
+
+def test_a_request_that_yields_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that is computed less exactly."""
+    skip_without_compiler()
+    monkeypatch.setattr(fuzz_round, "FLOAT32", ["--dtype", "bfloat16", "--log-level", "error"])
+    report = run_round(1, 4)
+    assert any(fault.startswith("request ") and "DrawnRequest(" in fault for fault in report.faults)
+
+
+def test_random_texts_are_spelled_or_refused() -> None:
+    print("seed 1")
+    num_texts, faults = spell_randomly(1)
+    assert num_texts > 100
+    assert not faults, "\n".join(faults)
