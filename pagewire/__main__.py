@@ -18,6 +18,13 @@ import signal
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+# As the first process of a container, one without a handler loses the signal that ends it. Until a service has taken it
+# over it ends at once, as elsewhere. Images block the signal before Python starts (`deploy/Dockerfile.worker`).
+if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+if hasattr(signal, "pthread_sigmask"):
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
 from pagewire import cli
 
 

@@ -292,11 +292,10 @@ def test_pods_are_locked_down(overlay: Path) -> None:
         pod = template["spec"]
         assert pod["automountServiceAccountToken"] is (component == "gateway")
         assert pod["enableServiceLinks"] is False
+        ids = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 10001) if overlay.name != "openshift" else {}
         assert pod["securityContext"] == {
             "runAsNonRoot": True,
-            "runAsUser": 10001,
-            "runAsGroup": 10001,
-            "fsGroup": 10001,
+            **ids,
             "seccompProfile": {"type": "RuntimeDefault"},
         }
         assert not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC"))

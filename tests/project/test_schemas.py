@@ -123,7 +123,7 @@ def test_the_serving_runtime_is_a_pod_that_kubernetes_takes_and_a_command_that_w
     assert kubernetes_validate.validate(pod, KUBERNETES_VERSION, strict=True)
     container = container_of(spec)
     assert container["name"] == "kserve-container", "KServe mounts the model there"
-    assert container["command"] == ["pagewire", "serve"]
+    assert container["command"] == ["env", "--block-signal=TERM", "pagewire", "serve"]
     flags = parse_flags(container["args"])
     known = options.options_of(SchedulerConfig, WorkerConfig, GatewayConfig, logs.LogConfig)
     assert {name.replace("-", "_") for name in flags} <= set(known)
@@ -136,7 +136,9 @@ def test_the_serving_runtime_is_a_pod_that_kubernetes_takes_and_a_command_that_w
     assert model["runtime"] == runtime["metadata"]["name"]
     formats = {item["name"] for item in runtime["spec"]["supportedModelFormats"]}
     assert model["modelFormat"]["name"] in formats
-    assert service["spec"]["predictor"]["terminationGracePeriodSeconds"] > int(flags["drain-timeout"])
+    wait = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert service["spec"]["predictor"]["terminationGracePeriodSeconds"] > wait + int(flags["drain-timeout"])
+    assert not {"runAsUser", "runAsGroup"} & set(container["securityContext"]), "clusters assign them"
     assert (flags["gateway-host"], flags["metrics-host"]) == ("::", "::")
 
 

@@ -1,9 +1,15 @@
-"""Ctrl-C at any moment of a service ends it, and never with a traceback."""
+"""Ctrl-C at any moment of a service ends it, and never with a traceback.
 
+So does SIGTERM where the service is the first process of a container.
+"""
+
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,3 +75,59 @@ def test_while_it_starts(verb: str, flags: list[str], part: str, times: int) -> 
         assert bad not in err, err
     # The second may come when the loop has not yet taken over, has, or is gone.
     assert code in (0, -signal.SIGINT, *([128 + signal.SIGINT] if times == 2 else []))
+
+
+NAMESPACE = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child"]
+# As images and manifests start it.
+BLOCKING = ["env", "--block-signal=TERM"]
+
+
+def first_process(namespace: subprocess.Popen[str]) -> int:
+    """The process that is the first of a namespace, once it runs Python."""
+    children = Path(f"/proc/{namespace.pid}/task/{namespace.pid}/children")
+    while namespace.poll() is None:
+        for child in children.read_text().split():
+            if os.readlink(f"/proc/{child}/exe") == os.path.realpath(sys.executable):
+                return int(child)
+        time.sleep(0.001)  # the kernel tells no event
+    raise AssertionError(f"ended with {namespace.returncode}")
+
+
+@pytest.mark.parametrize(
+    ("verb", "part"),
+    [
+        ("scheduler", ""),
+        ("scheduler", " pagewire\n"),
+        ("worker", " pagewire.cli.command\n"),
+        ("worker", " torch.version\n"),
+        ("frontend", " grpc._cython\n"),
+        ("scheduler", "options from flags"),
+        ("serve", "the worker is process"),
+    ],
+)
+def test_a_containers_first_process_ends_at_sigterm(verb: str, part: str) -> None:
+    if not shutil.which("unshare") or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+        pytest.skip("namespaces of processes cannot be made here")
+    python = [sys.executable, *(["-X", "importtime"] if part.endswith("\n") else []), "-m", "pagewire"]
+    command = [*NAMESPACE, *BLOCKING, *python, *VERBS[verb]]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        guard = threading.Timer(60, process.kill)
+        guard.start()
+        assert process.stderr is not None
+        first = first_process(process)
+        seen = part == "" or any(part in line for line in process.stderr)
+        os.kill(first, signal.SIGTERM)
+        told = process.stderr.read()
+        guard.cancel()
+    assert seen, f"{part!r} was not written"
+    assert "Traceback" not in told, told
+    # A service that has taken the signal over drains; before, it ends at once.
+    assert process.returncode in (0, 128 + signal.SIGTERM)
+
+
+def test_images_and_manifests_block_sigterm_until_python_runs() -> None:
+    starts = [*ROOT.glob("deploy/Dockerfile.*"), *ROOT.glob("deploy/**/*.yaml")]
+    lines = [line for path in starts for line in path.read_text().splitlines() if '"pagewire"' in line]
+    lines = [line for line in lines if line.lstrip().startswith(("ENTRYPOINT", "command:"))]
+    assert len(lines) >= 6
+    assert all('"env", "--block-signal=TERM", "pagewire"' in line for line in lines)
