@@ -110,3 +110,13 @@ def test_a_taken_port_is_told_with_the_flags_that_choose_it() -> None:
     told = r"rank 0's store cannot listen .* see --host and --tensor-parallel-address"
     with socket.create_server((HOST, 0)) as taken, pytest.raises(OSError, match=told):
         group(0, f"{HOST}:{taken.getsockname()[1]}")
+
+
+def test_a_store_that_listens_everywhere_is_reached_over_both_kinds_of_address() -> None:
+    port = free_port(HOST)
+    first = RankGroup(0, 2, f"{HOST}:{port}", "::", CPU)
+    hosts = [HOST, *(["::1"] if socket.has_dualstack_ipv6() else [])]
+    for host in hosts:
+        with socket.create_connection((host, port), timeout=20):
+            pass
+    assert first.rank == 0  # it is there until now
