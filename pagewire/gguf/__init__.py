@@ -13,11 +13,11 @@ from pagewire.gguf.model_file import (
     MAX_SETTINGS_BYTES,
     ModelFileError,
     check_pointer,
-    directory_digest,
     read_bytes,
     read_text,
 )
-from pagewire.gguf.tokenizer import read_tokenizer, tokenizer_json
+from pagewire.gguf.settings_file import is_whole, read_settings, shown, token_ids_of, unserved
+from pagewire.gguf.tokenizer import tokenizer_json
 
 __all__ = [
     "ARCHITECTURES",
@@ -33,12 +33,15 @@ __all__ = [
     "architecture_of",
     "check_pointer",
     "config_json",
-    "directory_digest",
     "generation_config_json",
     "is_gguf",
+    "is_whole",
     "read_bytes",
+    "read_settings",
     "read_text",
-    "read_tokenizer",
+    "shown",
+    "token_ids_of",
     "tokenizer_config_json",
     "tokenizer_json",
+    "unserved",
 ]

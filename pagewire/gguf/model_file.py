@@ -1,12 +1,11 @@
 """Files of a model that are read whole: of bounded size, and never pointers of Git LFS, which a clone holds in place of
 large files that were not fetched."""
 
-import hashlib
 import os
 from pathlib import Path
 
-# Of settings, which have far below a megabyte as published; and of a vocabulary or an index of weights, of which the
-# largest have some 30 MB.
+# Of settings, which have far below a megabyte as published, or some 12 where they list a codebook's tokens; and of a
+# vocabulary or an index of weights, of which the largest have some 30 MB.
 MAX_SETTINGS_BYTES = 16 << 20
 MAX_LISTING_BYTES = 128 << 20
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -38,16 +37,6 @@ def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
 def read_text(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
     """Raises ModelFileError, OSError, or UnicodeDecodeError for what is no text."""
     return read_bytes(path, max_bytes).decode("utf-8")
-
-
-def directory_digest(directory: Path) -> bytes:
-    """Return SHA-256 over config.json and, where there is one, tokenizer.json after it: equal digests mean that both
-    services speak of the same model. Raises ModelFileError, OSError."""
-    digest = hashlib.sha256(read_bytes(directory / "config.json"))
-    tokenizer = directory / "tokenizer.json"
-    if tokenizer.is_file():
-        digest.update(read_bytes(tokenizer, MAX_LISTING_BYTES))
-    return digest.digest()
 
 
 def _check(path: Path, content: bytes) -> None:

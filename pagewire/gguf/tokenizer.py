@@ -1,15 +1,12 @@
 """The tokenizer of a GGUF file, as a tokenizer.json would describe it."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pagewire.gguf.file import GgufError, GgufFile, is_gguf, shown
+from pagewire.gguf.file import GgufError, GgufFile, shown
 from pagewire.gguf.metadata import Metadata
-from pagewire.gguf.model_file import MAX_LISTING_BYTES, read_text
 from pagewire.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from pagewire.gguf.special_tokens import SpecialTokens
 
@@ -20,16 +17,6 @@ _SPACE = "▁"  # in tokens of SentencePiece
 _KEEPING = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 # Of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-
-
-def read_tokenizer(path: Path) -> str:
-    """Return the text of a tokenizer.json, or what stands for it in a GGUF file. Raises FileNotFoundError, OSError,
-    ModelFileError, UnicodeDecodeError for what is no text, and GgufError."""
-    if is_gguf(path):
-        return json.dumps(tokenizer_json(GgufFile.open(path)))
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
-    return read_text(path, MAX_LISTING_BYTES)
 
 
 def tokenizer_json(file: GgufFile) -> dict[str, Any]:

@@ -39,6 +39,7 @@ SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.chat_template import refusals
-from pagewire.gguf import read_text
-from scheduler_service.serving.settings_file import read_settings
+from pagewire.gguf import read_settings, read_text
 from scheduler_service.serving.template_sandbox import MAX_TEMPLATE_CHARS, Overspent
 
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names that transformers chooses by; it takes others only from callers

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pagewire.gguf import is_whole, shown, token_ids_of, unserved
 from pagewire.transport.sampling_ranges import RANGES
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.sampling_options import API_DEFAULTS, CHECKPOINTS_OPTIONS, SUPPRESSING_BIAS
-from scheduler_service.serving.settings_file import is_whole, shown, token_ids_of, unserved
 
 # What engines write who have no range without a low end: no limit of tokens, and the most likely token alone.
 _OTHER_SPELLINGS: Mapping[str, Mapping[float, float]] = {"top_k": {-1: 0}, "top_p": {0: 1e-30}}

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from pagewire.gguf import read_tokenizer
+from pagewire.gguf.tokenizer_files import read_tokenizer
 from pagewire.grammars import GrammarError, version
 from pagewire.grammars.trial import Trials
 from scheduler_service.core.plan import Grammar, GrammarKind, WorkerCapacity

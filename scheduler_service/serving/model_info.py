@@ -10,17 +10,18 @@ from pagewire.gguf import (
     ModelFileError,
     check_pointer,
     config_json,
-    directory_digest,
     generation_config_json,
     is_gguf,
-    tokenizer_config_json,
+    is_whole,
+    read_settings,
+    token_ids_of,
+    unserved,
 )
+from pagewire.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving import generation_config
 from scheduler_service.serving.chat_template import ChatTemplate, chat_template_of, read_chat_template
 from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
-from scheduler_service.serving.settings_file import is_whole, read_settings, token_ids_of, unserved
-from scheduler_service.serving.tokenizer import load_tokenizer
 
 # The keys under which the families of models give their greatest length.
 # What published files of Gemma 3 with vision leave out.
@@ -39,7 +40,7 @@ class ModelInfo:
     directory: Path  # absolute; or that of the GGUF file
     model_type: str
     architectures: tuple[str, ...]
-    digest: bytes  # SHA-256 over config.json and, where there is one, tokenizer.json; or over a GGUF file's header
+    digest: bytes  # SHA-256 over config.json and, where there is one, the tokenizer; or over a GGUF file's header
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -51,6 +52,7 @@ class ModelInfo:
     chat_refusals: tuple[str, ...]  # kinds of conversation that its chat template makes no prompt of, and why
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None  # a tokenizer.json or a GGUF file
+    is_as_gateways_read: bool  # its files say of tokenizer and chat template what they seem to
     embedding: PoolingChoice  # how embeddings are made
 
     @property
@@ -117,19 +119,19 @@ class _Settings:
     config_path: Path
     generation: dict[str, Any]
     generation_path: Path
-    tokenizer_config: dict[str, Any]
+    special_tokens: Mapping[str, str]
     template_file: ChatTemplate | None
-    tokenizer_path: Path | None
-    end_token_ids: frozenset[int]  # of the tokenizer, beside those that the other files name
+    tokenizer: TokenizerFiles | None
+    end_token_id: int | None  # of the tokenizer, beside those that the other files name
     digest: bytes
     embedding: PoolingChoice
 
 
 def _read_directory(path: Path) -> _Settings:
-    config_path, tokenizer_path = path / "config.json", path / "tokenizer.json"
+    config_path = path / "config.json"
     config = _with_text_config(read_settings(config_path, required=True))
-    tokenizer_config = read_settings(path / "tokenizer_config.json")
-    has_tokenizer = tokenizer_path.is_file()
+    tokenizer = TokenizerFiles.in_directory(path)
+    special_tokens = (settings_of(path, "") if tokenizer is None else tokenizer.settings).texts()
     return _Settings(
         path,
         path.resolve().name,
@@ -137,11 +139,11 @@ def _read_directory(path: Path) -> _Settings:
         config_path,
         read_settings(path / "generation_config.json"),
         path / "generation_config.json",
-        tokenizer_config,
-        read_chat_template(path, tokenizer_config),
-        tokenizer_path if has_tokenizer else None,
-        _tokenizers_end(tokenizer_config, tokenizer_path) if has_tokenizer else frozenset(),
-        directory_digest(path),
+        special_tokens,
+        read_chat_template(path, read_settings(path / "tokenizer_config.json")),
+        tokenizer,
+        None if tokenizer is None else tokenizer.token_id(special_tokens.get("eos_token", "")),
+        directory_digest(path, tokenizer),
         read_pooling(path),
     )
 
@@ -158,7 +160,7 @@ def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:
 def _read_gguf(path: Path) -> _Settings:
     """What is wrong in a file's settings is told of the file, under the names that config.json has for them."""
     file = GgufFile.open(path)
-    tokenizer_config = tokenizer_config_json(file)
+    tokenizer = TokenizerFiles.of(path)
     return _Settings(
         path,
         path.resolve().stem,
@@ -166,10 +168,10 @@ def _read_gguf(path: Path) -> _Settings:
         path,
         generation_config_json(file),
         path,
-        tokenizer_config,
-        chat_template_of(tokenizer_config, path),
-        path,
-        frozenset(),
+        tokenizer.settings.texts(),
+        chat_template_of(tokenizer.config, path),
+        tokenizer,
+        None,
         file.digest,
         read_gguf_pooling(file),
     )
@@ -180,7 +182,7 @@ def _model_info(settings: _Settings) -> ModelInfo:
     model_type = _text(config, "model_type", config_path)
     vocab_size = _positive(config, ("vocab_size",), config_path)
     generation, generation_path = settings.generation, settings.generation_path
-    template, special_tokens = settings.template_file, _special_tokens(settings.tokenizer_config)
+    template, tokenizer = settings.template_file, settings.tokenizer
     return ModelInfo(
         name=settings.name,
         directory=settings.path.resolve(),
@@ -195,9 +197,10 @@ def _model_info(settings: _Settings) -> ModelInfo:
         sampling_defaults=generation_config.sampling_defaults(generation, generation_path, vocab_size),
         ignored_settings=generation_config.ignored(generation, generation_path),
         template_file=template,
-        chat_refusals=() if template is None else template.refusals(special_tokens),
-        special_tokens=special_tokens,
-        tokenizer_path=settings.tokenizer_path,
+        chat_refusals=() if template is None else template.refusals(settings.special_tokens),
+        special_tokens=settings.special_tokens,
+        tokenizer_path=None if tokenizer is None else tokenizer.path,
+        is_as_gateways_read=(template is None or template.is_plain) and (tokenizer is None or tokenizer.is_plain),
         embedding=settings.embedding,
     )
 
@@ -230,21 +233,8 @@ def _end_token_ids(settings: _Settings) -> tuple[int, ...]:
     given, file = (
         (settings.generation, settings.generation_path) if is_there else (settings.config, settings.config_path)
     )
-    return tuple(sorted(token_ids_of(given, "eos_token_id", file) | settings.end_token_ids))
-
-
-def _tokenizers_end(tokenizer_config: dict[str, Any], path: Path) -> frozenset[int]:
-    """Return the token that tokenizer_config.json calls eos_token, if there is one. The tokenizer is loaded only where
-    that file does not give the token's id."""
-    text = _special_tokens(tokenizer_config).get("eos_token")
-    if text is None:
-        return frozenset()
-    added = tokenizer_config.get("added_tokens_decoder")
-    for token_id, token in added.items() if isinstance(added, dict) else ():
-        if isinstance(token, dict) and token.get("content") == text and token_id.isdecimal() and len(token_id) < 10:
-            return frozenset((int(token_id),))
-    found = load_tokenizer(path).token_to_id(text)
-    return frozenset() if found is None else frozenset((found,))
+    own = set() if settings.end_token_id is None else {settings.end_token_id}
+    return tuple(sorted(token_ids_of(given, "eos_token_id", file) | own))
 
 
 def _token_id(config: dict[str, Any], key: str) -> int | None:
@@ -266,13 +256,3 @@ def _convertible(directory: Path) -> str:
         f'. transformers makes one of {path.name}: python -c "from transformers import AutoTokenizer as T; '
         f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""
     )
-
-
-def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """The texts that tokenizer_config.json gives as `bos_token`, `eos_token` and so on."""
-    texts = {}
-    for name, value in tokenizer_config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            texts[name] = text
-    return texts

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import GgufFile, ModelFileError, read_text
+from pagewire.gguf import GgufFile, ModelFileError, read_settings, read_text
 from scheduler_service.core.plan import Pooling
-from scheduler_service.serving.settings_file import read_settings
 
 _MODULES_FILE = "modules.json"
 _MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}

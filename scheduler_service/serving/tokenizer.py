@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders
 
-from pagewire.gguf import GgufError, ModelFileError, read_tokenizer
+from pagewire.gguf.tokenizer_files import read_tokenizer
 
 # Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
 _NUM_CONTEXT_TOKENS = 6
@@ -30,10 +30,11 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
 def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
-    """Load a tokenizer.json, or what stands for it in a GGUF file. Raises ValueError if it cannot be read."""
+    """Load a tokenizer.json with what the files beside it say, or what stands for it in a GGUF file. Raises ValueError
+    if it cannot be read."""
     try:
         return HuggingFaceTokenizer.from_str(read_tokenizer(path))
-    except (GgufError, ModelFileError):
+    except ValueError:
         raise
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{path} is not a tokenizer: {error}") from error

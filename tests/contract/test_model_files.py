@@ -56,7 +56,7 @@ def start(path: Path, *, is_worker: bool) -> None:
         ("config.json", True, True, MAX_SETTINGS_BYTES),
         ("tokenizer.json", True, True, MAX_LISTING_BYTES),
         ("generation_config.json", False, True, MAX_SETTINGS_BYTES),
-        ("tokenizer_config.json", False, True, MAX_SETTINGS_BYTES),
+        ("tokenizer_config.json", True, True, MAX_SETTINGS_BYTES),
         ("chat_template.jinja", False, True, _MAX_FILE_BYTES),
         ("additional_chat_templates/rag.jinja", False, True, _MAX_FILE_BYTES),
         ("modules.json", False, True, MAX_SETTINGS_BYTES),

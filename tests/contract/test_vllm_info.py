@@ -96,6 +96,7 @@ async def test_model_info(tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "bos_token_id": 7}
     (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     async with serve(checkpoint, served_model_name="story") as stack:
         info = await stub_of(stack).GetModelInfo(vllm_engine_pb2.GetModelInfoRequest())
     assert (info.served_model_name, info.model_path) == ("story", str(checkpoint))

@@ -14,9 +14,9 @@ from pagewire.gguf import (
     MAX_SETTINGS_BYTES,
     ModelFileError,
     check_pointer,
-    directory_digest,
     read_text,
 )
+from pagewire.gguf.tokenizer_files import TokenizerFiles, directory_digest
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -73,10 +73,10 @@ def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]
 def model_digest(path: Path) -> bytes:
     """The 32 bytes by which both services know that they speak of the same model. Raises CheckpointError."""
     try:
-        return directory_digest(path)
+        return directory_digest(path, TokenizerFiles.in_directory(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing; a checkpoint directory must have it") from error
-    except ModelFileError as error:
+    except ValueError as error:
         raise CheckpointError(str(error)) from error
 
 

@@ -5,7 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import GgufError, GgufFile, config_json, is_gguf, read_text, read_tokenizer
+from pagewire.gguf import GgufError, GgufFile, config_json, is_gguf, read_text
+from pagewire.gguf.tokenizer_files import read_tokenizer
 from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, version
 from worker_service.grammars import Compile, CompileThread, EpochGrammars
 

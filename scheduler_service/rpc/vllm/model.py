@@ -15,15 +15,14 @@ _ARCHIVED = "to-be-asked-for"  # names no file
 def model_info(
     model: ModelInfo, served_model_name: str, max_sequence_tokens: int
 ) -> vllm_engine_pb2.GetModelInfoResponse:
-    """Paths are this machine's: a gateway that does not find them asks for the files. Files in which it would not find
-    the chat template it is not told of."""
+    """Paths are this machine's: a gateway that does not find them asks for the files. Files in which it would find
+    another tokenizer or chat template it is not told of."""
     directory = str(model.directory)
-    is_as_gateways_read = model.template_file is None or model.template_file.is_plain
     values = {name: getattr(model.sampling_defaults, name) for name in CHECKPOINTS_OPTIONS}
     chosen = {name: value for name, value in values.items() if value != getattr(API_DEFAULTS, name)}
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=directory,
-        tokenizer_path=directory if is_as_gateways_read else f"{directory}/{_ARCHIVED}",
+        tokenizer_path=directory if model.is_as_gateways_read else f"{directory}/{_ARCHIVED}",
         served_model_name=served_model_name,
         is_generation=True,
         max_context_length=max_sequence_tokens,

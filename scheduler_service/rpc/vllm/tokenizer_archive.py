@@ -9,33 +9,20 @@ from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2
 
-from pagewire.gguf import (
-    MAX_LISTING_BYTES,
-    GgufFile,
-    config_json,
-    generation_config_json,
-    is_gguf,
-    read_bytes,
-    tokenizer_config_json,
-    tokenizer_json,
-)
+from pagewire.gguf import MAX_LISTING_BYTES, GgufFile, config_json, generation_config_json, is_gguf, read_bytes
+from pagewire.gguf.tokenizer_files import ADDED, NAMES, TokenizerFiles
 from scheduler_service.serving.model_info import read_model_info
 
-_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-_NAMES = (
-    "config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    _CONFIG,
-)
+_CONFIG, _TOKENIZER, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
+_SMALL = ("config.json", "generation_config.json")
 _PATTERNS = ("*.jinja", "*.model")
 _CHUNK_BYTES = 64 * 1024
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal files make equal archives
 
 
 def read_tokenizer_archive(model: Path) -> bytes:
-    """Make the zip of the files that a checkpoint directory has, or of what stands for them in a GGUF file.
+    """Make the zip of the files that a checkpoint directory has, or of what stands for them. Where several files speak
+    of the tokenizer, tokenizer.json and tokenizer_config.json say it all.
 
     Raises OSError, or ValueError for files that cannot be read any more as they were when the service started.
     """
@@ -49,21 +36,25 @@ def read_tokenizer_archive(model: Path) -> bytes:
 
 
 def _directory_files(directory: Path) -> Iterator[tuple[str, bytes]]:
-    paths = [directory / name for name in _NAMES]
+    tokenizer = TokenizerFiles.of(directory / _TOKENIZER)
+    names = (*_SMALL, *((_TOKENIZER, _CONFIG, NAMES, ADDED) if tokenizer.is_plain else ()))
+    paths = [directory / name for name in names]
     paths += [path for pattern in _PATTERNS for path in sorted(directory.glob(pattern))]
     yield from ((path.name, read_bytes(path, MAX_LISTING_BYTES)) for path in paths if path.is_file())
+    if not tokenizer.is_plain:
+        yield from _tokenizer_files(tokenizer)
 
 
 def _gguf_files(path: Path) -> Iterator[tuple[str, bytes]]:
     file = GgufFile.open(path)
-    contents = {
-        "config.json": config_json(file),
-        "generation_config.json": generation_config_json(file),
-        "tokenizer.json": tokenizer_json(file),
-        # Without a class transformers knows no way to load it.
-        _CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config_json(file)},
-    }
-    yield from ((name, json.dumps(content).encode()) for name, content in contents.items())
+    for name, content in zip(_SMALL, (config_json(file), generation_config_json(file)), strict=True):
+        yield name, json.dumps(content).encode()
+    yield from _tokenizer_files(TokenizerFiles.of(path))
+
+
+def _tokenizer_files(tokenizer: TokenizerFiles) -> Iterator[tuple[str, bytes]]:
+    yield _TOKENIZER, tokenizer.tokenizer_json().encode()
+    yield _CONFIG, json.dumps(tokenizer.tokenizer_config()).encode()
 
 
 def _one_template(template: str | None, contents: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pagewire.gguf import ModelFileError, read_text
+from pagewire.gguf.model_file import ModelFileError, read_text
 
 _MAX_SHOWN = 100  # characters of a value in an error
 
