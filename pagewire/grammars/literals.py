@@ -53,7 +53,7 @@ class Literal:
     is_any_case: bool = False
 
 
-class Spelling:
+class Alphabet:
     """Which characters some tokens spell."""
 
     def __init__(self, tokens: Iterable[bytes]) -> None:

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from pagewire.grammars.literals import BYTE_PIECES, Literal, Spelling, literals_of
+from pagewire.grammars.literals import BYTE_PIECES, Alphabet, Literal, literals_of
 from pagewire.grammars.source import to_llguidance
 
 
@@ -168,7 +168,7 @@ class GrammarCompiler:
         """`vocab_size`: the model's, as many tokens as it has logits. The tokenizer may have more."""
         self._tokenizer_json = tokenizer_json
         num_tokens, added, self._spells_all = _tokens(tokenizer_json)
-        self._spelled: Spelling | None = None  # by a tokenizer that does not spell everything, once that is asked
+        self._known_alphabet: Alphabet | None = None  # of a tokenizer that does not spell everything, once asked
         self._sizes = _MaskSizes(max(vocab_size, num_tokens), vocab_size)
         self._token_names = {name: token_id for name, token_id in added.items() if token_id < vocab_size}
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
@@ -178,8 +178,8 @@ class GrammarCompiler:
         with _caught():
             tokenizer, names = self._tokenizer(end_token_ids), self._token_names
             names = {name: token for name, token in names.items() if token not in end_token_ids}
-            spelling = self._spelling(tokenizer)
-            alone = {name for name in names if spelling and spelling.missing(Literal(name))}
+            alphabet = self._alphabet(tokenizer)
+            alone = {name for name in names if alphabet and alphabet.missing(Literal(name))}
             grammar = to_llguidance(kind, text, names, alone)
             limits = _OWN_GRAMMAR_LIMITS if kind == "grammar" else _LIMITS
             state = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
@@ -187,18 +187,18 @@ class GrammarCompiler:
         if error := matcher.error():
             raise error
         tokens = names if kind == "structural_tag" else ()
-        if spelling and (fault := spelling.fault(literals_of(grammar), tokens)):
+        if alphabet and (fault := alphabet.fault(literals_of(grammar), tokens)):
             raise GrammarError(fault)
         return matcher
 
-    def _spelling(self, tokenizer: LLTokenizer) -> Spelling | None:
+    def _alphabet(self, tokenizer: LLTokenizer) -> Alphabet | None:
         """What the tokens spell; None: everything."""
         if self._spells_all:
             return None
-        if self._spelled is None:
+        if self._known_alphabet is None:
             ids = (token_id for token_id in range(self._sizes.vocab_size) if not tokenizer.is_special_token(token_id))
-            self._spelled = Spelling(tokenizer.decode_bytes([token_id]) for token_id in ids)
-        return self._spelled
+            self._known_alphabet = Alphabet(tokenizer.decode_bytes([token_id]) for token_id in ids)
+        return self._known_alphabet
 
     def _tokenizer(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:
         if end_token_ids not in self._tokenizers:
