@@ -24,7 +24,9 @@ from tests.project.test_images import files_of_the_build
 
 ROOT = Path(__file__).parents[2]
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
-OURS = "import pagewire.kernels.sampling, pagewire.protos.gen.pagewire.worker.v1.worker_pb2, scheduler_service.server"
+# A module of the kernels that needs no torch, which takes a second to be imported.
+KERNELS = "pagewire.kernels.triton.repeated_launch"
+OURS = f"import {KERNELS}, pagewire.protos.gen.pagewire.worker.v1.worker_pb2, scheduler_service.server"
 THEIRS = "import kernels; assert kernels.__version__ == '0.17.2'; import kernels.layer"
 # A folder of that name on the path, as the repository has one, is a package without a file.
 ABSENT = "import importlib.util; assert getattr(importlib.util.find_spec('kernels'), 'origin', None) is None"
@@ -170,7 +172,8 @@ def test_an_installed_package_wins_over_a_clone_of_its_name(
     clone = tmp_path / "pagewire"
     shutil.copytree(source, clone, symlinks=True)
     environment.pip("install", *OFFLINE, *(["-e", str(clone)] if is_editable else [str(wheel)]))
-    environment.run(f"import pagewire; pagewire.LLM, pagewire.__version__\n{OURS}", folder=tmp_path)
+    program = "import pagewire, pagewire.kernels.sampling; pagewire.LLM, pagewire.__version__"
+    environment.run(f"{program}\n{OURS}", folder=tmp_path)
 
 
 def test_source_tree_on_the_path_leaves_the_name_to_others(other_wheel: Path, environment: Environment) -> None:
