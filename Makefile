@@ -30,9 +30,9 @@ run: $(READY)  ## serve the bundled model and stream one completion
 	$(BIN)/python -m pagewire demo
 
 test: $(READY)  ## every test that needs no GPU
-	@# In a process more than a small machine has cores, since many wait. Exit code 5: ARGS selected none of these.
-	@echo 'part 1 of 2: in three processes'; \
-	$(BIN)/python -m pytest -m 'not gpu and not alone' -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); \
+	@# In two processes more than a small machine has cores, since many wait. Exit code 5: ARGS selected none of these.
+	@echo 'part 1 of 2: in four processes'; \
+	$(BIN)/python -m pytest -m 'not gpu and not alone' -n 4 --dist loadfile --no-loadscope-reorder $(ARGS); \
 	first=$$?; echo 'part 2 of 2: with the machine to itself'; \
 	$(BIN)/python -m pytest -m 'not gpu and alone' $(or $(ARGS),tests/system); second=$$?; \
 	case "$$first $$second" in '0 0'|'0 5'|'5 0') ;; *) exit 1 ;; esac

@@ -57,6 +57,6 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first, lest one process is left with such a file in the end; the CPU's kernels come when
     they have been built."""
-    folders = ("system", "worker", "kernels", "sim")
+    folders = ("system", "worker", "kernels", "sim", "project")
     order = {Path(__file__).parent / folder: index for index, folder in enumerate(folders)}
     items.sort(key=lambda item: min(order.get(parent, len(folders)) for parent in item.path.parents))
