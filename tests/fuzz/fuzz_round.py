@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,7 @@ from typing import Any
 from pagewire import Client
 from pagewire.errors import PagewireError
 from tests.fuzz.company import Company, outputs_of
-from tests.fuzz.drawn_request import DrawnRequest, draw_requests
+from tests.fuzz.drawn_request import VOCAB_SIZE, DrawnRequest, draw_requests
 from tests.fuzz.received import Received
 from tests.system.forked import LoggingStart
 from tests.system.services import System, running
@@ -19,6 +20,7 @@ from tests.system.services import System, running
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 FLOAT32 = ["--dtype", "float32", "--log-level", "error"]
 CALM = {"worker": [*FLOAT32, "--num-threads", 1], "scheduler": ["--no-enable-prefix-caching", "--pipeline-depth", 1]}
+END = 0  # the tokenizer's end token
 REST_S = 60.0  # in which a server must come to rest once its clients have gone
 NUM_AGAIN = 3  # requests that are sent once more in the end
 
@@ -52,6 +54,19 @@ class Report:
         )
 
 
+def draw_model(seed: int, folder: Path) -> Path:
+    """The bundled model, or a random one with its tokenizer: with a sliding window, or with experts."""
+    family = random.Random(f"model {seed}").choice(("bundled", "mistral", "qwen2_moe"))
+    if family == "bundled":
+        return STORYTELLER
+    from tests.worker.checkpoints import make_checkpoint  # with torch, which services have in their own processes
+
+    path = make_checkpoint(folder / family, family, seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=END)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(STORYTELLER / name, path / name)
+    return path
+
+
 def draw_flags(rng: random.Random) -> dict[str, list[Any]]:
     """Services with a small cache, small steps, and everything on that moves blocks."""
     block_size = rng.choice((4, 8, 16))
@@ -74,10 +89,10 @@ def run_round(seed: int, num_requests: int) -> Report:
     flags, requests = draw_flags(rng), draw_requests(rng, num_requests)
     num_at_once = rng.choice((12, 40))
     with tempfile.TemporaryDirectory() as folder:
-        start = LoggingStart(Path(folder))
-        with running(STORYTELLER, start=start, **CALM) as calm:
+        model, start = draw_model(seed, Path(folder)), LoggingStart(Path(folder))
+        with running(model, start=start, **CALM) as calm:
             alone = asyncio.run(_alone(calm.url, requests))
-        with running(STORYTELLER, start=start, **flags) as system:
+        with running(model, start=start, **flags) as system:
             complaints = asyncio.run(_together(system, requests, num_at_once, alone, report))
         report.faults += complaints + [f"logged: {line}" for line in start.lines()]
     return report

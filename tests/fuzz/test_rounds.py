@@ -22,7 +22,7 @@ def test_a_request_that_yields_something_else_is_named(monkeypatch: pytest.Monke
     """Of a model that is computed less exactly."""
     skip_without_compiler()
     monkeypatch.setattr(fuzz_round, "FLOAT32", ["--dtype", "bfloat16", "--log-level", "error"])
-    report = run_round(1, 4)
+    report = run_round(30, 4)
     assert any(fault.startswith("request ") and "DrawnRequest(" in fault for fault in report.faults)
 
 
