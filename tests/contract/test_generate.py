@@ -8,6 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.rpc.public import generation
+from tests.contract import vllm_client
 from tests.contract.scheduler_stack import Result, Stack, expected_tokens, make_checkpoint, request, serve
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -177,3 +179,26 @@ async def test_generation_config_gives_end_tokens_and_defaults(tmp_path: Path) -
         assert result.last[0].stop_token_id == tokens[end]
         ignoring = await stack.generate(request(PROMPT, max_tokens=30, ignore_eos=True))
         assert ignoring.token_ids[0] == tokens
+
+
+async def test_a_request_that_waits_long_shows_a_sign_of_life(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers come before the first token, so that proxies see that there is an answer. What fails soon has none."""
+    monkeypatch.setattr(generation, "SILENCE_S", 0.05)
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 3600.0
+        calls = [
+            stack.stub.Generate(request(PROMPT, max_tokens=2)),
+            vllm_client.stub_of(stack).Generate(vllm_client.request(PROMPT, stream=True, max_tokens=2)),
+        ]
+        for call in calls:
+            await asyncio.wait_for(call.initial_metadata(), 20)
+            assert not call.done()
+            call.cancel()
+
+
+async def test_a_request_that_is_answered_soon_has_its_headers_with_the_answer(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        result = await stack.generate(request(PROMPT, max_tokens=2))
+        assert result.token_ids[0] == expected_tokens(PROMPT, 2)

@@ -1,6 +1,7 @@
 """One request from when it is queued to its end: what comes of it goes to the outputs of its samples, and from there to
 whoever reads them. A client of `Generate`, of `GenerateMany`, of `VllmEngine` and one that attaches all read this."""
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -20,6 +21,8 @@ from scheduler_service.serving.token_stream import Delta, Outlet
 
 logger = logging.getLogger(__name__)
 
+# Proxies cut what is silent for a minute, or for less; pairs give requests back sooner (`--worker-grace`).
+SILENCE_S = 15.0
 _FAILURES = {
     EndReason.NAN_LOGITS: grpc.StatusCode.INTERNAL,
     EndReason.OUT_OF_MEMORY: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -150,6 +153,24 @@ class Generation:
             self.has_ended = True
             if self.on_end is not None:
                 self.on_end()
+
+
+async def send_headers_if_silent(generation: Generation, context: grpc.aio.ServicerContext) -> None:
+    """Return when there is something of a request, or send the headers alone once it has been silent for long.
+
+    They are a sign of life for proxies on the way, and gateways begin to answer at them. What is to be tried at another
+    server (`--worker-grace`) fails before, since an answer that has begun is tried nowhere else.
+    """
+    news = News()
+    generation.listeners.add(news.tell)
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            if generation.error is None and not any(output.num_tokens for output in generation.outputs):
+                await news.wait()
+    except TimeoutError:
+        await context.send_initial_metadata(())
+    finally:
+        generation.listeners.discard(news.tell)
 
 
 async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:

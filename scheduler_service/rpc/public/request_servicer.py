@@ -11,7 +11,7 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.rpc.public.embedding import embed, embedding_request
-from scheduler_service.rpc.public.generation import write_all
+from scheduler_service.rpc.public.generation import send_headers_if_silent, write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.shared_call import SharedCall
 from scheduler_service.rpc.public.tokenization import detokenize, tokenize
@@ -66,6 +66,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         generation = await self.intake.begin(request, context.time_remaining())
         try:
+            await send_headers_if_silent(generation, context)
             await write_all(generation.responses(), context)
         finally:
             generation.cancel()

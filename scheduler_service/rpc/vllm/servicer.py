@@ -20,7 +20,7 @@ from smg_grpc_proto.generated import common_pb2
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.public.embedding import embed
-from scheduler_service.rpc.public.generation import write_all
+from scheduler_service.rpc.public.generation import send_headers_if_silent, write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import check_operator, is_operator, tenant_of_call
@@ -224,7 +224,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
         translator = ResponseTranslator(message, generation.request)
         try:
-            if not message.stream:
+            if message.stream:
+                await send_headers_if_silent(generation, context)
+            else:
                 await generation.wait_for_end()
             async with contextlib.aclosing(generation.responses()) as responses:
                 async for response in responses:
