@@ -205,7 +205,7 @@ def test_whatever_is_imported_comes_with_the_base_or_is_told() -> None:
         assert module.partition("_")[0] in brought
     assert set(installation.EXTRAS.values()) == set(extras) - {"dev", "worker"}
     of_base = {"google", "grpc", "grpc_health", "grpc_reflection", "smg_grpc_proto", "huggingface_hub"}
-    of_base |= {"jinja2", "llguidance", "prometheus_client", "tokenizers", "xxhash", "yaml"}
+    of_base |= {"cryptography", "jinja2", "llguidance", "prometheus_client", "tokenizers", "xxhash", "yaml"}
     of_worker = {package.module for package in installation.WORKER} | {"triton"}
     told = of_base | of_worker | set(installation.EXTRAS)
     unknown = {path: third_party(path) - told for path in sources("pagewire", "scheduler_service", "worker_service")}
