@@ -171,6 +171,7 @@ class Arm:
 
 async def run_steps(worker: str) -> None:
     """Runs a step loop, whose requests come by lines of "streams tokens"."""
+    from pagewire.transport.dialling import Dialler
     from scheduler_service.core.plan import SamplingParams
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
@@ -182,20 +183,21 @@ async def run_steps(worker: str) -> None:
     scheduler = Scheduler(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=2048)
     step_loop = StepLoop(scheduler, [Metrics()], worker_timeout=60)
     digest = read_model_info(MODEL).digest
-    async with grpc.aio.insecure_channel(worker, CHANNEL_OPTIONS) as channel:
-        link = WorkerLink([channel], step_loop, instance_id="bench", model_digest=digest, pipeline_depth=2)
-        running = [asyncio.create_task(each) for each in (link.run(), step_loop.run())]
-        await step_loop.availability.wait_for_first_worker()
-        print("ready on -", flush=True)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            num_streams, num_tokens = map(int, line.split())
-            receiver = EndCounter(num_streams)
-            for i in range(num_streams):
-                step_loop.submit(Request(str(i), "", PROMPT, SamplingParams(), num_tokens), receiver)
-            await receiver.has_all.wait()
-            print("done", flush=True)
-        for task in running:
-            task.cancel()
+    dialler = Dialler(worker, CHANNEL_OPTIONS)
+    link = WorkerLink([dialler], step_loop, instance_id="bench", model_digest=digest, pipeline_depth=2)
+    running = [asyncio.create_task(each) for each in (link.run(), step_loop.run())]
+    await step_loop.availability.wait_for_first_worker()
+    print("ready on -", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        num_streams, num_tokens = map(int, line.split())
+        receiver = EndCounter(num_streams)
+        for i in range(num_streams):
+            step_loop.submit(Request(str(i), "", PROMPT, SamplingParams(), num_tokens), receiver)
+        await receiver.has_all.wait()
+        print("done", flush=True)
+    for task in running:
+        task.cancel()
+    await dialler.close()
 
 
 class BareServer(pb_grpc.SchedulerServiceServicer):

@@ -129,18 +129,19 @@ async def worker_process(arguments) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
-    import grpc.aio
-
+    from pagewire.transport.dialling import Dialler
     from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
     from scheduler_service.serving.model_info import read_model_info
 
     info = read_model_info(str(arguments.model))
-    async with worker_process(arguments) as target, grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
-        link = WorkerLink([channel], step_loop, instance_id="bench", model_digest=info.digest, pipeline_depth=2)
+    async with worker_process(arguments) as target:
+        dialler = Dialler(target, CHANNEL_OPTIONS)
+        link = WorkerLink([dialler], step_loop, instance_id="bench", model_digest=info.digest, pipeline_depth=2)
         running = asyncio.create_task(link.run())
         await step_loop.availability.wait_for_first_worker()
         yield
         running.cancel()
+        await dialler.close()
 
 
 async def run_injected(arguments, arm) -> None:

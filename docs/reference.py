@@ -105,7 +105,7 @@ FieldPath = tuple[int, ...]
 def metrics_page() -> str:
     rows = ["| series | type | labels of its own | what it says |", "|---|---|---|---|"]
     rows += _series(_exported().collect())
-    front_end = FrontEndCollector(FrontEndStats).collect()
+    front_end = FrontEndCollector(lambda: FrontEndStats(days_left=_days_left("scheduler"))).collect()
     own = [FRONT_END_METRICS, "", rows[0], rows[1], *_series(front_end)]
     return "\n".join([METRICS_TITLE, "", MADE, "", *rows, "", *own, ""])
 
@@ -128,7 +128,12 @@ def _exported() -> MetricsCollector:
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING})
-    return MetricsCollector(metrics, lambda: stats, "model", ServiceStats)
+    return MetricsCollector(metrics, lambda: stats, "model", lambda: ServiceStats(days_left=_days_left("worker")))
+
+
+def _days_left(other: str) -> dict[str, float]:
+    """Returns those of every certificate that a service has which dials the one of this name."""
+    return dict.fromkeys(("--tls-cert", "--tls-client-ca", f"--{other}-tls-cert", f"--{other}-tls-ca"), 0.0)
 
 
 def api_page() -> str:

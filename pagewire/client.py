@@ -23,7 +23,7 @@ from pagewire.retry import DELAYS_S, Attempts
 from pagewire.sampling import UNSET, SamplingFields, SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.shared_stream import NotShared
-from pagewire.transport.tls import channel_credentials
+from pagewire.transport.tls import TlsFile, TlsFiles
 
 UNARY_TIMEOUT_S = 10.0
 # Requests in flight, the new one included, from which on new ones share a call: fewer messages, for the server and for
@@ -78,7 +78,12 @@ class Client:
         self.url = url
         self._retry_s = retry
         uses_tls = url.startswith("grpcs://") or tls_ca or tls_cert
-        credentials = channel_credentials(tls_ca, tls_cert, tls_key) if uses_tls else None
+        credentials = None
+        if uses_tls:
+            files = TlsFiles(
+                ca=TlsFile("tls_ca", tls_ca), cert=TlsFile("tls_cert", tls_cert), key=TlsFile("tls_key", tls_key)
+            )
+            credentials = files.current().for_channel()
         self._channels = Channels(url, credentials, api_key)
 
     async def __aenter__(self) -> "Client":

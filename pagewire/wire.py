@@ -64,7 +64,8 @@ _SCHEDULERS_PORT = RightPort(
     strangers="a worker's port, another service's or an older server's",
     without_tls="leave out grpcs://",
     name_authority="give tls_ca (--tls-ca)",
-    with_tls="a port with TLS (grpcs://), one that asks for a certificate (tls_cert)",
+    give_name="call it by the name that is in there",
+    with_tls="a port with TLS (grpcs://), one that asks for another certificate, or for one that is good (tls_cert)",
 )
 _TOO_LARGE = re.compile(r"^SERVER: .*larger than max \((\d+) vs\. (\d+)\)")
 # How gRPC begins to say that there is no connection.

@@ -8,11 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import grpc.aio
-
-from pagewire.transport.dialling import dial
+from pagewire.transport.dialling import Dialler
 from pagewire.transport.process import EXIT_ERROR
 from pagewire.transport.signals import serve_until_signalled
+from pagewire.transport.tls import link_files
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import serve_metrics
@@ -48,17 +47,16 @@ async def run(
     """
     try:
         config.validate()
-        service = RequestService(config, "front end")
-        channel = dial(
+        link_tls = link_files("scheduler", config.scheduler_tls_ca, config.scheduler_tls_cert, config.scheduler_tls_key)
+        service = RequestService(config, "front end", link_tls)
+        dialler = Dialler(
             config.scheduler,
             CHANNEL_OPTIONS,
-            ca=config.scheduler_tls_ca,
-            cert=config.scheduler_tls_cert,
-            key=config.scheduler_tls_key,
+            tls=link_tls,
             name=config.scheduler_tls_name,
             uses_http_proxy=config.scheduler_http_proxy,
         )
-        link = _scheduler_link(config, channel, service)
+        link = _scheduler_link(config, dialler, service)
         servicer = FrontEndServicer(
             link,
             config.scheduler,
@@ -68,19 +66,24 @@ async def run(
             text_limits=service.text_limits,
         )
         service.listen(servicer, partial(_make_vllm, link, servicer, service.model))
-        read_stats = partial(_stats, link, servicer, num_log_lines_dropped)
+        read_stats = partial(_stats, link, servicer, service.days_left, num_log_lines_dropped)
         metrics = serve_metrics(FrontEndCollector(read_stats), config)
     except (ValueError, OSError) as error:
         return refused(error)
     try:
         return await service.run(link, failed=_failed, stop=stop, stop_now=stop_now or asyncio.Event(), ready=ready)
     finally:
-        await channel.close()
+        await dialler.close()
         if metrics is not None:
             metrics.close()
 
 
-def _stats(link: SchedulerLink, servicer: FrontEndServicer, num_log_lines_dropped: Callable[[], int]) -> FrontEndStats:
+def _stats(
+    link: SchedulerLink,
+    servicer: FrontEndServicer,
+    days_left: Callable[[], dict[str, float]],
+    num_log_lines_dropped: Callable[[], int],
+) -> FrontEndStats:
     texts = servicer.intake.texts
     return FrontEndStats(
         model_name=link.served_model_name,
@@ -92,13 +95,14 @@ def _stats(link: SchedulerLink, servicer: FrontEndServicer, num_log_lines_droppe
         waiting_text_bytes=texts.num_waiting_bytes if texts is not None else 0,
         num_unread_failures=servicer.num_unread_failures,
         num_log_lines_dropped=num_log_lines_dropped(),
+        days_left=days_left(),
     )
 
 
-def _scheduler_link(config: FrontEndConfig, channel: grpc.aio.Channel, service: RequestService) -> SchedulerLink:
+def _scheduler_link(config: FrontEndConfig, dialler: Dialler, service: RequestService) -> SchedulerLink:
     tenants = service.tenants
     return SchedulerLink(
-        channel,
+        dialler,
         config.scheduler,
         model_digest=service.model.digest,
         eos_token_ids=service.model.eos_token_ids,

@@ -162,6 +162,7 @@ class ServiceStats:
     waiting_grammar_bytes: int = 0
     num_grammar_verdicts: int = 0
     tokens: TokenCounts = field(default_factory=TokenCounts)
+    days_left: Mapping[str, float] = field(default_factory=dict)  # of certificates, by the flag of their file
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,7 @@ class FrontEndStats:
     waiting_text_bytes: int = 0
     num_unread_failures: int = 0
     num_log_lines_dropped: int = 0
+    days_left: Mapping[str, float] = field(default_factory=dict)  # of certificates, by the flag of their file
 
 
 class Histogram:
@@ -306,7 +308,21 @@ class Labelled:
 
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         """Make a counter for each value of one more label."""
-        family = CounterMetricFamily(name, text, labels=[*self._labels, label])
+        return self._series(CounterMetricFamily, name, text, label, values)
+
+    def _days_left(self, values: Mapping[str, float]) -> Metric:
+        text = "Days for which a certificate in use is good, by the flag of its file; below 0 it has ended."
+        return self._series(GaugeMetricFamily, "pagewire:certificate_days_left", text, "flag", values)
+
+    def _series(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+    ) -> Metric:
+        family = kind(name, text, labels=[*self._labels, label])
         for label_value, value in values.items():
             family.add_metric([*self._labels.values(), label_value], value)
         return family
@@ -330,6 +346,7 @@ class FrontEndCollector(Labelled, Collector):
         ended = {reason.value: stats.num_ended.get(reason, 0) for reason in ENDED_WELL}
         text = "Samples of the front end's clients that ended, by reason."
         yield self._counters("pagewire:frontend_ended_samples", text, "finished_reason", ended)
+        yield self._days_left(stats.days_left)
 
 
 class MetricsCollector(Labelled, Collector):
@@ -366,6 +383,7 @@ class MetricsCollector(Labelled, Collector):
         for name, (text, field_name) in _METRICS_COUNTERS.items():
             yield self._number(CounterMetricFamily, name, text, getattr(metrics, field_name))
         yield self._number(CounterMetricFamily, *_LOG_LINES_DROPPED, service.num_log_lines_dropped)
+        yield self._days_left(service.days_left)
         yield self._counters(
             "pagewire:step_part_seconds",
             "Seconds of all steps on the worker, by part of the step.",

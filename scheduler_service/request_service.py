@@ -11,7 +11,7 @@ from pagewire.transport.draining import cancel, drain
 from pagewire.transport.health import Health
 from pagewire.transport.listening import create_server, give_way, listen
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
-from pagewire.transport.tls import server_credentials
+from pagewire.transport.tls import TlsFiles, server_files
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
 from scheduler_service.rpc.interception import Interception
@@ -61,10 +61,13 @@ class RequestService:
     Nothing runs before `run`.
     """
 
-    def __init__(self, config: SchedulerConfig | FrontEndConfig, name: str) -> None:
-        """`name` is what its messages call the service. Raises ValueError and OSError, one line each."""
+    def __init__(self, config: SchedulerConfig | FrontEndConfig, name: str, link_tls: TlsFiles | None) -> None:
+        """`name` is what its messages call the service, and `link_tls` are the files of its link to another one. Raises
+        ValueError and OSError, one line each."""
         self._config = config
         self._name = name
+        self._tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._tls_files = [files for files in (self._tls, link_tls) if files is not None]
         self.model = read_model_info(config.model)
         warn_of(self.model)
         self.tokenizer = Tokenizer(self.model.tokenizer_path) if self.model.tokenizer_path else None
@@ -91,10 +94,13 @@ class RequestService:
             make_vllm(vllm).add_to(self._server)
             service_names.append(vllm.SERVICE_NAME)
         self._health = Health(self._server, service_names)
-        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
-        port = listen(self._server, config.host, config.port, credentials, "--port")
+        port = listen(self._server, config.host, config.port, self._tls, "--port")
         self._url = f"grpc://{join(config.host, port)}"
         self._health.listen(config.health_host, config.health_port, _SERVER_OPTIONS)
+
+    def days_left(self) -> dict[str, float]:
+        """Return for how many days the certificates in use are good, by the flag of their file."""
+        return {flag: days for files in self._tls_files for flag, days in files.days_left().items()}
 
     async def run(
         self,
@@ -117,7 +123,9 @@ class RequestService:
         following = self._health.follow(
             availability.changed, lambda: availability.is_serving, self._servicer.announce, lambda: ready(self._url)
         )
-        watching = [self._authentication.watch()] if self._authentication is not None else []
+        watching = [files.watch() for files in self._tls_files]
+        if self._authentication is not None:
+            watching.append(self._authentication.watch())
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(part) for part in (engine.run(), *parts, following, *watching)
         ]

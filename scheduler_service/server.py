@@ -10,15 +10,13 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import grpc
-import grpc.aio
-
 from pagewire import __version__, grammars
 from pagewire.transport import garbage_collection
-from pagewire.transport.dialling import dial
+from pagewire.transport.dialling import Dialler
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
 from pagewire.transport.signals import serve_until_signalled
+from pagewire.transport.tls import link_files
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core import explain
 from scheduler_service.core.request import SchedulerStats
@@ -88,7 +86,8 @@ class _Scheduler:
         num_log_lines_dropped: Callable[[], int],
     ) -> None:
         """Raises ValueError and OSError, one line each."""
-        self._service = service = RequestService(config, "server")
+        link_tls = link_files("worker", config.worker_tls_ca, config.worker_tls_cert, config.worker_tls_key)
+        self._service = service = RequestService(config, "server", link_tls)
         self._config = config
         self._metrics = Metrics()
         self._num_log_lines_dropped = num_log_lines_dropped
@@ -118,9 +117,18 @@ class _Scheduler:
             kv_event_log=self._kv_event_log,
         )
         self._activity = Activity(self._stats, time.monotonic, garbage_collection.collect_hidden)
-        self._channels = [_worker_channel(config, address) for address in config.worker_addresses]
+        self._diallers = [
+            Dialler(
+                address,
+                CHANNEL_OPTIONS,
+                tls=link_tls,
+                name=config.worker_tls_name,
+                uses_http_proxy=config.worker_http_proxy,
+            )
+            for address in config.worker_addresses
+        ]
         self._worker_link = WorkerLink(
-            self._channels,
+            self._diallers,
             self._step_loop,
             instance_id=info.instance_id,
             model_digest=service.model.digest,
@@ -178,6 +186,7 @@ class _Scheduler:
             waiting_grammar_bytes=self._grammars.num_waiting_bytes,
             num_grammar_verdicts=self._grammars.num_verdicts,
             tokens=self._step_loop.token_counts(),
+            days_left=self._service.days_left(),
         )
 
     def _make_vllm(self, vllm: ModuleType) -> "VllmServicer":
@@ -216,8 +225,8 @@ class _Scheduler:
         finally:
             gc.callbacks.remove(self._metrics.collection)
             self._grammars.close()
-            for channel in self._channels:
-                await channel.close()
+            for dialler in self._diallers:
+                await dialler.close()
             if self._metrics_server is not None:
                 self._metrics_server.close()
             if self._recorder is not None:
@@ -284,16 +293,4 @@ def _tracing(config: SchedulerConfig, model_name: str) -> "Tracing | None":
         model_name=model_name,
         version=__version__,
         read_context=trace_context_of_call,
-    )
-
-
-def _worker_channel(config: SchedulerConfig, address: str) -> grpc.aio.Channel:
-    return dial(
-        address,
-        CHANNEL_OPTIONS,
-        ca=config.worker_tls_ca,
-        cert=config.worker_tls_cert,
-        key=config.worker_tls_key,
-        name=config.worker_tls_name,
-        uses_http_proxy=config.worker_http_proxy,
     )

@@ -20,12 +20,13 @@ import grpc.aio
 
 from pagewire import __version__
 from pagewire.transport.addresses import join
+from pagewire.transport.draining import cancel
 from pagewire.transport.health import Health
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.listening import create_server, listen, listen_on_socket
 from pagewire.transport.process import announce_ready, exit_with_parent
 from pagewire.transport.signals import stop_at_signals
-from pagewire.transport.tls import server_credentials
+from pagewire.transport.tls import TlsFiles, server_files
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
@@ -82,6 +83,7 @@ class _WorkerProcess:
         """Raises ValueError for what is asked for but is not there."""
         self._config = config
         self._refuse = refuse
+        self._tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._link_secret = None if config.link_secret_file is None else LinkSecret(config.link_secret_file)
         self._tracing = _tracing(config)
         self.engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
@@ -97,10 +99,11 @@ class _WorkerProcess:
         )
         servicer.add_to(server)
         health = Health(server, [SERVICE_NAME])
-        address = _bind(server, self._config)
+        address = _bind(server, self._config, self._tls)
         health.listen(self._config.health_host, self._config.health_port, _SERVER_OPTIONS)
         await health.begin()
         await server.start()
+        watching = [asyncio.create_task(self._tls.watch())] if self._tls is not None else []
         try:
             if await self._until_loaded(stop):
                 servicer.set_loaded()
@@ -119,6 +122,7 @@ class _WorkerProcess:
             await servicer.close()
             await server.stop(_STOP_GRACE_S)
             await health.end()
+            await cancel(watching)
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
         return 0
@@ -187,12 +191,11 @@ def _tracing(config: WorkerConfig) -> "StepTracing | None":
     return StepTracing(config.otlp_traces_endpoint, version=__version__)
 
 
-def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
+def _bind(server: grpc.aio.Server, config: WorkerConfig, tls: TlsFiles | None) -> str:
     """Bind the port or the socket, and return its address. Raises OSError, with a text for people."""
-    credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
     if config.socket is not None:
-        return listen_on_socket(server, config.socket, credentials, "--socket")
-    port = listen(server, config.host, config.port, credentials, "--port")
+        return listen_on_socket(server, config.socket, tls, "--socket")
+    port = listen(server, config.host, config.port, tls, "--port")
     return f"grpc://{join(config.host, port)}"
 
 

@@ -1,4 +1,4 @@
-"""Channels to other services, with TLS where the files for it are given. No other module makes channels."""
+"""The way to another service, with TLS where the files for it are given. No other module makes channels."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 
 from pagewire.transport.addresses import target
-from pagewire.transport.tls import channel_credentials
+from pagewire.transport.tls import Credentials, TlsFiles
 
 
 def open_channel(
@@ -29,20 +29,45 @@ def open_channel(
     return api.secure_channel(address, credentials, options=options)
 
 
-def dial(
-    address: str,
-    options: Sequence[tuple[str, int | str]],
-    *,
-    ca: str | None,
-    cert: str | None,
-    key: str | None,
-    name: str | None,
-    uses_http_proxy: bool,
-) -> grpc.aio.Channel:
-    """Open a channel, in plaintext without `ca`. `name` is the one in the server's certificate, if its host differs.
+class Dialler:
+    """Opens channels to one address. gRPC reads a client's certificates once for each channel."""
 
-    Raises OSError for a file that cannot be read.
-    """
-    credentials = None if ca is None else channel_credentials(ca, cert, key)
-    named = () if ca is None or name is None else (("grpc.ssl_target_name_override", name),)
-    return open_channel(grpc.aio, target(address), credentials, (*options, *named), uses_http_proxy=uses_http_proxy)
+    def __init__(
+        self,
+        address: str,
+        options: Sequence[tuple[str, int | str]],
+        *,
+        tls: TlsFiles | None = None,
+        name: str | None = None,
+        uses_http_proxy: bool = False,
+    ) -> None:
+        """It is plaintext without `tls`. `name` is the one in the server's certificate, if its host differs."""
+        named = () if tls is None or name is None else (("grpc.ssl_target_name_override", name),)
+        self._target = target(address)
+        self._options = (*options, *named)
+        self._uses_http_proxy = uses_http_proxy
+        self._tls = tls
+        self._credentials: Credentials | None = None  # of the channel
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the files for TLS hold something else than what the channel uses."""
+        return self._tls is not None and self._tls.current() is not self._credentials
+
+    async def channel(self) -> grpc.aio.Channel:
+        """Return the channel that is open, or a new one in its place if that is outdated: its calls end then."""
+        if self._channel is None or self.is_outdated:
+            await self.close()
+            self._channel = self._open()
+        return self._channel
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _open(self) -> grpc.aio.Channel:
+        self._credentials = None if self._tls is None else self._tls.current()
+        credentials = None if self._credentials is None else self._credentials.for_channel()
+        return open_channel(grpc.aio, self._target, credentials, self._options, uses_http_proxy=self._uses_http_proxy)

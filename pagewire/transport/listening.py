@@ -10,10 +10,10 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
 import grpc.aio
 
 from pagewire.transport.addresses import UNIX_SCHEME, join, target
+from pagewire.transport.tls import TlsFiles
 
 # Calls that one connection may have at once, and calls of all connections that wait for the event loop to take them. A
 # call costs about 14 KiB before it is taken, also one that its client has reset. More calls of a connection wait at its
@@ -74,37 +74,42 @@ def max_open_connections() -> int:
     return max(1, min(limit - min(limit // 2, _MAX_RESERVED), _MAX_CONNECTIONS))
 
 
-def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, flag: str) -> int:
-    """Bind a port, which `flag` chooses, and return it. Raises OSError, one line for people."""
+def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, flag: str) -> int:
+    """Bind a port, which `flag` chooses, and return it; it is plaintext without `tls`. Raises OSError, one line for
+    people."""
     # gRPC's core would log the cause itself, and tell Python nothing of it.
     check_port(host, port, flag)
     try:
-        bound = _add(server, join(passive_host(host), port), credentials)
+        bound = _add(server, join(passive_host(host), port), tls)
     except RuntimeError:
         bound = 0
+    if bound == 0 and tls is not None:
+        check_port(host, port, flag)
+        raise OSError(f"cannot listen on {join(host, port)}: gRPC takes no certificate of this kind; have another made")
     if bound == 0:
         raise refusal(OSError(errno.EADDRINUSE, "taken since a moment"), host, port, flag)
     return bound
 
 
-def listen_on_socket(server: grpc.aio.Server, path: str, credentials: grpc.ServerCredentials | None, flag: str) -> str:
-    """Bind a Unix socket, which `flag` chooses, and return its address. Raises OSError, one line for people."""
+def listen_on_socket(server: grpc.aio.Server, path: str, tls: TlsFiles | None, flag: str) -> str:
+    """Bind a Unix socket, which `flag` chooses, and return its address; it is plaintext without `tls`. Raises OSError,
+    one line for people."""
     # gRPC would take the path from a server that listens there.
     trouble = _socket_trouble(path)
     if trouble:
         raise OSError(f"cannot listen on {UNIX_SCHEME}{path}: {trouble}; choose another {flag}")
     try:
-        _add(server, target(UNIX_SCHEME + path), credentials)
+        _add(server, target(UNIX_SCHEME + path), tls)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {UNIX_SCHEME}{path}: {error}; choose another {flag}") from None
     return UNIX_SCHEME + path
 
 
-def _add(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+def _add(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
     """Bind an address. The port is 0, or RuntimeError is raised, if that failed."""
-    if credentials is None:
+    if tls is None:
         return server.add_insecure_port(address)
-    return server.add_secure_port(address, credentials)
+    return server.add_secure_port(address, tls.server_credentials())
 
 
 def passive_host(host: str) -> str:

@@ -1,58 +1,249 @@
-"""TLS from PEM files, for both sides of a connection. A server reads renewed files while it runs."""
+"""TLS from PEM files, for both sides of a connection. What a service uses is read again when it changes."""
 
+import asyncio
 import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import grpc
 
+if TYPE_CHECKING:
+    from cryptography import x509
+
 logger = logging.getLogger(__name__)
 
+WATCH_INTERVAL = 1.0  # seconds between two looks at the files
+# Seconds for which files may be at odds without a word: they are written one after the other.
+_SETTLING = 3.0
+_DAY = 86_400.0
+# A certificate is told of when this share of its life is left, or these days if that is less. What renews them does so
+# before, with a third of their life left as a rule.
+_SHARE_LEFT = 0.2
+_DAYS_LEFT = 30.0
 
-def server_credentials(cert: str | None, key: str | None, client_ca: str | None) -> grpc.ServerCredentials | None:
-    """Make the credentials of a server that shows `cert`, or None without one. With `client_ca`, clients must show one
-    of that authority. Raises OSError."""
-    if cert is None or key is None:
+
+class TlsFile(NamedTuple):
+    """The flag that names a file, and its path, None if the flag is not given."""
+
+    flag: str
+    path: str | None
+
+
+class _Life(NamedTuple):
+    """The seconds of Unix time between which a certificate is good."""
+
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What the files of one side held when they were read: PEM that fits together, and when it is good, by flag."""
+
+    ca: bytes | None
+    cert: bytes | None
+    key: bytes | None
+    lives: Mapping[str, _Life]
+
+    def for_channel(self) -> grpc.ChannelCredentials:
+        """Make those of a client. Without an authority, servers must show a certificate of one that gRPC knows."""
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+    def for_server(self) -> grpc.ServerCertificateConfiguration:
+        """Make those of a server."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.ca)
+
+
+class TlsFiles:
+    """One side's certificate with its key, and the authority of whom it believes the other side, each if given."""
+
+    def __init__(
+        self,
+        *,
+        ca: TlsFile,
+        cert: TlsFile,
+        key: TlsFile,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Read the files. `clock` is in seconds of Unix time. Raises OSError for a file that cannot be read, and
+        ValueError for what cannot be used."""
+        self._ca, self._cert, self._key = ca, cert, key
+        self._clock = clock
+        self._lock = threading.Lock()  # gRPC calls on threads of its own
+        self._credentials = self._read(None)
+        self._trouble: tuple[str, float] | None = None  # of the files as they are now, and since when
+        self._told_trouble: str | None = None
+        self._told_days: dict[str, int] = {}  # left of each file when that was told
+
+    def current(self) -> Credentials:
+        """Return what the files hold now, or the last of it that could be used."""
+        with self._lock:
+            try:
+                self._take(self._read(self._credentials))
+            except (OSError, ValueError) as error:
+                self._note_trouble(str(error))
+            return self._credentials
+
+    def days_left(self) -> dict[str, float]:
+        """Return for how many days the certificates in use are good, by the flag of their file."""
+        now = self._clock()
+        return {flag: (life.end - now) / _DAY for flag, life in self._credentials.lives.items()}
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Make the credentials of a server, whose clients must show a certificate if there is an authority for them.
+        New ones hold from the next handshake on."""
+        given = self.current()
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal given
+            before, given = given, self.current()
+            return None if given is before else given.for_server()
+
+        requires_client = given.ca is not None
+        return grpc.dynamic_ssl_server_credentials(given.for_server(), renewed, requires_client)
+
+    async def watch(self) -> NoReturn:
+        """Tell, until cancelled, what becomes of the files, and of certificates that end soon."""
+        while True:
+            self.current()
+            self.tell_days_left()
+            await asyncio.sleep(WATCH_INTERVAL)
+
+    def tell_days_left(self) -> None:
+        """Warn of certificates that end soon, each once a day, and once of those that have ended."""
+        now = self._clock()
+        for flag, life in self._credentials.lives.items():
+            days = max(-1, int((life.end - now) // _DAY))
+            is_late = life.end - now < min(_SHARE_LEFT * (life.end - life.begin), _DAYS_LEFT * _DAY)
+            if not is_late:
+                self._told_days.pop(flag, None)
+            elif self._told_days.get(flag) != days:
+                self._told_days[flag] = days
+                verb = "ends" if life.end > now else "has ended, and is refused: it ended"
+                logger.warning("the certificate of %s %s on %s; renew it", flag, verb, _date(life.end))
+
+    def _take(self, credentials: Credentials) -> None:
+        if credentials is not self._credentials:
+            self._credentials = credentials
+            logger.info("the certificates were renewed: %s", self._ends())
+        elif self._told_trouble is not None:
+            logger.info("the files of the certificates are again what is in use: %s", self._ends())
+        self._trouble = self._told_trouble = None
+
+    def _note_trouble(self, reason: str) -> None:
+        """Tell of files that cannot be used, once they have been so for long enough to be no change under way."""
+        now = self._clock()
+        if self._trouble is None or self._trouble[0] != reason:
+            self._trouble = (reason, now)
+        if reason != self._told_trouble and now - self._trouble[1] >= _SETTLING:
+            self._told_trouble = reason
+            logger.error("the certificates were not renewed: %s. The old ones stay: %s", reason, self._ends())
+
+    def _ends(self) -> str:
+        ends = [f"{flag} is good until {_date(life.end)}" for flag, life in self._credentials.lives.items()]
+        return ", ".join(ends)
+
+    def _read(self, last: Credentials | None) -> Credentials:
+        """Read the files, and check that what they hold can be used now, if it is not the `last` still. Raises OSError,
+        ValueError."""
+        ca, cert, key = map(_content, (self._ca, self._cert, self._key))
+        if last is not None and (ca, cert, key) == (last.ca, last.cert, last.key):
+            return last
+        return Credentials(ca, cert, key, dict(self._lives(ca, cert, key)))
+
+    def _lives(self, ca: bytes | None, cert: bytes | None, key: bytes | None) -> Iterator[tuple[str, _Life]]:
+        """Yield when the certificates of each file are good. Raises ValueError."""
+        now = self._clock()
+        if cert is not None and key is not None:
+            chain = _parse(self._cert, cert)
+            _check_pair(self._cert, self._key, chain[0], key)
+            lives = list(map(_life, chain))
+            _usable(self._cert, lives[:1], now)
+            yield self._cert.flag, min(lives, key=lambda life: life.end)
+        if ca is not None:
+            # An authority that is being replaced is in the file beside the next one.
+            lives = _usable(self._ca, list(map(_life, _parse(self._ca, ca))), now)
+            yield self._ca.flag, max(lives, key=lambda life: life.end)
+
+
+def server_files(cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
+    """Read a server's files, or return None without a certificate. Raises OSError, ValueError."""
+    if cert is None:
         return None
-    files = _CertificateFiles(cert, key, client_ca)
-    return grpc.dynamic_ssl_server_credentials(
-        files.read(), files.read_if_changed, require_client_authentication=client_ca is not None
+    return TlsFiles(
+        ca=TlsFile("--tls-client-ca", client_ca), cert=TlsFile("--tls-cert", cert), key=TlsFile("--tls-key", key)
     )
 
 
-def channel_credentials(ca: str | None, cert: str | None, key: str | None) -> grpc.ChannelCredentials:
-    """Make the credentials of a client, who shows `cert` if it is given. Without `ca`, servers must show a certificate
-    of an authority that gRPC knows. Raises OSError."""
-    return grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert))
+def link_files(name: str, ca: str | None, cert: str | None, key: str | None) -> TlsFiles | None:
+    """Read the files with which a service dials the one that its flags call `name`, or return None without an
+    authority. Raises OSError, ValueError."""
+    if ca is None:
+        return None
+    flag = f"--{name}-tls"
+    return TlsFiles(ca=TlsFile(f"{flag}-ca", ca), cert=TlsFile(f"{flag}-cert", cert), key=TlsFile(f"{flag}-key", key))
 
 
-def _read(path: str | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()
+def _content(file: TlsFile) -> bytes | None:
+    if file.path is None:
+        return None
+    try:
+        return Path(file.path).read_bytes()
+    except OSError as error:
+        raise OSError(f"{file.flag} is {file.path}, which cannot be read: {error.strerror}") from None
 
 
-class _CertificateFiles:
-    def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
-        self._cert, self._key = Path(cert), Path(key)
-        self._client_ca = None if client_ca is None else Path(client_ca)
-        self._times: list[int] = []
+def _parse(file: TlsFile, pem: bytes) -> "list[x509.Certificate]":
+    """Return the certificates of a file, one at least. Raises ValueError."""
+    from cryptography import x509
+    from cryptography.utils import CryptographyDeprecationWarning
 
-    def read(self) -> grpc.ServerCertificateConfiguration:
-        """Read all files. Raises OSError."""
-        self._times = self._read_times()
-        client_ca = None if self._client_ca is None else self._client_ca.read_bytes()
-        pair = (self._key.read_bytes(), self._cert.read_bytes())
-        return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
+    # Authorities of the last century, which bundles still have, break rules for which it would warn.
+    warnings.filterwarnings("ignore", category=CryptographyDeprecationWarning)
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError:
+        raise ValueError(f"{file.flag} is {file.path}, which holds no certificate in PEM, or a broken one") from None
 
-    def read_if_changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Read the files again if any has changed; gRPC calls this before each handshake, on a thread of its own."""
-        try:
-            if self._read_times() == self._times:
-                return None
-            configuration = self.read()
-        except OSError as error:
-            logger.error("cannot read the renewed certificate: %s; the old one stays", error)
-            return None
-        logger.info("the certificate was renewed")
-        return configuration
 
-    def _read_times(self) -> list[int]:
-        return [path.stat().st_mtime_ns for path in (self._cert, self._key, self._client_ca) if path is not None]
+def _check_pair(cert_file: TlsFile, key_file: TlsFile, cert: "x509.Certificate", key_pem: bytes) -> None:
+    """Raises ValueError if the key is not that of the certificate."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    where = f"{key_file.flag} is {key_file.path}, which"
+    try:
+        key = load_pem_private_key(key_pem, None)
+        is_pair = key.public_key() == cert.public_key()
+    except TypeError:
+        raise ValueError(
+            f"{where} is encrypted; give the key as it is, in a file that only this user can read"
+        ) from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise ValueError(f"{where} holds no private key in PEM, or a broken one") from None
+    if not is_pair:
+        raise ValueError(f"{where} is not the key of the first certificate in {cert_file.flag} {cert_file.path}")
+
+
+def _usable(file: TlsFile, lives: list[_Life], now: float) -> list[_Life]:
+    """Return the lives that now belongs to. Raises ValueError if there is none."""
+    usable = [life for life in lives if life.begin <= now < life.end]
+    if not usable:
+        last = max(lives, key=lambda life: life.end)
+        what = f"ended on {_date(last.end)}" if last.end <= now else f"is good from {_date(last.begin)} on"
+        raise ValueError(f"{file.flag} is {file.path}, whose certificate {what}; renew it, or set this machine's clock")
+    return usable
+
+
+def _life(certificate: "x509.Certificate") -> _Life:
+    return _Life(certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp())
+
+
+def _date(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"

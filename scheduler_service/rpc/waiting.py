@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 
+from pagewire.transport.dialling import Dialler
 from pagewire.transport.wrong_port import RightPort
 
 _PATIENCE = 3.0  # seconds without a connection before that is told
@@ -17,8 +18,13 @@ _DIGITS = re.compile(r"\d+")
 _LAST_ERROR = re.compile(r".*last error: (?:\w+: )?")
 
 
+class Outdated(Exception):
+    """The channel would go on with files that have been renewed."""
+
+
 class Waiting:
-    """Logs why there is no session: what is new at once, and what differs only in its numbers once a minute."""
+    """Logs why there is no session: what is new at once, and what differs only in its numbers or in gRPC's words for
+    the same thing once a minute."""
 
     def __init__(
         self,
@@ -40,9 +46,12 @@ class Waiting:
     def tell(self, reason: str, *, is_calm: bool) -> str:
         """Log the reason, or what else is at a port of which gRPC says so, and return it; `is_calm` says that it passes
         by itself, as when the other side is starting."""
-        reading = self._port.reading("its port", reason)
+        reading = self._port.reading("its port", reason) or self._port.reading(
+            "its port", f"there is no session ({reason})"
+        )
+        # A reading is the same whichever of the host's addresses gRPC's words are about.
+        kind, now = reading.partition(" (")[0] if reading else _DIGITS.sub("", reason), self._clock()
         reason = reading or reason
-        kind, now = _DIGITS.sub("", reason), self._clock()
         if self._told is not None and self._told[0] == kind and now - self._told[1] < _REPEAT_AFTER:
             return reason
         self._told = (kind, now)
@@ -58,25 +67,38 @@ class Waiting:
 
     @asynccontextmanager
     async def for_connection(
-        self, probe: Callable[[], grpc.aio.Call], on_reason: Callable[[str], object]
+        self, dialler: Dialler, probe: Callable[[], grpc.aio.Call], on_reason: Callable[[str], object]
     ) -> AsyncIterator[None]:
         """While the block waits for a connection, which gRPC does without a word, tell why there is none.
 
         `probe` makes a call that fails where there is no connection, instead of waiting for one. `on_reason` hears the
-        reason, too.
+        reason, too. Raises Outdated in place of the block once `dialler` would give another channel.
         """
-        explaining = asyncio.create_task(self._explain(probe, on_reason))
         try:
-            yield
-        finally:
-            explaining.cancel()
-            await asyncio.wait({explaining})
-        if not explaining.cancelled():
-            explaining.result()
+            async with asyncio.timeout(None) as limit:
+                explaining = asyncio.create_task(self._explain(dialler, limit, probe, on_reason))
+                try:
+                    yield
+                finally:
+                    explaining.cancel()
+                    await asyncio.wait({explaining})
+                if not explaining.cancelled():
+                    explaining.result()
+        except TimeoutError:
+            raise Outdated("there are renewed files to connect with") from None
 
-    async def _explain(self, probe: Callable[[], grpc.aio.Call], on_reason: Callable[[str], object]) -> None:
+    async def _explain(
+        self,
+        dialler: Dialler,
+        limit: asyncio.Timeout,
+        probe: Callable[[], grpc.aio.Call],
+        on_reason: Callable[[str], object],
+    ) -> None:
         while True:
             await asyncio.sleep(self._patience)
+            if dialler.is_outdated:
+                limit.reschedule(asyncio.get_running_loop().time())
+                return
             call = probe()
             try:
                 await call.wait_for_connection()

@@ -32,11 +32,11 @@ class Certificate:
 class Authority:
     """Signs certificates. `cert` is its own, PEM."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, ends_in: datetime.timedelta = DAY) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name(name)
         constraints = x509.BasicConstraints(ca=True, path_length=0)
-        builder = _builder(self._name, self._name, self._key, ends_in=DAY).add_extension(constraints, critical=True)
+        builder = _builder(self._name, self._name, self._key, ends_in=ends_in).add_extension(constraints, critical=True)
         self.cert = _pem(builder.sign(self._key, hashes.SHA256()))
 
     def write(self, folder: Path) -> str:
@@ -46,12 +46,18 @@ class Authority:
         return str(path)
 
     def issue(
-        self, name: str, *, ends_in: datetime.timedelta = DAY, other_names: Sequence[x509.GeneralName] = ()
+        self,
+        name: str,
+        *,
+        began: datetime.timedelta = 2 * DAY,
+        ends_in: datetime.timedelta = DAY,
+        other_names: Sequence[x509.GeneralName] = (),
     ) -> Certificate:
-        """For a server or client of this DNS name or IP address. It began two days ago."""
+        """For a server or client of this DNS name or IP address. It began so long ago."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = _alternative_names(name, other_names)
-        builder = _builder(self._name, _name(name), key, ends_in=ends_in).add_extension(names, critical=False)
+        builder = _builder(self._name, _name(name), key, began=began, ends_in=ends_in)
+        builder = builder.add_extension(names, critical=False)
         return Certificate(_pem(builder.sign(self._key, hashes.SHA256())), _key_pem(key))
 
 
@@ -64,7 +70,12 @@ def self_signed(name: str) -> Certificate:
 
 
 def _builder(
-    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, ends_in: datetime.timedelta
+    issuer: x509.Name,
+    subject: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    *,
+    ends_in: datetime.timedelta,
+    began: datetime.timedelta = 2 * DAY,
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -73,7 +84,7 @@ def _builder(
         .subject_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - 2 * DAY)
+        .not_valid_before(now - began)
         .not_valid_after(now + ends_in)
     )
 

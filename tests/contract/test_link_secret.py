@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -13,8 +13,9 @@ import grpc.aio
 import pytest
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from pagewire.transport.dialling import Dialler
 from pagewire.transport.link_secret import LinkSecret
-from pagewire.transport.tls import server_credentials
+from pagewire.transport.tls import server_files
 from scheduler_service.rpc.worker.worker_link import WorkerLink
 from tests.contract.certificates import Authority
 from tests.contract.test_worker_link import Listener
@@ -112,7 +113,8 @@ async def test_a_certificate_does_not_stand_in_for_it(file: Path, tmp_path: Path
     cert, key = authority.issue("localhost").write(tmp_path, "server")
     client = authority.issue("scheduler.test")
     credentials = grpc.ssl_channel_credentials(authority.cert, client.key, client.cert)
-    async with worker(file, server_credentials(cert, key, authority.write(tmp_path))) as target:
+    served = server_files(cert, key, authority.write(tmp_path)).server_credentials()
+    async with worker(file, served) as target:
         assert (await answer(target, (), credentials=credentials))[0] is grpc.StatusCode.UNAUTHENTICATED
         assert await answer(target, shown(SECRET), credentials=credentials) == LOADING
 
@@ -123,9 +125,11 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
     mine = tmp_path / "mine"
     mine.write_bytes(OTHER)
     listener = Listener()
-    async with worker(file) as target, grpc.aio.insecure_channel(target) as channel:
+    async with worker(file) as target, AsyncExitStack() as stack:
+        dialler = Dialler(target, ())
+        stack.push_async_callback(dialler.close)
         link = WorkerLink(
-            [channel],
+            [dialler],
             listener,
             instance_id="one",
             model_digest=b"",

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from pagewire.transport.tls import server_credentials
+from pagewire.transport.tls import server_files
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS
@@ -95,7 +95,7 @@ async def worker(site: Site) -> AsyncIterator[str]:
         raise AssertionError("nothing is loaded here")
 
     WorkerServicer(Engine(load), client_names=frozenset({CLIENT_NAME})).add_to(server)
-    credentials = server_credentials(files["tls_cert"], files["tls_key"], files["tls_client_ca"])
+    credentials = server_files(files["tls_cert"], files["tls_key"], files["tls_client_ca"]).server_credentials()
     port = server.add_secure_port("localhost:0", credentials)
     await server.start()
     try:

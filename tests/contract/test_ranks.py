@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
+from pagewire.transport.dialling import Dialler
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import AddedGrammar, GrammarKind, StepPlan
 from scheduler_service.rpc.worker.worker_link import FencedError, WorkerLink
@@ -50,11 +51,11 @@ async def linked(*workers: FakeWorker, restarts: bool = True) -> AsyncIterator[R
     async with AsyncExitStack() as stack:
         for worker in workers:
             await worker.start()
-        channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}")) for worker in workers
-        ]
+        diallers = [Dialler(f"127.0.0.1:{worker.port}", ()) for worker in workers]
+        for dialler in diallers:
+            stack.push_async_callback(dialler.close)
         link = WorkerLink(
-            channels,
+            diallers,
             ranks.listener,
             instance_id="one",
             model_digest=b"digest",

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -13,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from pagewire.transport.dialling import Dialler
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import (
@@ -299,11 +301,12 @@ async def linking(worker: FakeWorker, **options: object) -> AsyncIterator[Listen
     """What a link to the worker says, from its start."""
     await worker.start()
     listener = Listener()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
-        link = WorkerLink([channel], listener, instance_id="one", model_digest=b"digest", pipeline_depth=2, **options)
-        running = asyncio.create_task(link.run())
-        yield listener
-        running.cancel()
+    dialler = Dialler(f"127.0.0.1:{worker.port}", ())
+    link = WorkerLink([dialler], listener, instance_id="one", model_digest=b"digest", pipeline_depth=2, **options)
+    running = asyncio.create_task(link.run())
+    yield listener
+    running.cancel()
+    await dialler.close()
     await worker.kill()
 
 
@@ -337,14 +340,16 @@ class AnsweringCall:
         """Nothing is under way."""
 
 
-async def test_a_worker_that_joins_as_the_scheduler_stops_does_not_keep_it() -> None:
-    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        link = WorkerLink([channel], Listener(), instance_id="one", model_digest=b"digest", pipeline_depth=2)
-        running = asyncio.create_task(link.run())
-        link._stubs[0].Execute = lambda **options: AnsweringCall(running.cancel)
-        done, _ = await asyncio.wait({running}, timeout=10)
-        assert done == {running}
-        assert running.cancelled()
+async def test_a_worker_that_joins_as_the_scheduler_stops_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialler = Dialler("127.0.0.1:1", ())
+    link = WorkerLink([dialler], Listener(), instance_id="one", model_digest=b"digest", pipeline_depth=2)
+    running = asyncio.create_task(link.run())
+    stub = SimpleNamespace(Execute=lambda **options: AnsweringCall(running.cancel))
+    monkeypatch.setattr(worker_pb2_grpc, "WorkerServiceStub", lambda channel: stub)
+    done, _ = await asyncio.wait({running}, timeout=10)
+    await dialler.close()
+    assert done == {running}
+    assert running.cancelled()
 
 
 SWAP_OUT = {"swap_out_device_blocks": (1, 2), "swap_out_host_blocks": (4, 3)}

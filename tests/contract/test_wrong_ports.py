@@ -147,6 +147,17 @@ def test_a_removed_stream_is_one_of_a_web_server() -> None:
     assert str(wire.decode_error(Removed(), "h:1")).startswith("h:1 answers as a web server, not as gRPC")
 
 
+def test_a_stream_that_breaks_under_tls_says_nothing_of_the_port() -> None:
+    class Broken(Removed):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+        def details(self) -> str:
+            return "Secure read failed"
+
+    assert "looks like" not in str(wire.decode_error(Broken(), "grpcs://h:1"))
+
+
 class Warnings(logging.Handler):
     """What is logged as a warning from now on, for one event loop."""
 

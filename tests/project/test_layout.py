@@ -63,6 +63,7 @@ ALLOWED_IMPORTS = {
     "scheduler_service.rpc": (
         "scheduler_service.rpc.status",
         "pagewire.protos.gen.pagewire.scheduler",
+        "pagewire.transport.dialling",
         "pagewire.transport.wrong_port",
     ),
     "scheduler_service.rpc.worker": (
@@ -86,6 +87,7 @@ ALLOWED_IMPORTS = {
         "scheduler_service.rpc.front_end",
         "scheduler_service.rpc.trace_context",
         "scheduler_service.rpc.waiting",
+        "pagewire.transport.dialling",
         "pagewire.transport.wrong_port",
     ),
     "worker_service": ("worker_service", "pagewire.grammars", "pagewire.transport", "pagewire.__version__"),

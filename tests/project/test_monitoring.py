@@ -27,10 +27,13 @@ def exported() -> dict[str, set[str]]:
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     numbers = {field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING}
-    collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model", ServiceStats)
+    days_left = {"--tls-cert": 1.0}
+    service = ServiceStats(days_left=days_left)
+    collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model", lambda: service)
+    front_end = FrontEndCollector(lambda: FrontEndStats(days_left=days_left))
     return {
         sample.name: set(sample.labels) | TARGET_LABELS
-        for family in (*collector.collect(), *FrontEndCollector(FrontEndStats).collect())
+        for family in (*collector.collect(), *front_end.collect())
         for sample in family.samples
     }
 

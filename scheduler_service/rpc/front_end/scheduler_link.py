@@ -15,13 +15,14 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.transport.dialling import Dialler
 from pagewire.transport.wrong_port import RightPort
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.output import FINISH_REASONS, encode_embedding
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.trace_context import trace_context_of_call
-from scheduler_service.rpc.waiting import Waiting
+from scheduler_service.rpc.waiting import Outdated, Waiting
 from scheduler_service.serving.token_stream import Delta, Receiver, TokenCounts
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,9 @@ _PORT = RightPort(
     strangers="a worker's port or another service's",
     without_tls="leave out --scheduler-tls-ca",
     name_authority="give --scheduler-tls-ca",
-    with_tls="a port with TLS (--scheduler-tls-ca), one that asks for a certificate (--scheduler-tls-cert)",
+    give_name="give --scheduler-tls-name, or have it made for that host",
+    with_tls="a port with TLS (--scheduler-tls-ca), one that asks for another certificate, or for one that is good "
+    "(--scheduler-tls-cert)",
 )
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
@@ -89,7 +92,7 @@ class _Sent:
 class SchedulerLink:
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        dialler: Dialler,
         address: str,
         *,
         model_digest: bytes,
@@ -99,7 +102,7 @@ class SchedulerLink:
     ) -> None:
         """`address` is for messages. `read_metadata` gives what shows who this is, and may raise OSError.
         `tenants_revision` gives that of the file by which callers were told apart; without it they were not."""
-        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        self._dialler = dialler
         self._address = address
         self._model_digest = model_digest
         self._eos_token_ids = eos_token_ids
@@ -277,10 +280,11 @@ class SchedulerLink:
             metadata = self._read_metadata()
         except OSError as error:
             return _LostCall(str(error), False)
-        call = self._stub.GenerateMany(wait_for_ready=True, metadata=tuple(metadata))
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
+        call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(metadata))
         sending: asyncio.Task[None] | None = None
         try:
-            async with self._waiting.for_connection(self._stub.GenerateMany, self._set_reason):
+            async with self._waiting.for_connection(self._dialler, stub.GenerateMany, self._set_reason):
                 await call.wait_for_connection()
             async for message in call:
                 if message.HasField("server_info"):
@@ -298,6 +302,8 @@ class SchedulerLink:
                     self.changed.set()
                 self._take(message)
             return _LostCall("it has shut down", sending is not None, is_calm=True)
+        except Outdated as error:
+            return _LostCall(str(error), False, is_calm=True)
         except grpc.aio.AioRpcError as error:
             return _describe(error, sending is not None)
         finally:

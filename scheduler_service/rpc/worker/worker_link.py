@@ -14,12 +14,13 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from pagewire.transport.dialling import Dialler
 from pagewire.transport.draining import cancel
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.wrong_port import RightPort
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import WorkerProtocolError
-from scheduler_service.rpc.waiting import Waiting
+from scheduler_service.rpc.waiting import Outdated, Waiting
 from scheduler_service.rpc.worker import wire
 from scheduler_service.rpc.worker.epochs import Epochs
 from scheduler_service.rpc.worker.ranked_session import RankedSession
@@ -49,7 +50,9 @@ _PORT = RightPort(
     strangers="a scheduler's port, a front end's or another service's",
     without_tls="leave out --worker-tls-ca",
     name_authority="give --worker-tls-ca",
-    with_tls="a port with TLS (--worker-tls-ca), one that asks for a certificate (--worker-tls-cert)",
+    give_name="give --worker-tls-name, or have it made for that host",
+    with_tls="a port with TLS (--worker-tls-ca), one that asks for another certificate, or for one that is good "
+    "(--worker-tls-cert)",
 )
 _READY_TIMEOUT = 120.0  # seconds: a worker answers, or gives up, 90 s after Hello at the latest
 _MIN_BACKOFF = 0.1
@@ -67,7 +70,7 @@ class WorkerTaken(SessionEnded):
 class WorkerLink:
     def __init__(
         self,
-        channels: Sequence[grpc.aio.Channel],
+        diallers: Sequence[Dialler],
         step_loop: StepLoop,
         *,
         instance_id: str,
@@ -79,12 +82,12 @@ class WorkerLink:
         limits: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`channels` lead to the ranks of the worker, in their order. `on_plan_sent` gets the size of every plan in
+        """`diallers` lead to the ranks of the worker, in their order. `on_plan_sent` gets the size of every plan in
         bytes. `restart_worker` ends the process of a rank, for the reason that it is given, and another one takes its
         place: for one that hangs, and one that another scheduler has taken. None: somebody else runs the worker.
         `secret` is shown to the ranks. `limits` are this scheduler's, of which a worker has its own under the same
         names; the lower ones hold. `clock` gives seconds of Unix time, which epochs begin with."""
-        self._stubs = [worker_pb2_grpc.WorkerServiceStub(channel) for channel in channels]
+        self._diallers = diallers
         self._step_loop = step_loop
         self._instance_id = instance_id
         self._model_digest = model_digest
@@ -103,10 +106,10 @@ class WorkerLink:
         backoff = _MIN_BACKOFF
         while True:
             epoch = self._epochs.next()
-            if len(self._stubs) == 1:
+            if len(self._diallers) == 1:
                 sessions = [Session(self._step_loop, epoch, self._on_plan_sent)]
             else:
-                sessions = RankedSession(self._step_loop, epoch, self._on_plan_sent, len(self._stubs)).sessions
+                sessions = RankedSession(self._step_loop, epoch, self._on_plan_sent, len(self._diallers)).sessions
             ended = await self._hold_all(sessions)
             if all(session.is_ready for session in sessions):
                 self._waiting.end()
@@ -130,10 +133,11 @@ class WorkerLink:
 
     async def _hold(self, rank: int, session: Session) -> "_Ended":
         """Hold one session to its end, and return why it ended. Raises FencedError."""
-        execute = partial(self._stubs[rank].Execute, metadata=self._secret.metadata() if self._secret else ())
+        stub = worker_pb2_grpc.WorkerServiceStub(await self._diallers[rank].channel())
+        execute = partial(stub.Execute, metadata=self._secret.metadata() if self._secret else ())
         call = execute(wait_for_ready=True)
         try:
-            async with self._waiting.for_connection(execute, self._step_loop.worker_missing):
+            async with self._waiting.for_connection(self._diallers[rank], execute, self._step_loop.worker_missing):
                 await write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
             # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
             async with asyncio.timeout(_READY_TIMEOUT):
@@ -156,6 +160,8 @@ class WorkerLink:
             return self._given_up(rank, str(error))
         except (SessionEnded, WorkerProtocolError) as error:
             return _Ended(str(error))
+        except Outdated as error:
+            return _Ended(str(error), is_calm=True)
         except grpc.aio.AioRpcError as error:
             return _describe(error, session)
         finally:
@@ -186,10 +192,10 @@ class WorkerLink:
                 f"the worker serves another model (digest {answer.model_digest.hex()[:16]}, here "
                 f"{self._model_digest.hex()[:16]}); start both with the same --model"
             )
-        if (answer.tensor_parallel_rank, answer.tensor_parallel_size) != (rank, len(self._stubs)):
+        if (answer.tensor_parallel_rank, answer.tensor_parallel_size) != (rank, len(self._diallers)):
             raise SessionEnded(
                 f"the worker is rank {answer.tensor_parallel_rank} of {answer.tensor_parallel_size}, here it is rank "
-                f"{rank} of {len(self._stubs)}; name the addresses of all ranks in --worker, in their order"
+                f"{rank} of {len(self._diallers)}; name the addresses of all ranks in --worker, in their order"
             )
         first = self._first_capacities.setdefault(rank, answer)
         for name in ("vocab_size", "block_size", "quantization", "tables_digest"):

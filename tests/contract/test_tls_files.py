@@ -1,0 +1,257 @@
+"""The files for TLS as they are at the start, and as they are renewed, well or badly, on both sides of a connection."""
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from pagewire.client import Client
+from pagewire.transport.tls import TlsFile, TlsFiles, link_files, server_files
+from tests.contract.certificates import DAY, Authority, Certificate
+
+AUTHORITY = Authority("pagewire")
+GOOD = AUTHORITY.issue("localhost")
+OTHER = AUTHORITY.issue("localhost")
+ENDED = AUTHORITY.issue("localhost", ends_in=-DAY)
+NOT_BEGUN = AUTHORITY.issue("localhost", began=-DAY, ends_in=2 * DAY)
+
+
+def encrypted(key: bytes) -> bytes:
+    protection = BestAvailableEncryption(b"secret")
+    return load_pem_private_key(key, None).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, protection)
+
+
+@dataclass
+class Folder:
+    """The three files of one side, and what is in them; None: there is no such file."""
+
+    path: Path
+    contents: dict[str, bytes | None] = field(
+        default_factory=lambda: {"ca": AUTHORITY.cert, "cert": GOOD.cert, "key": GOOD.key}
+    )
+
+    def write(self, **contents: bytes | None) -> "Folder":
+        self.contents |= contents
+        for name, content in self.contents.items():
+            file = self.path / name
+            if content is None:
+                file.unlink(missing_ok=True)
+            else:
+                file.write_bytes(content)
+        return self
+
+    def paths(self) -> dict[str, str]:
+        return {name: str(self.path / name) for name in self.contents}
+
+
+def of_server(paths: dict[str, str]) -> TlsFiles | None:
+    return server_files(paths["cert"], paths["key"], paths["ca"])
+
+
+def of_link(paths: dict[str, str]) -> TlsFiles | None:
+    return link_files("worker", **paths)
+
+
+SIDES = {
+    "server": (of_server, {"cert": "--tls-cert", "key": "--tls-key", "ca": "--tls-client-ca"}),
+    "link": (of_link, {name: f"--worker-tls-{name}" for name in ("cert", "key", "ca")}),
+}
+# What each file may hold that it should not, and what is said of it.
+BAD_FILES: dict[str, tuple[dict[str, bytes | None], str, str]] = {
+    "no certificate": ({"cert": None}, "cert", "cannot be read: No such file"),
+    "an empty certificate": ({"cert": b""}, "cert", "holds no certificate in PEM"),
+    "half a certificate": ({"cert": GOOD.cert[:200]}, "cert", "holds no certificate in PEM"),
+    "a broken certificate": ({"cert": GOOD.cert.replace(b"M", b"A", 1)}, "cert", "holds no certificate in PEM"),
+    "a key as certificate": ({"cert": GOOD.key}, "cert", "holds no certificate in PEM"),
+    "a certificate that has ended": ({"cert": ENDED.cert, "key": ENDED.key}, "cert", "ended on"),
+    "a certificate that has not begun": ({"cert": NOT_BEGUN.cert, "key": NOT_BEGUN.key}, "cert", "is good from"),
+    "no key": ({"key": None}, "key", "cannot be read: No such file"),
+    "garbage as key": ({"key": b"\x00\xff garbage"}, "key", "holds no private key in PEM"),
+    "half a key": ({"key": GOOD.key[:100]}, "key", "holds no private key in PEM"),
+    "a certificate as key": ({"key": GOOD.cert}, "key", "holds no private key in PEM"),
+    "an encrypted key": ({"key": encrypted(GOOD.key)}, "key", "is encrypted"),
+    "another key": ({"key": OTHER.key}, "key", "is not the key of the first certificate in"),
+    "the chain upside down": (
+        {"cert": AUTHORITY.cert + GOOD.cert},
+        "key",
+        "is not the key of the first certificate in",
+    ),
+    "no authority": ({"ca": None}, "ca", "cannot be read: No such file"),
+    "an empty authority": ({"ca": b"\n"}, "ca", "holds no certificate in PEM"),
+    "an authority that has ended": ({"ca": Authority("old", ends_in=-DAY).cert}, "ca", "ended on"),
+}
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_what_cannot_be_used_is_refused_with_the_flag_the_file_and_the_reason(
+    name: str, side: str, tmp_path: Path
+) -> None:
+    read, flags = SIDES[side]
+    contents, file, reason = BAD_FILES[name]
+    paths = Folder(tmp_path).write(**contents).paths()
+    kind = OSError if None in contents.values() else ValueError
+    with pytest.raises(kind) as error:
+        read(paths)
+    assert str(error.value).startswith(f"{flags[file]} is {paths[file]}, ")
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_client_takes_no_key_of_another_certificate(tmp_path: Path) -> None:
+    paths = Folder(tmp_path).write(key=OTHER.key).paths()
+    with pytest.raises(
+        ValueError, match=r"^tls_key is .*/key, which is not the key of the first certificate in tls_cert"
+    ):
+        Client("grpcs://localhost:1", tls_cert=paths["cert"], tls_key=paths["key"])
+
+
+def test_what_can_be_used_is_taken(tmp_path: Path) -> None:
+    """A file of both, a chain, a new authority beside one that has ended, and what a system believes."""
+    both = GOOD.key + GOOD.cert
+    old = Authority("old", ends_in=-DAY)
+    for contents in (
+        {"cert": both, "key": both},
+        {"cert": b"the server\n" + GOOD.cert + AUTHORITY.cert},
+        {"ca": old.cert + AUTHORITY.cert},
+    ):
+        for read, _ in SIDES.values():
+            assert read(Folder(tmp_path).write(**contents).paths()) is not None
+    assert server_files(None, None, None) is None
+    assert link_files("worker", None, None, None) is None
+
+
+@dataclass
+class Watched:
+    """Files that are looked at again and again, with a clock that stands otherwise."""
+
+    folder: Folder
+    files: TlsFiles
+    caplog: pytest.LogCaptureFixture
+    now: Callable[[float], None]
+
+    def lines(self, *seconds: float) -> list[tuple[int, str]]:
+        """The lines of the time in which the files are looked at after each of these seconds more."""
+        self.caplog.clear()
+        for more in seconds:
+            self.now(more)
+            self.files.current()
+            self.files.tell_days_left()
+        return [(record.levelno, record.getMessage()) for record in self.caplog.records]
+
+    def pair(self) -> Certificate:
+        current = self.files.current()
+        return Certificate(current.cert, current.key)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Watched:
+    caplog.set_level("INFO", logger="pagewire.transport.tls")
+    folder = Folder(tmp_path).write()
+    offset = [0.0]
+    names = {name: TlsFile(f"--tls-{name}", path) for name, path in folder.paths().items()}
+    files = TlsFiles(**names, clock=lambda: time.time() + offset[0])
+
+    def later(seconds: float) -> None:
+        offset[0] += seconds
+
+    return Watched(folder, files, caplog, later)
+
+
+LONG = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0)  # looks for longer than files may be at odds
+
+
+def test_a_renewed_pair_is_one_line_and_only_when_both_files_are_there(watched: Watched) -> None:
+    assert watched.lines(*LONG) == []
+    watched.folder.write(cert=OTHER.cert)
+    assert watched.lines(1.0, 1.0) == []
+    assert watched.pair() == GOOD
+    watched.folder.write(key=OTHER.key)
+    ((level, line),) = watched.lines(*LONG)
+    assert level == logging.INFO
+    assert line.startswith("the certificates were renewed: --tls-cert is good until ")
+    assert watched.pair() == OTHER
+    watched.folder.write()  # with the same content
+    assert watched.lines(*LONG) == []
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_renewal_is_one_error_and_the_old_files_stay(name: str, watched: Watched) -> None:
+    contents, _, reason = BAD_FILES[name]
+    before = watched.files.current()
+    watched.folder.write(**contents)
+    ((level, line),) = watched.lines(*LONG, *LONG)
+    assert level == logging.ERROR
+    assert line.startswith("the certificates were not renewed: --tls-")
+    assert reason in line
+    assert "The old ones stay: --tls-cert is good until " in line
+    assert watched.files.current() is before
+    watched.folder.write(ca=AUTHORITY.cert, cert=OTHER.cert, key=OTHER.key)
+    assert [level for level, _ in watched.lines(*LONG)] == [logging.INFO]
+    assert watched.pair() == OTHER
+
+
+def test_a_bad_renewal_that_is_taken_back_is_told(watched: Watched) -> None:
+    watched.folder.write(key=OTHER.key)
+    watched.lines(*LONG)
+    watched.folder.write(key=GOOD.key)
+    assert [level for level, _ in watched.lines(*LONG)] == [logging.INFO]
+
+
+def test_a_certificate_that_begins_later_is_taken_then(watched: Watched) -> None:
+    watched.folder.write(cert=NOT_BEGUN.cert, key=NOT_BEGUN.key)
+    assert [level for level, _ in watched.lines(*LONG)] == [logging.ERROR]
+    watched.folder.write(ca=Authority("long", ends_in=30 * DAY).cert)
+    assert watched.pair() == GOOD
+    assert logging.INFO in [level for level, _ in watched.lines(DAY.total_seconds())]
+    assert watched.pair() == NOT_BEGUN
+
+
+def test_an_end_is_told_in_time_once_a_day_and_once_when_it_has_come(
+    tmp_path: Path, watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = AUTHORITY.issue("localhost", began=60 * DAY, ends_in=30 * DAY)
+    watched.folder.write(cert=own.cert, key=own.key, ca=Authority("long", ends_in=3650 * DAY).cert)
+    assert [level for level, _ in watched.lines(1.0)] == [logging.INFO]
+    days = watched.files.days_left()
+    assert {flag: round(left) for flag, left in days.items()} == {"--tls-cert": 30, "--tls-ca": 3650}
+    hour = timedelta(hours=1).total_seconds()
+    lines = watched.lines(*[hour] * (40 * 24))
+    assert len(lines) == 18 + 1
+    assert all(level == logging.WARNING and line.startswith("the certificate of --tls-cert ") for level, line in lines)
+    assert ["has ended" in line for _, line in lines] == [False] * 18 + [True]
+    assert round(watched.files.days_left()["--tls-cert"]) == -10
+
+
+def test_whatever_is_written_and_when_what_is_used_fits_together(watched: Watched) -> None:
+    """Files that are replaced one by one in any order, with looks in between: an oracle knows what fits."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    authorities = [AUTHORITY, Authority("next")]
+    pairs = [GOOD, OTHER, authorities[1].issue("localhost"), ENDED]
+    current = (AUTHORITY.cert, GOOD.cert, GOOD.key)
+    for _ in range(200):
+        name = draw.choice(["ca", "cert", "key"])
+        content = {
+            "ca": [each.cert for each in authorities],
+            "cert": [each.cert for each in pairs],
+            "key": [each.key for each in pairs],
+        }[name]
+        watched.folder.write(**{name: draw.choice([*content, b"", None])})
+        written = tuple(watched.folder.contents[name] for name in ("ca", "cert", "key"))
+        if Certificate(*written[1:]) in pairs[:3] and written[0]:
+            current = written
+        used = watched.files.current()
+        assert (used.ca, used.cert, used.key) == current
