@@ -16,7 +16,7 @@ from pagewire.transport.dialling import Dialler
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
 from pagewire.transport.signals import serve_until_signalled
-from pagewire.transport.tls import link_files
+from pagewire.transport.tls import TlsFiles, link_files
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core import explain
 from scheduler_service.core.request import SchedulerStats
@@ -117,27 +117,7 @@ class _Scheduler:
             kv_event_log=self._kv_event_log,
         )
         self._activity = Activity(self._stats, time.monotonic, garbage_collection.collect_hidden)
-        self._diallers = [
-            Dialler(
-                address,
-                CHANNEL_OPTIONS,
-                tls=link_tls,
-                name=config.worker_tls_name,
-                uses_http_proxy=config.worker_http_proxy,
-            )
-            for address in config.worker_addresses
-        ]
-        self._worker_link = WorkerLink(
-            self._diallers,
-            self._step_loop,
-            instance_id=info.instance_id,
-            model_digest=service.model.digest,
-            pipeline_depth=config.pipeline_depth,
-            limits={name: getattr(info, name) for name in WORKERS_LIMITS},
-            on_plan_sent=self._metrics.plan_sent,
-            restart_worker=restart_worker,
-            secret=None if config.link_secret_file is None else LinkSecret(config.link_secret_file),
-        )
+        self._worker_link = self._make_worker_link(link_tls, restart_worker)
         self._detached = DetachedRequests(
             retention=config.detached_retention,
             max_ended=config.max_detached_requests,
@@ -149,6 +129,30 @@ class _Scheduler:
             self._recorder.open()
         collector = MetricsCollector(self._metrics, self._stats, info.served_model_name, self._service_stats)
         self._metrics_server = serve_metrics(collector, config)
+
+    def _make_worker_link(self, tls: TlsFiles | None, restart_worker: Callable[[int, str], None] | None) -> WorkerLink:
+        config, info = self._config, self._info
+        self._diallers = [
+            Dialler(
+                address,
+                CHANNEL_OPTIONS,
+                tls=tls,
+                name=config.worker_tls_name,
+                uses_http_proxy=config.worker_http_proxy,
+            )
+            for address in config.worker_addresses
+        ]
+        return WorkerLink(
+            self._diallers,
+            self._step_loop,
+            instance_id=info.instance_id,
+            model_digest=self._service.model.digest,
+            pipeline_depth=config.pipeline_depth,
+            limits={name: getattr(info, name) for name in WORKERS_LIMITS},
+            on_plan_sent=self._metrics.plan_sent,
+            restart_worker=restart_worker,
+            secret=None if config.link_secret_file is None else LinkSecret(config.link_secret_file),
+        )
 
     def _make_servicer(self) -> SchedulerServicer:
         service, availability = self._service, self._step_loop.availability
