@@ -3,7 +3,9 @@
 import re
 from dataclasses import dataclass
 
-_WEB_SERVER = re.compile(r"^Received http2 header with status: |^Stream removed|: Received http2 header with status: ")
+_WEB_SERVER = re.compile(
+    r"^Received http2 header with status: |^Stream removed \(Data frame|: Received http2 header with status: "
+)
 _NO_HTTP2 = re.compile("Expected SETTINGS frame|http1.x server")
 _NO_SUCH_CALL = re.compile(r"\bMethod not found!")
 _NO_TLS = re.compile("WRONG_VERSION_NUMBER")

@@ -147,13 +147,16 @@ def test_a_removed_stream_is_one_of_a_web_server() -> None:
     assert str(wire.decode_error(Removed(), "h:1")).startswith("h:1 answers as a web server, not as gRPC")
 
 
-def test_a_stream_that_breaks_under_tls_says_nothing_of_the_port() -> None:
+@pytest.mark.parametrize("details", ["Secure read failed", "Stream removed (Socket closed)"])
+def test_a_stream_that_breaks_says_nothing_of_the_port(details: str) -> None:
+    """Without TLS or with it, as where the process of the other side has ended."""
+
     class Broken(Removed):
         def code(self) -> grpc.StatusCode:
             return grpc.StatusCode.UNAVAILABLE
 
         def details(self) -> str:
-            return "Secure read failed"
+            return details
 
     assert "looks like" not in str(wire.decode_error(Broken(), "grpcs://h:1"))
 
