@@ -65,12 +65,21 @@ class Service:
     def __init__(self, verb: str, flags: Sequence[object], start: Start = start_process) -> None:
         self._process = start([verb, *map(str, flags)])
         self._is_terminated = False
+        self._address = ""  # once it has said that it is ready
 
     def wait_until_ready(self) -> str:
         """Its address, HOST:PORT."""
-        line = self._process.stdout.readline().strip()
-        assert line.startswith(READY_PREFIX), f"the process ended with {self._process.wait()} and said {line!r}"
-        return line.removeprefix(READY_PREFIX)
+        if not self._address:
+            line = self._process.stdout.readline().strip()
+            assert line.startswith(READY_PREFIX), f"the process ended with {self._process.wait()} and said {line!r}"
+            self._address = line.removeprefix(READY_PREFIX)
+        return self._address
+
+    def be_ready(self) -> None:
+        """Let a process that was just started come so far that it ends with 0 at a SIGTERM, unless it has got one."""
+        if not self._is_terminated:
+            self._process.send_signal(signal.SIGCONT)
+            self.wait_until_ready()
 
     def next_line(self) -> str:
         """What it prints next."""
@@ -175,6 +184,8 @@ class System:
         try:
             exit_codes = [self.scheduler.stop()]
         finally:
+            for worker in self.workers:
+                worker.be_ready()
             worker_exit_codes = [worker.stop() for worker in self.workers]
         assert {*exit_codes, *worker_exit_codes} == {0}
 
