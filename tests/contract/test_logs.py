@@ -122,7 +122,7 @@ async def test_every_end_is_logged_with_its_request(checkpoint: Path, written: C
 async def code_at_end(call: grpc.aio.UnaryStreamCall) -> grpc.StatusCode:
     """gRPC tells how a stream has ended only once its messages have been read."""
     with contextlib.suppress(grpc.aio.AioRpcError):
-        async for _ in call:
+        while await call.read() is not grpc.aio.EOF:
             pass
     return await call.code()
 
