@@ -104,6 +104,8 @@ def tokenized_checkpoint(shape: str, tokenizer: Path, directory: Path) -> Path:
     config = json.loads((made / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
     (directory / "tokenizer.json").symlink_to(tokenizer.absolute())
+    # Else transformers puts Qwen's own pipeline around the vocabulary.
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return directory
 
 
