@@ -11,7 +11,7 @@ import gc
 from typing import Any
 
 # Objects made and not freed before the youngest are looked at; collections of the younger generations before the older
-# is looked at too. So a full collection looks at some 7,000 objects beyond those that survived the last one.
+# is looked at too. A full collection looks at what survived the last one and some 701 * 6 * 3 objects beyond that.
 THRESHOLDS = (700, 5, 2)
 # A collection takes a quarter of a microsecond for each object.
 MAX_IN_SIGHT = 8_000

@@ -22,7 +22,7 @@ class Activity:
         self,
         read_stats: Callable[[], SchedulerStats],
         clock: Callable[[], float],
-        rest: Callable[[], None] = lambda: None,
+        rest: Callable[[], None],
     ) -> None:
         """`rest` is called whenever something has happened and then, for ten seconds, nothing."""
         self._read_stats = read_stats
