@@ -19,7 +19,7 @@ import transformers
 from bench.checkpoint import SHAPES, random_checkpoint
 from bench.record import RESULTS, machine, verdict, write
 from pagewire import Client, SamplingParams
-from tests.system.services import running
+from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
 DTYPES = ("bfloat16", "float32")

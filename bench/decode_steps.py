@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.worker.plans import PlannedStep, Row, num_blocks_needed, plan_steps
+from testing.plans import PlannedStep, Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.startup.loader import load_worker

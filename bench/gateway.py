@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 from bench.record import RESULTS, machine, verdict, write
 from models.story_grammar import write_story
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from tests.system.gateway import Gateway, send
-from tests.system.services import System
+from testing.gateway import Gateway, send
+from testing.services import System
 
 MODEL = Path("models/storyteller")
 NAME = MODEL.name

@@ -15,9 +15,9 @@ import torch
 
 from bench.part import Report, describe, run_part
 from bench.record import RESULTS
-from tests.kernels.triton.checks.case import COPY, MATMUL
+from testing.kernel_checks.case import COPY, MATMUL
 
-CHECKS = "tests.kernels.triton.checks"
+CHECKS = "testing.kernel_checks"
 MODULES = (
     "decode_attention",
     "prefill_attention",

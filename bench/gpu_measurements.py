@@ -26,7 +26,7 @@ from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
 from pagewire.bench.target import new_cache_salt
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
-from tests.system import services
+from testing import services
 from worker_service.runner.profile import NUM_STEPS_BEFORE
 from worker_service.step import StepPlan
 

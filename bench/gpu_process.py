@@ -12,7 +12,7 @@ import torch
 
 from bench.device_timer import measure
 from bench.part import Case, UnavailableError, run_cases
-from tests.kernels.triton.checks.case import COPY, MATMUL, BenchCase, DeviceCase
+from testing.kernel_checks.case import COPY, MATMUL, BenchCase, DeviceCase
 
 _MATMUL_SIZE = 8192
 _COPY_BYTES = 1 << 30

@@ -28,7 +28,7 @@ from pagewire.grammars.trial import Trials
 from pagewire.kernels.cpu.sampler import CpuSampler
 from pagewire.kernels.cpu.sampling import TokenHistory
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns
-from tests.contract.hostile_grammars import HOSTILE
+from testing.hostile_grammars import HOSTILE
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 VOCAB_SIZE = 151_936

@@ -33,8 +33,8 @@ from pagewire import Client, SamplingParams, Session, StructuredOutputs
 from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from tests.system import rapid_resets
-from tests.system.services import Service, running
+from testing import rapid_resets
+from testing.services import Service, running
 
 TOKENIZER = Path("models/storyteller/tokenizer.json")
 # Ids that the tokenizer knows, past single bytes.

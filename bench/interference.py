@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.checkpoint import SHAPES, random_checkpoint
 from bench.record import RESULTS, machine, verdict, write
 from pagewire import Client, SamplingParams
-from tests.system.services import running
+from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
 NUM_STREAMS, INPUT_LEN, PROMPT_LEN = 8, 100, 2000

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.record import RESULTS, machine, verdict, write
 from pagewire import Client, SamplingParams
 from pagewire.errors import PagewireError, ResourceExhausted
-from tests.system.services import System, running
+from testing.services import System, running
 
 MODEL = Path("models/storyteller")
 INPUT_LEN, OUTPUT_LENS = 100, (128, 384)

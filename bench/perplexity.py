@@ -24,8 +24,8 @@ from torch import Tensor
 from bench.record import RESULTS, machine, write
 from models.story_tokens import sequences
 from pagewire.kernels.cpu import CpuKernels
-from tests.gguf_files import write_gguf
-from tests.worker.logits import OurModel, mean_divergence
+from testing.checkpoints.gguf_files import write_gguf
+from testing.logits import OurModel, mean_divergence
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 MODEL = Path("models/storyteller")

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.checkpoint import SHAPES, random_checkpoint
 from bench.record import RESULTS, machine, verdict, write
 from pagewire import Client, SamplingParams
-from tests.system.services import running
+from testing.services import running
 
 MODES = ("swap", "recompute", "auto")
 GOAL = 0.97

@@ -22,8 +22,10 @@ from tokenizers import Tokenizer
 from bench.part import Case, UnavailableError
 from pagewire import Client, SamplingParams
 from pagewire.server import Loads
-from tests.system import oracle, services
-from tests.system.parity import (
+from testing import oracle, services
+from testing.checkpoints import packed
+from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.parity import (
     CASES,
     FLOAT32_MARGIN,
     STORYTELLER,
@@ -38,10 +40,8 @@ from tests.system.parity import (
     serve_twice,
     tokens_of,
 )
-from tests.system.services import System
-from tests.system.streams import Request, requests_of, run_streams, run_with_ends
-from tests.worker import packed_checkpoints
-from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from testing.services import System
+from testing.streams import Request, requests_of, run_streams, run_with_ends
 
 NUM_KILLS = 10
 MAX_NEAR_TIES = 0.02  # of the sequences, that may part at one
@@ -238,7 +238,7 @@ def check_margin(
 
 def quantized(setting: Setting) -> Iterator[Case]:
     """Checks that tokens over quantised weights lie within a margin of the best of what the weights mean."""
-    made = packed_checkpoints
+    made = packed
     exact_inputs = (made.awq("AWQ", 32), made.gptq("GPTQ", 4, 128, version="gptq", sym=True, g_idx="none"))
     rounded_inputs = (made.fp8("FP8", None, "weight_scale"), made.fp8("FP8 in blocks of 128", (128, 128)))
     for case in (*exact_inputs, made.w8a8("W8A8")):
@@ -248,18 +248,18 @@ def quantized(setting: Setting) -> Iterator[Case]:
         yield Case(f"quantised: {case.name}", partial(check_quantized, setting, case, FP8_MARGIN))
 
 
-def check_quantized(setting: Setting, case: packed_checkpoints.Case, margin: float) -> dict[str, Any]:
+def check_quantized(setting: Setting, case: packed.Case, margin: float) -> dict[str, Any]:
     directory = setting.directory / case.name
     directory.mkdir()
     sizes = {"dtype": "bfloat16", "hidden_size": 256, "intermediate_size": 384}  # whole blocks of 128
-    model, meant = packed_checkpoints.make_quantized(directory, "llama", case, seed=23, **WIDE_HEADS["llama"], **sizes)
+    model, meant = packed.make_quantized(directory, "llama", case, seed=23, **WIDE_HEADS["llama"], **sizes)
     return check_margin(setting, model, prompts_of(22), [], margin, meant)
 
 
 def check_mxfp4(setting: Setting) -> dict[str, Any]:
     directory = setting.directory / "mxfp4"
     directory.mkdir()
-    model, meant = packed_checkpoints.make_mxfp4(directory, seed=23, dtype="bfloat16", **WIDE_HEADS["gpt_oss"])
+    model, meant = packed.make_mxfp4(directory, seed=23, dtype="bfloat16", **WIDE_HEADS["gpt_oss"])
     return check_margin(setting, model, prompts_of(22), [], CODES_MARGIN, meant)
 
 

@@ -36,7 +36,7 @@ from scheduler_service.simulation.driver import Simulation, SimulationSettings
 from scheduler_service.simulation.report import mean, summary
 from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import Trace, read_trace
-from tests.system.services import running
+from testing.services import running
 
 MODEL = Path("models/storyteller")
 FIRST_TOKEN, VOCAB_SIZE = 1, 1024  # of the bundled model, whose token 0 ends a text

@@ -27,8 +27,8 @@ from bench.peers import compute_with
 from bench.record import RESULTS, machine, medians, verdict, write
 from bench.tokenizer import trained_tokenizer
 from pagewire import Client, SamplingParams
-from tests.contract.hostile_grammars import HOSTILE
-from tests.system.services import running
+from testing.hostile_grammars import HOSTILE
+from testing.services import running
 
 SHAPE, VOCAB_SIZE = "54M", 32_000
 INPUT_LEN = 100

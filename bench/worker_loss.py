@@ -26,8 +26,8 @@ import grpc
 
 from bench.record import RESULTS, machine, verdict, write
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from tests.system.gateway import Gateway
-from tests.system.services import System
+from testing.gateway import Gateway
+from testing.services import System
 
 MODEL = Path("models/storyteller")
 GRACE = 5.0
@@ -36,7 +36,7 @@ NUM_CLIENTS = 16
 CALM_SECONDS, AWAY_SECONDS = 2.0, 14.0  # before the long streams begin, and until the worker is started again
 GOAL_SECONDS = 6.0
 WORKER_FLAGS = ("--dtype", "float32", "--num-threads", 1, "--num-device-blocks", 4096)
-# As in deploy/components/gateway, and for all else smg's own defaults; tests.system.gateway has quicker ones.
+# As in deploy/components/gateway, and for all else smg's own defaults; testing.gateway has quicker ones.
 GATEWAY_FLAGS = (
     "--worker-startup-check-interval=2",
     "--health-check-interval-secs=5",

@@ -27,7 +27,7 @@ from bench.peer_environment import CONVERTER, LLAMA_CPP_PYTHON, Environments
 from bench.record import cpu_model, write
 from models.story_tokens import sequences
 from models.train_storyteller import CONFIG, RECIPES
-from tests.worker.logits import ReferenceModel, mean_divergence
+from testing.logits import ReferenceModel, mean_divergence
 
 BUNDLED = Path("models/storyteller")
 FIXTURES = Path("tests/worker/fixtures")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.scheduler_stack import make_checkpoint
+from testing.scheduler_stack import make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from pagewire import Client
 from pagewire.transport.addresses import join
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
-from tests.contract.scheduler_stack import expected_tokens, make_checkpoint, serve
+from testing.scheduler_stack import expected_tokens, make_checkpoint, serve
 
 ADDRESSES = {"4": "10.1.2.3", "6": "fd00:1::1"}
 PROMPT = [5, 6, 7, 8, 9]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from tests.contract.scheduler_stack import Stack
+from testing.scheduler_stack import Stack
 
 
 @dataclass

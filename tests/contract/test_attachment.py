@@ -12,7 +12,7 @@ from pagewire import Client, Output, SamplingParams
 from pagewire import client as client_module
 from pagewire.attachment import Attachment
 from pagewire.completion import TokenLogprobs, Usage
-from tests.contract.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
+from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -15,7 +15,7 @@ from pagewire.batch import RequestBatch
 from pagewire.errors import Cancelled
 from pagewire.llm.llm import _requests
 from pagewire.retry import Attempts
-from tests.contract.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
+from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract.test_attachment import proxied
 
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=20, ignore_eos=True)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.request import BeamParams, EarlyStopping, Request
-from tests.contract.scheduler_stack import (
+from testing.scheduler_stack import (
     EOS,
     VOCAB_SIZE,
     Result,

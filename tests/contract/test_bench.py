@@ -36,9 +36,9 @@ from pagewire.errors import CommandError, ResourceExhausted
 from pagewire.hosting.supervisor import free_port
 from pagewire.sampling import SamplingParams
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Stack, serve
-from tests.core.simulated_worker import SimulatedWorker
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Stack, serve
+from testing.simulated_worker import SimulatedWorker
 
 # Sent at 0, 1, 2 and 3 s. The first gets tokens at 0.5, 1.0, 2.0 (two) s, the second one at 1.5 s, the third fails and
 # the fourth is cut off.

@@ -16,7 +16,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import request_service
 from scheduler_service.rpc.public import shared_call
 from scheduler_service.serving.tokenizer import Tokenizer
-from tests.contract.scheduler_stack import Stack, details, make_checkpoint, request, serve, status_of
+from testing.scheduler_stack import Stack, details, make_checkpoint, request, serve, status_of
 from tests.contract.test_structured_output import held_checks
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -15,7 +15,7 @@ from pagewire import Client, SamplingParams
 from pagewire.chat_template import ChatTemplateError, render
 from pagewire.cli.status import table
 from scheduler_service.serving.template_sandbox import MAX_STEPS
-from tests.contract.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
+from testing.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
 from tests.contract.test_tokenization import checkpoint  # noqa: F401 - a fixture
 
 HELLO = {"role": "user", "content": "hello"}

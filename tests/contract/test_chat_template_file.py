@@ -13,7 +13,7 @@ from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.request_service import warn_of
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.scheduler_stack import make_checkpoint, request, serve
+from testing.scheduler_stack import make_checkpoint, request, serve
 
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"

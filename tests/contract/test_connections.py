@@ -20,8 +20,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from pagewire.transport import listening
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import request, serve
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import request, serve
 
 NUM_DESCRIPTORS = 128
 MAX_CONNECTIONS = NUM_DESCRIPTORS // 2

@@ -19,7 +19,7 @@ from scheduler_service.rpc.public.detached import result_of
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import Tokenizer as ServedTokenizer
-from tests.contract.scheduler_stack import (
+from testing.scheduler_stack import (
     VOCAB_SIZE,
     Result,
     Stack,

@@ -16,14 +16,14 @@ from pagewire import Cancelled, Client, InvalidRequest
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.plan import Pooling
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import VOCAB_SIZE, Stack, details, make_checkpoint, request, serve
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import VOCAB_SIZE, Stack, details, make_checkpoint, request, serve
+from testing.simulated_worker import reference_embedding
 from tests.contract.shared_stream import SharedStream
 from tests.contract.test_front_end import serve_front_end
 from tests.contract.test_tenants import PROMPT as TENANTS_PROMPT
 from tests.contract.test_tenants import credentials, write_tenants
 from tests.contract.vllm_client import stub_of
-from tests.core.simulated_worker import reference_embedding
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 MODULES = [

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
+from testing.scheduler_stack import Stack, expected_tokens, request, serve
 
 PROMPTS = [[first, *range(1, 250)] for first in range(4)]
 

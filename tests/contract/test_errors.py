@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import RowStatus
-from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
+from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 
 PROMPT = [5, 6, 7, 8, 9]
 UINT32_MAX, UINT64_MAX, INT32_MAX = 2**32 - 1, 2**64 - 1, 2**31 - 1

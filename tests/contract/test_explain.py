@@ -24,8 +24,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockHolder, BlockMap, RequestReport
 from scheduler_service.core.request import BlockUse
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Stack, request, serve
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Stack, request, serve
 
 PROMPT = [5, 6, 7, 8, 9]
 

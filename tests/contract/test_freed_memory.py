@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.scheduler_stack import make_tokenizer
+from testing.scheduler_stack import make_tokenizer
 
 RESIDENT = """
 def resident_mb():

@@ -22,7 +22,7 @@ from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.generate_request import resolve_request
 from scheduler_service.rpc.public.request_servicer import SERVICE_NAME
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.scheduler_stack import (
+from testing.scheduler_stack import (
     EOS,
     VOCAB_SIZE,
     Result,

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from tests.contract.scheduler_stack import Result, Stack, request, serve
+from testing.scheduler_stack import Result, Stack, request, serve
 from tests.contract.test_front_end import FrontEnd, serve_front_end
 from tests.contract.test_tenants import KEYS, PROMPT, code_of, credentials, remove_tenant, write_tenants
 

@@ -17,10 +17,10 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Stack, expected_tokens, make_checkpoint, request, serve
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Stack, expected_tokens, make_checkpoint, request, serve
+from testing.simulated_worker import SimulatedWorker
 from tests.contract.test_front_end import FrontEnd, serve_front_end
-from tests.core.simulated_worker import SimulatedWorker
 
 NUM_REQUESTS = 10_000
 NUM_AT_ONCE = 16

@@ -12,7 +12,7 @@ import pytest
 from pagewire.hosting.supervisor import free_port
 from pagewire.transport.otlp import tracer_provider
 from scheduler_service.metrics import Metrics
-from tests.contract.scheduler_stack import Stack, serve
+from testing.scheduler_stack import Stack, serve
 
 ROOT = Path(__file__).parents[2]
 # What gRPC itself leaves of every call before the call is served.

@@ -20,7 +20,7 @@ import pytest
 from pagewire.cli.command import main
 from pagewire.hosting.gateway import GatewayConfig, gateway_command, level_of
 from pagewire.hosting.supervisor import Supervisor, child_environ, free_port
-from tests.contract.scheduler_stack import make_checkpoint, serve
+from testing.scheduler_stack import make_checkpoint, serve
 
 SERVE = ["serve", "models/storyteller", "--gateway"]
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.public import generation
+from testing.scheduler_stack import Result, Stack, expected_tokens, make_checkpoint, request, serve
 from tests.contract import vllm_client
-from tests.contract.scheduler_stack import Result, Stack, expected_tokens, make_checkpoint, request, serve
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 

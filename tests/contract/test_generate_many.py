@@ -15,7 +15,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_g
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.shared_call import SharedCall
 from scheduler_service.rpc.status import RpcError
-from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
+from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 from tests.contract.shared_stream import SharedStream
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -20,7 +20,7 @@ from pagewire.gguf import (
     tokenizer_config_json,
 )
 from scheduler_service.serving.tokenizer import load_tokenizer
-from tests.gguf_files import write_gguf
+from testing.checkpoints.gguf_files import write_gguf
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
 

@@ -21,8 +21,17 @@ from pagewire.gguf import GgufError, GgufFile, tokenizer_json
 from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.model_info import ModelInfo, read_model_info
 from scheduler_service.serving.tokenizer import load_tokenizer
-from tests.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, byte_level_keys, write_gguf
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.gguf_files import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    byte_level_keys,
+    write_gguf,
+)
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
 DOCS = Path(__file__).parents[2] / "docs"

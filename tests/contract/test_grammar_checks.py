@@ -21,8 +21,8 @@ from scheduler_service.serving.grammars import (
     TooManyGrammarsError,
 )
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.scheduler_stack import make_checkpoint
-from tests.gguf_files import write_gguf
+from testing.checkpoints.gguf_files import write_gguf
+from testing.scheduler_stack import make_checkpoint
 from tests.project.sources import ROOT
 
 END = 0  # of the tokenizer

@@ -22,7 +22,7 @@ from pagewire.grammars import (
     trial,
 )
 from pagewire.grammars.trial import TOO_MUCH, Trials
-from tests.contract.hostile_grammars import HOSTILE
+from testing.hostile_grammars import HOSTILE
 from tests.project.sources import ROOT
 
 TOKENIZER = ROOT / "models" / "storyteller" / "tokenizer.json"

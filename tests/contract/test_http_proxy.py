@@ -15,8 +15,8 @@ from pagewire.transport.http_proxy import http_proxy_of
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import expected_tokens, serve
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import expected_tokens, serve
 from tests.contract.test_wrong_ports import listener
 
 PROMPT = [5, 6, 7, 8, 9]

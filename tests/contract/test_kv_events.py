@@ -14,8 +14,8 @@ from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Stack, details, expected_tokens, request, serve
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Stack, details, expected_tokens, request, serve
 
 BLOCK_SIZE = 4
 

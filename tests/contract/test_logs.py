@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from pagewire.hosting import logs
-from tests.contract.scheduler_stack import request, serve
+from testing.scheduler_stack import request, serve
 
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -13,7 +13,7 @@ from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.chat_template import _MAX_FILE_BYTES
 from scheduler_service.serving.model_info import read_model_info
 from scheduler_service.serving.tokenizer import load_tokenizer
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
 from worker_service.config import WorkerConfig
 from worker_service.startup.preflight import check_worker
 

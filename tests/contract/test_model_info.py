@@ -13,8 +13,8 @@ from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.generate_request import resolve_request
 from scheduler_service.serving.model_info import ModelInfo, read_model_info
 from scheduler_service.serving.tokenizer import load_tokenizer
+from testing.scheduler_stack import make_tokenizer
 from tests.broken_json import ODD_VALUES, refusal_of, spoilt, spoilt_bytes
-from tests.contract.scheduler_stack import make_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,7 +12,7 @@ from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import Tokenizer
-from tests.contract.scheduler_stack import EOS, VOCAB_SIZE
+from testing.scheduler_stack import EOS, VOCAB_SIZE
 
 
 def entries(rng: random.Random, token_ids: list[int]) -> list[TokenLogprobs]:

@@ -18,7 +18,7 @@ from pagewire.transport.tls import server_files
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS
-from tests.contract import scheduler_stack
+from testing import scheduler_stack
 from tests.contract.certificates import DAY, Authority, Certificate, self_signed
 from worker_service.engine import Engine, LoadedWorker
 from worker_service.rpc.servicer import WorkerServicer

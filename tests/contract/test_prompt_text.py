@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_service.rpc.public.prompt_text import LONG_TEXT_BYTES, PromptTexts, TextLimits
 from scheduler_service.rpc.status import RpcError
-from tests.contract.scheduler_stack import details, request, serve, status_of
+from testing.scheduler_stack import details, request, serve, status_of
 
 LONG = "x" * (LONG_TEXT_BYTES + 1)
 

@@ -21,9 +21,9 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from pagewire.transport import queued_writer
 from pagewire.transport.queued_writer import QueuedWriter, descriptor_writer
 from scheduler_service.serving.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import request, serve
 from tests.contract.certificates import Authority
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import request, serve
 
 PROMPT = [1, 2, 3, 4, 5]
 MAX_BYTES = 1000

@@ -14,8 +14,8 @@ from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import AddedGrammar, GrammarKind, StepPlan
 from scheduler_service.rpc.worker.worker_link import FencedError, WorkerLink
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import expected_tokens, request, serve
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import expected_tokens, request, serve
 from tests.contract.test_worker_link import SWAP_OUT, WORK, Listener, opening
 from worker_service.step import AddedGrammar as WorkersGrammar
 

@@ -22,9 +22,9 @@ from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.waiting import Waiting
 from scheduler_service.rpc.worker import worker_link
 from scheduler_service.serving.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Result, expected_tokens, request, serve
 from tests.contract.certificates import DAY, Authority, Certificate
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Result, expected_tokens, request, serve
 from worker_service import server as worker_server
 from worker_service.config import WorkerConfig
 

@@ -23,9 +23,9 @@ from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Histogram
 from scheduler_service.serving.activity import Activity
 from scheduler_service.serving.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import expected_tokens, make_checkpoint, request, serve
 from tests.contract.certificates import Authority, self_signed
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import expected_tokens, make_checkpoint, request, serve
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -12,7 +12,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.tenants.tenant_file import parse_tenants
 from scheduler_service.serving.recording import RecordingReader
-from tests.contract.scheduler_stack import details, request, serve, status_of
+from testing.scheduler_stack import details, request, serve, status_of
 from tests.contract.shared_stream import SharedStream
 from tests.contract.test_front_end import serve_front_end
 from tests.contract.test_front_end_tenants import key_file

@@ -17,8 +17,8 @@ from pagewire import Client, SamplingParams, shared_stream
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from pagewire.shared_stream import SharedStream
+from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract import scripted_scheduler
-from tests.contract.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -20,7 +20,7 @@ from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
 from scheduler_service.serving.tokenizer import DecodedText
-from tests.core.simulated_worker import SimulatedWorker, reference
+from testing.simulated_worker import SimulatedWorker, reference
 
 VOCAB_SIZE = 100
 CAPACITY = WorkerCapacity(

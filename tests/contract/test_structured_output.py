@@ -18,8 +18,8 @@ from scheduler_service.rpc.public.structured_output import MAX_GRAMMAR_BYTES
 from scheduler_service.serving import grammars
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Stack, details, expected_tokens, make_checkpoint, request, serve, status_of
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Stack, details, expected_tokens, make_checkpoint, request, serve, status_of
 from tests.contract.shared_stream import SharedStream
 from tests.contract.test_front_end import FrontEnd, serve_front_end
 from tests.contract.test_tenants import credentials, write_tenants

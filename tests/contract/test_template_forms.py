@@ -17,7 +17,7 @@ from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.chat_template import _MAX_NAMED
 from scheduler_service.serving.model_info import read_model_info
 from scheduler_service.serving.template_sandbox import MAX_TEMPLATE_CHARS
-from tests.contract.scheduler_stack import make_checkpoint
+from testing.scheduler_stack import make_checkpoint
 
 LOOK = {"type": "function", "function": {"name": "look", "description": "ü <b>", "parameters": {"type": "object"}}}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": ["a", 1, None]}}}

@@ -26,9 +26,9 @@ from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.tenants import authentication
 from scheduler_service.rpc.tenants.tenant_file import TenantFile, parse_tenants
 from scheduler_service.serving.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Result, Stack, request, serve
 from tests.contract.certificates import Authority
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Result, Stack, request, serve
 
 KEYS = {"acme": "key-of-acme", "globex": "key-of-globex", "root": "key-of-root"}
 PROMPT = list(range(1, 41))

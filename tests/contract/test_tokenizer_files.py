@@ -19,8 +19,8 @@ from pagewire.gguf.tokenizer_files import TokenizerFiles, classes, settings
 from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.model_info import read_model_info
 from scheduler_service.serving.tokenizer import load_tokenizer
+from testing.checkpoints.families import FAMILIES
 from tests.contract.tokenizer_files_shapes import Files, byte_level, drawn_files, sentencepiece, unigram, vocabulary
-from tests.worker.checkpoints import FAMILIES
 from worker_service.models.checkpoint_files import CheckpointError, model_digest
 
 NUM_SHAPES = 120

@@ -11,8 +11,8 @@ from smg_grpc_proto import vllm_engine_pb2
 from tokenizers import Tokenizer
 
 from scheduler_service.rpc.vllm.forced_calls import close_calls
-from tests.contract import scheduler_stack
-from tests.contract.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, serve
+from testing import scheduler_stack
+from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, serve
 from tests.contract.vllm_client import error_of, generate, request, stub_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

@@ -20,8 +20,8 @@ from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import EOS, VOCAB_SIZE, Stack, make_checkpoint, serve
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import EOS, VOCAB_SIZE, Stack, make_checkpoint, serve
 from tests.contract.vllm_client import generate, request, stub_of
 
 SERVICE = "vllm.grpc.engine.VllmEngine"

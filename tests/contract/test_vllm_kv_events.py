@@ -18,9 +18,9 @@ from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.load import Load
 from scheduler_service.serving.kv_event_log import KvEventBatch
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract import scheduler_stack
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Stack, expected_tokens, serve
+from testing import scheduler_stack
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Stack, expected_tokens, serve
 from tests.contract.vllm_client import generate, request, stub_of
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -8,7 +8,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
-from tests.contract.scheduler_stack import Stack, serve
+from testing.scheduler_stack import Stack, serve
 from tests.contract.test_tenants import PROMPT, code_of, credentials, slow_stack, write_tenants
 from tests.contract.vllm_client import request, stub_of
 

@@ -16,8 +16,8 @@ from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.waiting import Waiting
 from scheduler_service.rpc.worker.worker_link import _PORT
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import make_checkpoint
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import make_checkpoint
 
 LOOPBACK = "127.0.0.1"
 

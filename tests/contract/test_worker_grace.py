@@ -18,9 +18,9 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_g
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.serving.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Result, Stack, details, expected_tokens, request, serve
 from tests.contract import vllm_client
-from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Result, Stack, details, expected_tokens, request, serve
 from tests.contract.shared_stream import SharedStream
 from tests.contract.test_front_end import FrontEnd, serve_both
 

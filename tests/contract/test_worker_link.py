@@ -32,8 +32,8 @@ from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
 from scheduler_service.rpc.worker.worker_link import WorkerLink
 from scheduler_service.rpc.worker.worker_session import Session
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
-from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
+from testing.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
+from testing.scheduler_stack import Stack, expected_tokens, request, serve
 from worker_service.step import AddedGrammar as WorkersGrammar
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from tests.contract.scheduler_stack import Stack
+from testing.scheduler_stack import Stack
 
 
 def stub_of(stack: Stack) -> vllm_engine_pb2_grpc.VllmEngineStub:

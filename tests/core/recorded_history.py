@@ -15,7 +15,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
-from tests.core.simulated_worker import SimulatedWorker
+from testing.simulated_worker import SimulatedWorker
 
 VOCAB = 97
 DEFAULTS = SchedulerArguments(

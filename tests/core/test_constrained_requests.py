@@ -23,7 +23,7 @@ from scheduler_service.core.plans.dispatch import _read_logprobs
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import AdmissionError, EndReason, Request
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
-from tests.core.simulated_worker import SimulatedWorker
+from testing.simulated_worker import SimulatedWorker
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+", (2,))
 CAPACITY = WorkerCapacity(

@@ -9,7 +9,7 @@ from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import Pooling
 from scheduler_service.core.request import AdmissionError, EndReason
 from scheduler_service.core.scheduler import WorkerProtocolError
-from tests.core.simulated_worker import reference_embedding
+from testing.simulated_worker import reference_embedding
 from tests.core.test_scheduler import VOCAB, System, prompt_of
 
 POOLINGS = [Pooling.LAST, Pooling.MEAN]

@@ -25,7 +25,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
-from tests.core.simulated_worker import SimulatedWorker, candidates, digest_all, reference, reference_embedding
+from testing.simulated_worker import SimulatedWorker, candidates, digest_all, reference, reference_embedding
 
 VOCAB = 97
 

@@ -8,9 +8,9 @@ from typing import Any
 from pagewire import Client
 from pagewire.completion import Output
 from pagewire.errors import DeadlineExceeded, NotFound, PagewireError
+from testing.streams import Progress
 from tests.fuzz.drawn_request import DrawnRequest
 from tests.fuzz.received import Received
-from tests.system.streams import Progress
 
 
 class Company:

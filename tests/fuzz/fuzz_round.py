@@ -11,11 +11,11 @@ from typing import Any
 
 from pagewire import Client
 from pagewire.errors import PagewireError
+from testing.forked import LoggingStart
+from testing.services import System, running
 from tests.fuzz.company import Company, outputs_of
 from tests.fuzz.drawn_request import VOCAB_SIZE, DrawnRequest, draw_requests
 from tests.fuzz.received import Received
-from tests.system.forked import LoggingStart
-from tests.system.services import System, running
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 FLOAT32 = ["--dtype", "float32", "--log-level", "error"]
@@ -59,7 +59,7 @@ def draw_model(seed: int, folder: Path) -> Path:
     family = random.Random(f"model {seed}").choice(("bundled", "mistral", "qwen2_moe"))
     if family == "bundled":
         return STORYTELLER
-    from tests.worker.checkpoints import make_checkpoint  # with torch, which services have in their own processes
+    from testing.checkpoints.families import make_checkpoint  # with torch, which services have in their own processes
 
     path = make_checkpoint(folder / family, family, seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=END)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
-from tests.kernels.triton.checks import experts, linear, scaled
+from testing.kernel_checks import experts, linear, scaled
 
 pytestmark = [
     pytest.mark.gpu,

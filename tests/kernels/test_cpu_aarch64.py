@@ -12,11 +12,11 @@ from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import write_rows
 from pagewire.kernels.cpu import BuildError, CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS, choose_variant, load_library
+from testing.checkpoints.families import make_checkpoint
 from tests.compiler import skip_without_compiler
 from tests.kernels.emulated import aarch64
 from tests.kernels.test_cpu_products import KINDS, random_activations, random_product, random_quantized
 from tests.worker import test_same_bits
-from tests.worker.checkpoints import make_checkpoint
 from tests.worker.test_models import TOLERANCE, transformers_logits
 from tests.worker.test_same_bits import CPU, VOCAB, Engine
 from worker_service.host import create_host_operations

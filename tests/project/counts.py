@@ -59,7 +59,7 @@ def protocols(root: Path = ROOT) -> dict[str, ast.ClassDef]:
 
 def implementations() -> dict[str, list[str]]:
     """Returns, by Protocol, the classes that have or inherit all of its members, fakes of tests included."""
-    found = list(classes(folders=(*PACKAGES, "bench", "tests")))
+    found = list(classes(folders=(*PACKAGES, "bench", "testing", "tests")))
     own: dict[str, set[str]] = defaultdict(set)
     for _, node in found:
         own[node.name] |= members(node)

@@ -18,7 +18,7 @@ from worker_service.config import ATTENTION_BACKENDS
 
 # These are links to folders of the top level, whose names are not ours to install.
 LINKED = ("pagewire.kernels", "pagewire.protos")
-OURS = ("scheduler_service", "worker_service", "pagewire", "bench", "models", "tests")
+OURS = ("scheduler_service", "worker_service", "pagewire", "bench", "models", "testing", "tests")
 EVERY_SOURCE = (*PACKAGES, "bench", "models")
 MAX_PARAMETERS = 12  # of a function of the worker, and of a kernel
 
@@ -292,6 +292,13 @@ def test_boundaries_are_noticed_when_they_break() -> None:
     assert not forbidden_imports(
         "scheduler_service.server", ["scheduler_service.rpc.worker.wire", "scheduler_service.core.plan"]
     )
+
+
+def test_only_tests_import_tests() -> None:
+    def of_tests(path: Path) -> list[str]:
+        return [name for name in imports(parse(path)) if is_under(name, "tests")]
+
+    assert offenders((*EVERY_SOURCE, "deploy", "docs", "examples", "testing"), of_tests) == []
 
 
 def around_doors(module: str, imported: list[str]) -> list[str]:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from pagewire.hosting.supervisor import free_port
+from testing.gateway import wait_until
+from testing.services import ENVIRON
 from tests.project.manifests import (
     DEPLOY,
     WORKERS_RESOLVE_IN,
@@ -26,8 +28,6 @@ from tests.project.manifests import (
     ports_of,
     rendered,
 )
-from tests.system.gateway import wait_until
-from tests.system.services import ENVIRON
 
 CLIENTS = ["podSelector:pagewire-client=true", "namespaceSelector:pagewire-client=true"]
 PROMETHEUS = "namespaceSelector:kubernetes.io/metadata.name=monitoring podSelector:app.kubernetes.io/name=prometheus"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from scheduler_service.core.plan import Pooling, RowStatus
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.token_stream import Delta, Outlet
-from tests.core.simulated_worker import digest, digest_all, next_token, reference_embedding
-from tests.core.toy_grammar import constrained_token, is_readable, read
+from testing.simulated_worker import digest, digest_all, next_token, reference_embedding
+from testing.toy_grammar import constrained_token, is_readable, read
 from tests.sim import beam_oracle
 from tests.sim.scenario import VOCAB_SIZE, Arrival
 

@@ -32,9 +32,9 @@ _MODULES = (
     "worker_service/rpc/session.py",
     "worker_service/step.py",
     "tests/__init__.py",
-    "tests/core/__init__.py",
-    "tests/core/simulated_worker.py",
-    "tests/core/toy_grammar.py",
+    "testing/__init__.py",
+    "testing/simulated_worker.py",
+    "testing/toy_grammar.py",
 )
 _UNUSED = ("known_seeds.py", "mutants.py", "test_simulator.py")
 _INTERPRETED = ("__init__.py", "__main__.py", "campaign.py", "compiled.py")

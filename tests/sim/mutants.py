@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.sim.known_seeds import KNOWN_SEEDS
 
 ROOT = Path(__file__).parents[2]
-_COPIED = ("scheduler_service", "worker_service", "tests/core", "tests/sim")
+_COPIED = ("scheduler_service", "worker_service", "testing", "tests/sim")
 _CORE = "scheduler_service/core/"
 _SERVING = "scheduler_service/serving/"
 _SESSION = "worker_service/rpc/session.py"
@@ -509,7 +509,7 @@ MUTANTS = (
     # Grammars
     _mutant(
         "a matcher is not rolled back",
-        "tests/core/simulated_worker.py",
+        "testing/simulated_worker.py",
         "            row.matcher.consume(opening.token_ids[opening.num_prompt_tokens :])\n",
         "            is_again = -opening.sequence_id - 1 in self.kv\n"
         "            row.matcher = self.kv.setdefault(-opening.sequence_id - 1, row.matcher)\n"
@@ -517,14 +517,14 @@ MUTANTS = (
     ),
     _mutant(
         "a row is masked by another one's grammar",
-        "tests/core/simulated_worker.py",
+        "testing/simulated_worker.py",
         "            matcher = row.matcher\n            if",
         "            matcher = row.matcher and next((r.matcher for _, r in working if r.matcher is not None), None)\n"
         "            if",
     ),
     _mutant(
         "a fork goes on in its parent's state",
-        "tests/core/simulated_worker.py",
+        "testing/simulated_worker.py",
         "matcher=self.matcher and self.matcher.copy(),",
         "matcher=self.matcher,",
     ),

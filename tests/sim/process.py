@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import RowStatus, StepPlan, WorkerCapacity
-from tests.core.simulated_worker import BAD, SimulatedWorker
-from tests.core.toy_grammar import is_deadly
+from testing.simulated_worker import BAD, SimulatedWorker
+from testing.toy_grammar import is_deadly
 from tests.sim.connection import Connection
 from tests.sim.scenario import BAD_TOKEN
 from worker_service.rpc.session import PROTOCOL_VERSION, Session, SessionRegister

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from pagewire import Client, SamplingParams
-from tests.system import oracle
-from tests.system.forked import running
-from tests.system.oracle import BeamSearch
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.forked import running
+from testing.oracle import BeamSearch
 
 VOCAB_SIZE = 151
 SCORE_TOLERANCE = 1e-4

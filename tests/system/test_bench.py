@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pagewire.cli.demo import BUNDLED_MODEL
+from testing.checkpoints.families import make_checkpoint
+from testing.services import children_of, free_port
 from tests.compiler import skip_without_compiler
-from tests.system.services import children_of, free_port
-from tests.worker.checkpoints import make_checkpoint
 
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 LENGTHS = ("--input-len", "20", "--output-len", "12")

@@ -8,10 +8,10 @@ from tokenizers import Tokenizer
 
 from pagewire import Client, SamplingParams
 from pagewire.errors import NotFound, OutOfRange
-from tests.system import oracle
-from tests.system.forked import running
-from tests.system.oracle import BeamSearch
-from tests.system.services import System
+from testing import oracle
+from testing.forked import running
+from testing.oracle import BeamSearch
+from testing.services import System
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 PROMPT = "Once upon a time"

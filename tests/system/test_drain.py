@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire import Client
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from tests.system.forked import running
-from tests.system.services import HOST, Service
-from tests.system.streams import requests_of, run_streams, run_while_ending
+from testing.forked import running
+from testing.services import HOST, Service
+from testing.streams import requests_of, run_streams, run_while_ending
 
 pytestmark = pytest.mark.alone
 

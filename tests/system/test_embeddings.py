@@ -15,12 +15,12 @@ import transformers
 from tokenizers import Tokenizer
 
 from pagewire import Client, NotFound, SamplingParams
-from tests.system import oracle
-from tests.system.forked import running
-from tests.system.gateway import Gateway
-from tests.system.parity import STORYTELLER
-from tests.system.streams import until_lost
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.forked import running
+from testing.gateway import Gateway
+from testing.parity import STORYTELLER
+from testing.streams import until_lost
 
 VOCAB_SIZE = 151
 MEAN = "pooling_mode_mean_tokens"

@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 
 from pagewire import Client, SamplingParams
+from testing.services import ENVIRON, Service, free_port
 from tests.system import grpcurl
-from tests.system.services import ENVIRON, Service, free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

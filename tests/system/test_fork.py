@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from pagewire import Client, SamplingParams
-from tests.system import oracle
-from tests.system.forked import running
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.forked import running
 
 VOCAB_SIZE = 151
 NUM_SAMPLES = 8

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire import Client, SamplingParams, Unavailable
-from tests.system import oracle
-from tests.system.forked import running
-from tests.system.services import Service, System
+from testing import oracle
+from testing.forked import running
+from testing.services import Service, System
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 PROMPT = "Once upon a time"

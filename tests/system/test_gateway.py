@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 from pagewire import Client, SamplingParams
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from tests.contract.scheduler_stack import make_checkpoint, serve
-from tests.system.gateway import Gateway, ask, post, send, wait_until
-from tests.system.services import HOST, Service, children_of
+from testing.gateway import Gateway, ask, post, send, wait_until
+from testing.scheduler_stack import make_checkpoint, serve
+from testing.services import HOST, Service, children_of
 
 MODEL = "storyteller"
 MAX_MODEL_LEN = 2048

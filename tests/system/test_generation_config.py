@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from pagewire import Client, SamplingParams
-from tests.system import oracle
-from tests.system.forked import running
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.forked import running
 
 VOCAB_SIZE, NUM_TOKENS = 151, 24
 

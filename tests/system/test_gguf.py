@@ -10,10 +10,10 @@ import gguf
 import pytest
 
 from pagewire import Client, SamplingParams
-from tests.gguf_files import write_dequantized, write_gguf
-from tests.system import oracle
-from tests.system.forked import running
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.gguf_files import write_dequantized, write_gguf
+from testing.forked import running
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 EXIT_REFUSED = 78

@@ -11,8 +11,8 @@ from bench import gpu_check
 from bench.part import Report, run_part
 from bench.service_checks import PARTS, Setting, assert_same
 from pagewire import SamplingParams
-from tests.system import oracle
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
 
 # A part that tells of one case, and begins another that never ends; its argument is the number of cases that are done.
 ENDLESS = """

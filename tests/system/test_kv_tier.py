@@ -3,9 +3,9 @@
 import pytest
 
 from pagewire import Client, SamplingParams
-from tests.system import oracle
-from tests.system.forked import running
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.forked import running
 
 VOCAB_SIZE = 151
 SAMPLING = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

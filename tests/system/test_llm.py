@@ -16,7 +16,7 @@ import pytest
 
 import pagewire
 from pagewire import LLM, SamplingParams
-from tests.system.services import ENVIRON, children_of
+from testing.services import ENVIRON, children_of
 
 MODEL = Path(__file__).parents[2] / "models" / "storyteller"
 OPTIONS = {"num_threads": 1, "num_device_blocks": 256}
@@ -26,7 +26,7 @@ PROMPTS = ["Once upon a time", "The little dog", "Max and Lily"]
 BEGIN = f"""
 import os, signal, sys
 from pagewire import LLM, SamplingParams
-from tests.system.services import children_of
+from testing.services import children_of
 long = SamplingParams(max_tokens=400, ignore_eos=True)
 llm = LLM({str(MODEL)!r}, **{OPTIONS!r})
 [server] = children_of(os.getpid())

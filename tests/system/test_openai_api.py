@@ -14,15 +14,15 @@ import pytest
 
 from pagewire import Client, PagewireError, SamplingParams
 from pagewire.hosting.supervisor import free_port
+from testing.gateway import Gateway, wait_until
+from testing.services import HOST, Service, children_of
 from tests.system import grpcurl
-from tests.system.gateway import Gateway, wait_until
 from tests.system.openai_api.chat_completions import FORCED, MESSAGES
 from tests.system.openai_api.completions import PROMPT
 from tests.system.openai_api.document import DOCUMENT, OPENAI_ROUTES, ROUTES
 from tests.system.openai_api.field import COUNT, Body, Exchange, Field, Route, is_count, merged, without_absent
 from tests.system.openai_api.reply import Reply
 from tests.system.openai_api.sender import HttpSender, OpenAiSender, Sender
-from tests.system.services import HOST, Service, children_of
 
 # A chat template that shows what it is given, so that the prompt's length tells.
 TEMPLATE = """\

@@ -10,8 +10,8 @@ import pytest
 
 from pagewire import Client, SamplingParams
 from pagewire.errors import InvalidRequest
-from tests.system.services import Process, running
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
+from testing.services import Process, running
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = (

@@ -4,9 +4,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire import Client
-from tests.system import oracle
-from tests.system.forked import running
-from tests.system.parity import (
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.forked import running
+from testing.parity import (
     CASES,
     STORYTELLER,
     assert_logprobs,
@@ -18,7 +19,6 @@ from tests.system.parity import (
     serve_twice,
     tokens_of,
 )
-from tests.worker.checkpoints import make_checkpoint
 
 
 @pytest.mark.parametrize("name", CASES)

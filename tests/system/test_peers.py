@@ -33,8 +33,8 @@ from bench.peer_arms import (
 from bench.peer_environment import FORMATS, CannotMakeError, Environments, requirements, unpack, with_tokenizer
 from bench.peer_goals import goal
 from pagewire.bench.workload import LengthRange
-from tests.gguf_files import write_gguf
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.gguf_files import write_gguf
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pagewire import Client, SamplingParams
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.gguf_files import write_gguf
+from testing.services import ENVIRON, System, running
+from testing.streams import until_lost
 from tests.compiler import skip_without_compiler
-from tests.gguf_files import write_gguf
-from tests.system import oracle
-from tests.system.services import ENVIRON, System, running
-from tests.system.streams import until_lost
-from tests.worker.checkpoints import make_checkpoint
 from tests.worker.test_models import compute_logits
 from tests.worker.test_quantizing import load as load_here
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels

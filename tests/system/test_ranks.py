@@ -10,11 +10,11 @@ import pytest
 
 from pagewire import Client, SamplingParams
 from pagewire.hosting.supervisor import free_port
-from tests.system import oracle, services
-from tests.system.forked import running
-from tests.system.parity import assert_logprobs, generate_all, tokens_of
-from tests.system.streams import Progress, requests_of, run_streams, run_while_ending, until_connected, until_lost
-from tests.worker.checkpoints import FIRST_FAMILIES, make_checkpoint
+from testing import oracle, services
+from testing.checkpoints.families import FIRST_FAMILIES, make_checkpoint
+from testing.forked import running
+from testing.parity import assert_logprobs, generate_all, tokens_of
+from testing.streams import Progress, requests_of, run_streams, run_while_ending, until_connected, until_lost
 
 FLOAT32 = ["--dtype", "float32"]
 PROMPTS = oracle.random_prompts(41, 151, (1, 16, 17, 64, 100, 300))

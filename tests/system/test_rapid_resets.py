@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.hosting.supervisor import free_port
-from tests.system import rapid_resets
-from tests.system.forked import running
-from tests.system.services import HOST, Service
+from testing import rapid_resets
+from testing.forked import running
+from testing.services import HOST, Service
 
 pytestmark = pytest.mark.alone
 
@@ -98,7 +98,7 @@ async def test_a_flood_of_resets(ports: dict[str, Port], name: str, num_connecti
     async with health(port) as stub:
         await until_answered(stub)
         port.service.forget_peak()
-        arguments = ("-m", "tests.system.rapid_resets", port.address, rapid_resets.CHECK)
+        arguments = ("-m", "testing.rapid_resets", port.address, rapid_resets.CHECK)
         flood = await asyncio.create_subprocess_exec(
             sys.executable, *arguments, str(num_connections), str(NUM_RESETS), stdout=asyncio.subprocess.PIPE
         )

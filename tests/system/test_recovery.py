@@ -10,11 +10,11 @@ import pytest
 
 from pagewire import Client, SamplingParams
 from pagewire.errors import Unavailable
-from tests.system import oracle
-from tests.system.forked import running
-from tests.system.parity import STORYTELLER
-from tests.system.streams import NUM_STREAMS, Progress, requests_of, run_streams, run_with_ends, until_connected
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.forked import running
+from testing.parity import STORYTELLER
+from testing.streams import NUM_STREAMS, Progress, requests_of, run_streams, run_with_ends, until_connected
 
 NUM_KILLS = 20
 NUM_RESTARTS = 10

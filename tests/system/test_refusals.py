@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
 EXIT_REFUSED = 78

@@ -12,13 +12,13 @@ import pytest
 
 from pagewire import Client, SamplingParams
 from pagewire.completion import TokenLogprobs
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.gguf_files import write_gguf
+from testing.checkpoints.packed import make_mxfp4, make_quantized
+from testing.checkpoints.quantized import BY_NAME
+from testing.forked import running
+from testing.streams import Progress, Request, run_while_ending
 from tests.compiler import skip_without_compiler
-from tests.gguf_files import write_gguf
-from tests.system.forked import running
-from tests.system.streams import Progress, Request, run_while_ending
-from tests.worker.checkpoints import make_checkpoint
-from tests.worker.packed_checkpoints import make_mxfp4, make_quantized
-from tests.worker.quantized_checkpoints import BY_NAME
 
 VOCAB_SIZE = 151
 NUM_REQUESTS = 32

@@ -22,9 +22,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire import Client, SamplingParams
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
+from testing.checkpoints.families import make_checkpoint
+from testing.services import Service
 from tests.contract import hub
-from tests.system.services import Service
-from tests.worker.checkpoints import make_checkpoint
 
 READY = "ready on grpc://"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pagewire import Client, SamplingParams
-from tests.system.forked import running
-from tests.system.services import System
+from testing.forked import running
+from testing.services import System
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 NUM_REQUESTS = 80

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 
 from pagewire import Client, Completion, ResourceExhausted, SamplingParams
 from pagewire.grammars import GrammarCompiler
-from tests.system.forked import running
-from tests.system.services import System
-from tests.system.streams import until_connected, until_lost
+from testing.forked import running
+from testing.services import System
+from testing.streams import until_connected, until_lost
 
 ROOT = Path(__file__).parents[2]
 STORYTELLER = ROOT / "models" / "storyteller"

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from pagewire import Client, SamplingParams
-from tests.system import oracle
-from tests.system.forked import running
-from tests.system.services import System
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.forked import running
+from testing.services import System
 
 VOCAB_SIZE = 151
 TINY_POOL = ["--dtype", "float32", "--num-device-blocks", 36, "--num-host-blocks", 300]

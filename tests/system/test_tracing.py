@@ -7,9 +7,9 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from tests.contract.trace_collector import attributes, collecting
-from tests.system.services import System
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
+from testing.services import System
+from testing.trace_collector import attributes, collecting
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

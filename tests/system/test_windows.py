@@ -6,9 +6,9 @@ import itertools
 import pytest
 
 from pagewire import Client, PagewireError, SamplingParams
-from tests.system import oracle
-from tests.system.forked import running
-from tests.worker.checkpoints import make_checkpoint
+from testing import oracle
+from testing.checkpoints.families import make_checkpoint
+from testing.forked import running
 
 VOCAB_SIZE = 151
 NUM_TOKENS = 200

@@ -14,9 +14,9 @@ import pytest
 
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from tests.system.forked import start_forked
-from tests.system.gateway import Gateway
-from tests.system.services import HOST, System
+from testing.forked import start_forked
+from testing.gateway import Gateway
+from testing.services import HOST, System
 
 MODEL = Path("models/storyteller")
 PROMPTS = ("Once there was", "One day", "The little fox", "A bear", "In the forest", "The owl")

@@ -12,7 +12,7 @@ import pytest
 from pagewire.errors import StartError
 from pagewire.hosting.local_server import LocalServer
 from pagewire.hosting.supervisor import free_port
-from tests.system.services import ENVIRON, HOST
+from testing.services import ENVIRON, HOST
 
 MODEL = Path(__file__).parents[2] / "models" / "storyteller"
 # What a Python that runs a module has loaded before the first line of it.

@@ -16,7 +16,7 @@ import transformers
 
 from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
 from scheduler_service.core.request import BeamParams, EarlyStopping
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
 
 SEEDS = (11, 12)
 NUM_PROMPT_TOKENS = 7

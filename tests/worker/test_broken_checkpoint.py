@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from testing.checkpoints.families import FAMILIES, make_checkpoint
 from tests.broken_json import refusal_of, spoilt, spoilt_bytes
-from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service.models.checkpoint_files import CheckpointError, read_headers
 from worker_service.models.config import MAX_SIZE, ModelConfig, parse_config
 from worker_service.models.loading import prepare_model

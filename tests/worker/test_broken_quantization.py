@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from testing.checkpoints.packed import E4M3, make_quantized, with_section
+from testing.checkpoints.quantized import BY_NAME
 from tests.broken_json import refusal_of
-from tests.worker.packed_checkpoints import E4M3, make_quantized, with_section
-from tests.worker.quantized_checkpoints import BY_NAME
 from tests.worker.test_models import compute_logits, random_tokens
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.loading import load_model, prepare_model

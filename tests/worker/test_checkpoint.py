@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
 from tests.worker.test_models import edit_config
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError, model_digest

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from tests.worker.checkpoints import DEFAULTS, FAMILIES, NO_SPECIAL_TOKENS, draw_weights
+from testing.checkpoints.families import DEFAULTS, FAMILIES, NO_SPECIAL_TOKENS, draw_weights
 from tests.worker.test_models import TOLERANCE, compute_logits
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import ModelConfig, parse_config

@@ -29,12 +29,12 @@ from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from scheduler_service.rpc.worker.wire import encode_plan
-from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.plans import GREEDY, Row, plan_steps
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, FakeGraph, Guard, as_kernel
 from tests.worker.late_queue import LateQueue
 from tests.worker.letters import END_TOKEN_ID, letters_tokenizer
-from tests.worker.plans import GREEDY, Row, plan_steps
 from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape

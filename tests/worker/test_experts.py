@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.experts import choose_experts, multiply_chosen
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
 from worker_service.models.linear import ExpertLinear, stack
 from worker_service.models.loading import prepare_model
 from worker_service.models.operations import TorchOperations, multiply_all

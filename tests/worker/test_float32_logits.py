@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
 from tests.worker.float32_products import float32_products
 from tests.worker.test_tensor_parallel import on_every_rank
 from worker_service.models.loading import load_model

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from testing.checkpoints.packed import make_quantized
+from testing.checkpoints.quantized import BY_NAME
 from tests.compiler import skip_without_compiler
-from tests.worker.packed_checkpoints import make_quantized
-from tests.worker.quantized_checkpoints import BY_NAME
 from tests.worker.test_same_bits import VOCAB, alone, together
 from worker_service.host import create_host_operations
 from worker_service.models.linear import Linear

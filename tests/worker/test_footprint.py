@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pagewire.kernels.cpu import Turn
+from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.checkpoints.gguf_files import write_gguf
 from tests.compiler import skip_without_compiler
-from tests.gguf_files import write_gguf
-from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service.host.decoder import CpuDecoder
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.config import ModelConfig

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.gguf_files import dequantized, write_dequantized, write_gguf
 from tests.compiler import skip_without_compiler
-from tests.gguf_files import dequantized, write_dequantized, write_gguf
-from tests.worker.checkpoints import make_checkpoint
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError

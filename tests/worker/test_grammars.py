@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.grammars import GrammarCompiler, Matcher, version
-from tests.gguf_files import write_gguf
+from testing.checkpoints.gguf_files import write_gguf
 from worker_service.grammars import CompileThread, EpochGrammars, epoch_grammars
 from worker_service.startup.grammars import GrammarStart
 from worker_service.step import AddedGrammar, GrammarKind, GrammarReport, ProtocolError, StepPlan

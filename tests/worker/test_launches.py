@@ -12,10 +12,10 @@ from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
 
+from testing.plans import Row, plan_steps  # noqa: E402
 from tests.worker.fake_device import FakeDevice  # noqa: E402
 from tests.worker.float32_products import float32_products  # noqa: E402
 from tests.worker.interpreted_launches import record_launches  # noqa: E402
-from tests.worker.plans import Row, plan_steps  # noqa: E402
 from tests.worker.triton_runner import BLOCK_SIZE, make_runner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake device is the host")

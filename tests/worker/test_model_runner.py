@@ -13,9 +13,9 @@ import transformers
 
 from pagewire.transport.memory_size import describe_memory
 from pagewire.transport.process import EXIT_WITH_PARENT, MEMORY_PREFIX
+from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.plans import Row, num_blocks_needed, plan_steps
 from tests.compiler import skip_without_compiler
-from tests.worker.checkpoints import FAMILIES, make_checkpoint
-from tests.worker.plans import Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.startup.cpu_kernels import load_cpu_kernels

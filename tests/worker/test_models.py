@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from tests.compiler import skip_without_compiler
-from tests.worker.checkpoints import (
+from testing.checkpoints.families import (
     DEFAULTS,
     FAMILIES,
     FIRST_FAMILIES,
@@ -22,6 +21,7 @@ from tests.worker.checkpoints import (
     NUM_EXPERTS,
     make_checkpoint,
 )
+from tests.compiler import skip_without_compiler
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host.decoder import CpuDecoder, host_model
 from worker_service.host.model import LayeredModel

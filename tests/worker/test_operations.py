@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from testing.checkpoints.families import make_checkpoint
 from tests.kernels.triton.device import choose_device
-from tests.worker.checkpoints import make_checkpoint
 
 choose_device()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.perplexity import ARMS, perplexity
-from tests.worker.logits import mean_divergence
+from testing.logits import mean_divergence
 
 
 def test_perplexity_is_that_of_the_tokens_that_come_next():

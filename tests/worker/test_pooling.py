@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from pagewire.gguf import GgufFile
 from scheduler_service.core import plan as core_plan
 from scheduler_service.serving.pooling_config import read_gguf_pooling
-from tests.gguf_files import write_gguf
-from tests.worker.checkpoints import make_checkpoint
-from tests.worker.plans import Row, plan_steps
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.gguf_files import write_gguf
+from testing.plans import Row, plan_steps
 from tests.worker.test_model_runner import load
 from worker_service.engine import LoadedWorker
 from worker_service.models.checkpoint_files import CheckpointError

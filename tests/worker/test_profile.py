@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pagewire import Client, SamplingParams
-from tests.system import services
-from tests.worker.checkpoints import make_checkpoint
-from tests.worker.plans import PlannedStep, Row, plan_steps
+from testing import services
+from testing.checkpoints.families import make_checkpoint
+from testing.plans import PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.runner.profile import NUM_STEPS_BEFORE, STEP_PREFIX, ProfiledRunner
 from worker_service.startup.loader import load_worker

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from testing.checkpoints.quantized import BY_NAME, CASES
 from tests.broken_json import ODD_VALUES, refusal_of
-from tests.worker.quantized_checkpoints import BY_NAME, CASES
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.quantization import WeightFormat, parse_quantization
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from models.story_tokens import sequences
 from models.train_storyteller import RECIPES
 from pagewire.kernels.cpu import NATIVE
+from testing.logits import OurModel, ReferenceModel, mean_divergence
 from tests.kernels.variants import load_variant
-from tests.worker.logits import OurModel, ReferenceModel, mean_divergence
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LLAMA_CPP = json.loads((FIXTURES / "llama_cpp.json").read_text())

@@ -10,10 +10,10 @@ from tests.kernels.triton.device import choose_device
 DEVICE = choose_device()
 
 from pagewire.kernels import scaled  # noqa: E402
-from tests.gguf_files import write_gguf  # noqa: E402
-from tests.worker.checkpoints import make_checkpoint  # noqa: E402
-from tests.worker.packed_checkpoints import Case, fp8, make_mxfp4, make_quantized, w8a8  # noqa: E402
-from tests.worker.quantized_checkpoints import BY_NAME, CASES  # noqa: E402
+from testing.checkpoints.families import make_checkpoint  # noqa: E402
+from testing.checkpoints.gguf_files import write_gguf  # noqa: E402
+from testing.checkpoints.packed import Case, fp8, make_mxfp4, make_quantized, w8a8  # noqa: E402
+from testing.checkpoints.quantized import BY_NAME, CASES  # noqa: E402
 from tests.worker.test_triton_model import HEADS_OF_32, SHAPES, check_tokens, make_runner  # noqa: E402
 from worker_service.device.products import PackedExpertProduct, PackedProduct, RoundedProduct  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402

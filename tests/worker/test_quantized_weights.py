@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scheduler_service.serving.model_info import read_model_info
-from tests.worker.checkpoints import FAMILIES, make_checkpoint
-from tests.worker.packed_checkpoints import awq, gptq, make_quantized
-from tests.worker.quantized_checkpoints import BY_NAME, CASES
+from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.checkpoints.packed import awq, gptq, make_quantized
+from testing.checkpoints.quantized import BY_NAME, CASES
 from tests.worker.test_models import compute_logits, host_operations, packed_products, random_tokens, use_kernels
 from tests.worker.test_tensor_parallel import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig

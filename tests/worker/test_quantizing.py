@@ -14,11 +14,11 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.gguf_files import write_gguf
+from testing.checkpoints.packed import make_quantized
+from testing.checkpoints.quantized import BY_NAME
 from tests.compiler import skip_without_compiler
-from tests.gguf_files import write_gguf
-from tests.worker.checkpoints import make_checkpoint
-from tests.worker.packed_checkpoints import make_quantized
-from tests.worker.quantized_checkpoints import BY_NAME
 from tests.worker.test_models import compute_logits, random_tokens
 from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache

@@ -15,9 +15,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.gguf_files import write_gguf
 from tests.compiler import skip_without_compiler
-from tests.gguf_files import write_gguf
-from tests.worker.checkpoints import make_checkpoint
 from tests.worker.test_models import TOLERANCE, compute_logits
 from worker_service.config import WorkerConfig
 from worker_service.models.checkpoint_files import CheckpointError

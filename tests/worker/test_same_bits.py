@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cache_rows import row_size
+from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint
+from testing.checkpoints.gguf_files import write_gguf
+from testing.checkpoints.packed import make_mxfp4, make_quantized
+from testing.checkpoints.quantized import BY_NAME
 from tests.compiler import skip_without_compiler
-from tests.gguf_files import write_gguf
-from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint
-from tests.worker.packed_checkpoints import make_mxfp4, make_quantized
-from tests.worker.quantized_checkpoints import BY_NAME
 from tests.worker.test_models import packed_products
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host import create_host_operations, host_model

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.worker.plans import Row, plan_steps
+from testing.plans import Row, plan_steps
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 from worker_service.step import ProtocolError, RowOpening, SamplingParams, StepPlan
 

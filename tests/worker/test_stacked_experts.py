@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.worker.checkpoints import make_checkpoint
-from tests.worker.packed_checkpoints import make_mxfp4
+from testing.checkpoints.families import make_checkpoint
+from testing.checkpoints.packed import make_mxfp4
 from tests.worker.test_broken_quantization import edited
 from tests.worker.test_models import compute_logits, host_operations, random_tokens, use_kernels
 from tests.worker.test_tensor_parallel import Meeting, ThreadRank

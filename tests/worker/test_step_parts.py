@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, as_kernel
 from tests.worker.runners import device_runner, host_runner

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from testing.checkpoints.families import FAMILIES, make_checkpoint
 from tests.worker.test_models import (
     BIASES,
     CPU,

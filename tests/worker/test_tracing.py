@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.contract.trace_collector import attributes, collecting
-from tests.worker.plans import Row, plan_steps
+from testing.plans import Row, plan_steps
+from testing.trace_collector import attributes, collecting
 from worker_service.config import WorkerConfig
 from worker_service.engine.tracing import StepTracing
 from worker_service.step import StepPlan

@@ -12,11 +12,11 @@ DEVICE = choose_device()
 
 from pagewire.kernels.expert_choice import ExpertChoice  # noqa: E402
 from pagewire.kernels.triton import experts  # noqa: E402
+from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
+from testing.plans import Row, plan_steps  # noqa: E402
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
-from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
 from tests.worker.fake_device import FakeDevice  # noqa: E402
 from tests.worker.interpreted_launches import record_launches  # noqa: E402
-from tests.worker.plans import Row, plan_steps  # noqa: E402
 from tests.worker.runners import device_runner, host_runner  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402

@@ -12,11 +12,11 @@ from tests.kernels.triton.device import choose_device
 DEVICE = choose_device()
 
 from pagewire.grammars import GrammarCompiler  # noqa: E402
+from testing.plans import Row, plan_steps  # noqa: E402
 from tests.worker.fake_device import FakeDevice  # noqa: E402
 from tests.worker.float32_products import float32_products  # noqa: E402
 from tests.worker.interpreted_launches import record_launches  # noqa: E402
 from tests.worker.letters import letters_tokenizer  # noqa: E402
-from tests.worker.plans import Row, plan_steps  # noqa: E402
 from tests.worker.triton_runner import BLOCK_SIZE, CONFIG, make_runner  # noqa: E402
 from worker_service.grammars import CompileThread, EpochGrammars  # noqa: E402
 from worker_service.startup.warm_up import warm_up  # noqa: E402

@@ -22,10 +22,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.kernels.triton.checks.case import CompileCase
+from testing import kernel_checks
+from testing.kernel_checks.case import CompileCase
 
 H200 = GPUTarget("cuda", 90, 32)
-CHECKS = Path(__file__).parent / "checks"
+CHECKS = Path(kernel_checks.__file__).parent
 MODULES = sorted(path.stem for path in CHECKS.glob("*.py") if path.stem not in {"__init__", "case"})
 MAX_SHARED_MEMORY = 227 * 1024  # of a program
 # Of a processor; each program takes 1 KB of its shared memory besides its own.
@@ -187,7 +188,7 @@ def main() -> int:
     arguments = parser.parse_args()
     status = 0
     for name in arguments.modules:
-        cases = importlib.import_module(f"tests.kernels.triton.checks.{name}").compile_cases()
+        cases = importlib.import_module(f"testing.kernel_checks.{name}").compile_cases()
         for case in in_pairs(cases) if arguments.pairs else cases:
             try:
                 print(f"{case.name}: {compile_case(case)}", flush=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.kernels.triton.checks.case import DeviceCase
+from testing.kernel_checks.case import DeviceCase
 
 
 def agrees(device: torch.device) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagewire.kernels.triton import blocks
-from tests.kernels.triton.checks.blocks import LAYOUTS, OPERATIONS, Shape, check_blocks
+from testing.kernel_checks.blocks import LAYOUTS, OPERATIONS, Shape, check_blocks
 
 SHAPE = Shape(num_blocks=8, num_layers=2, block_size=16, num_kv_heads=2, head_dim=32)
 

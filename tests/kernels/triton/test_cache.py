@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagewire.kernels.triton import cache
-from tests.kernels.triton.checks.cache import E4M3, LAYOUTS, Shape, check_reshape_and_cache, make_caches, make_step
+from testing.kernel_checks.cache import E4M3, LAYOUTS, Shape, check_reshape_and_cache, make_caches, make_step
 
 SHAPE = Shape(num_tokens=7, num_kv_heads=3, head_dim=32, block_size=16, num_blocks=3)
 

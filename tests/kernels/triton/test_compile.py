@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from testing import kernel_checks
+
 ROOT = Path(__file__).parents[3]
-CHECKS = Path(__file__).parent / "checks"
+CHECKS = Path(kernel_checks.__file__).parent
 MODULES = sorted(path.stem for path in CHECKS.glob("*.py") if path.stem not in {"__init__", "case"})
 
 
@@ -45,7 +47,7 @@ def pairs(cases):
     return {(case.kernel.__name__, *pair) for case in cases for pair in itertools.product(traits(case), repeat=2)}
 
 for name in MODULES:
-    cases = list(importlib.import_module(f"tests.kernels.triton.checks.{name}").compile_cases())
+    cases = list(importlib.import_module(f"testing.kernel_checks.{name}").compile_cases())
     sample = in_pairs(cases)
     print(name, len(pairs(sample)), len(pairs(cases)), len(sample), len(cases))
 """
@@ -126,7 +128,7 @@ def test_a_variant_that_takes_too_much_is_refused():
 
 _BROKEN = """
 from dataclasses import replace
-from tests.kernels.triton.checks import blocks, prefill_attention
+from testing.kernel_checks import blocks, prefill_attention
 from tests.kernels.triton.compilation import compile_case
 
 prefill, copy = next(prefill_attention.compile_cases()), next(blocks.compile_cases())

@@ -9,7 +9,7 @@ import torch
 
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import decode_attention, split_plan, tiles
-from tests.kernels.triton.checks.decode_attention import (
+from testing.kernel_checks.decode_attention import (
     E4M3,
     VERSIONS,
     Step,

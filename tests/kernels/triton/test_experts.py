@@ -7,7 +7,7 @@ import torch
 
 from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.triton import experts
-from tests.kernels.triton.checks.experts import Layer, check_choice, check_layer, check_product
+from testing.kernel_checks.experts import Layer, check_choice, check_layer, check_product
 
 GROUPED = ExpertChoice(4, "sigmoid", True, 2.5, num_groups=3, num_chosen_groups=2)
 LAYER = Layer(5, 8, ExpertChoice(2), 40, 24)

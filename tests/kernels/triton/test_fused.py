@@ -6,7 +6,7 @@ import torch
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import fused
-from tests.kernels.triton.checks import fused as checks
+from testing.kernel_checks import fused as checks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

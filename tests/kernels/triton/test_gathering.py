@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagewire.kernels.triton import gathering
-from tests.kernels.triton.checks.gathering import check_columns, check_tokens, make_tables
+from testing.kernel_checks.gathering import check_columns, check_tokens, make_tables
 
 
 @pytest.mark.parametrize(

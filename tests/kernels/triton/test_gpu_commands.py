@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench import gpu_kernels
-from tests.kernels.triton.checks.case import COPY, MATMUL
+from testing.kernel_checks.case import COPY, MATMUL
 
 SCRIPTED = "tests.kernels.triton.scripted_checks"
 

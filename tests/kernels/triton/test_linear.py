@@ -10,7 +10,7 @@ from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from pagewire.kernels.triton import experts, linear
-from tests.kernels.triton.checks.linear import PACKED, Layer, check_alone, check_experts, check_layer, make_weight
+from testing.kernel_checks.linear import PACKED, Layer, check_alone, check_experts, check_layer, make_weight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYER = Layer(3, 24, 96)

@@ -11,7 +11,7 @@ from pagewire.kernels.triton import tiles
 from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import SplitPlan
-from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_attention, compare, make_batch
+from testing.kernel_checks.prefill_attention import E4M3, Case, check_paged_attention, compare, make_batch
 from tests.kernels.triton.recorded_launches import record_attention
 
 CASE = Case(((1, 40), (1, 17), (1, 0), (12, 20), (9, 9), (1, 5)), num_kv_heads=2, num_groups=2)

@@ -10,7 +10,7 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import attention_arguments, prefill_attention
 from pagewire.kernels.triton.tiles import Tile
-from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_prefill, make_batch
+from testing.kernel_checks.prefill_attention import E4M3, Case, check_paged_prefill, make_batch
 
 TILE = Tile(block_n=16, num_warps=4, num_stages=2, block_m=16)
 # Chunks past a prefix that ends inside a block, in one tile of queries and in two, and padding.

@@ -11,7 +11,7 @@ import triton.language as tl
 from pagewire.kernels import sampling
 from pagewire.kernels.cpu.sampler import TorchSampler
 from pagewire.kernels.triton import sampler
-from tests.kernels.triton.checks.sampler import (
+from testing.kernel_checks.sampler import (
     MAX_LOGPROBS,
     Row,
     check_count_tokens,

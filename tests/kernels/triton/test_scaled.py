@@ -10,7 +10,7 @@ from pagewire.kernels import scaled as specification
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.triton import scaled
-from tests.kernels.triton.checks.scaled import (
+from testing.kernel_checks.scaled import (
     FP8,
     KINDS,
     Product,

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import openai
 
-from tests.system.gateway import Stream, post
+from testing.gateway import Stream, post
 from tests.system.openai_api.field import Body
 from tests.system.openai_api.reply import Reply
 

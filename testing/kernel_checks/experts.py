@@ -11,8 +11,8 @@ from pagewire.kernels import experts as specification
 from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.triton import experts
 from pagewire.kernels.triton.attention_arguments import operand
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase
-from tests.kernels.triton.checks.decode_attention import strided
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
+from testing.kernel_checks.decode_attention import strided
 
 TRITON_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

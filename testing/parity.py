@@ -12,9 +12,9 @@ import transformers
 from pagewire import Client, SamplingParams
 from pagewire.completion import Completion
 from pagewire.server import Loads
-from tests.system import oracle
+from testing import oracle
 
-STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+STORYTELLER = Path(__file__).parents[1] / "models" / "storyteller"
 VOCAB_SIZE = 151  # of the random checkpoints
 PROMPT_LENGTHS = (1, 2, 7, 8, 15, 16, 17, 33, 64, 100, 257, 700)
 SAMPLED_PROMPTS = oracle.random_prompts(11, VOCAB_SIZE, (5, 40, 90, 17, 64, 200, 31, 128))

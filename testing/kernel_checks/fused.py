@@ -8,8 +8,8 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import fused
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase
-from tests.kernels.triton.checks.decode_attention import strided
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
+from testing.kernel_checks.decode_attention import strided
 
 EPS = 1e-6
 # Steps between a value and the next of its dtype, as a share of the value, at most.

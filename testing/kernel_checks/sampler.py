@@ -14,8 +14,8 @@ from pagewire.kernels import sampling
 from pagewire.kernels.noise import gumbel_noise, noise_keys
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from pagewire.kernels.triton import sampler
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
-from tests.kernels.triton.checks.decode_attention import strided
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
+from testing.kernel_checks.decode_attention import strided
 
 MAX_GAP = 1e-5  # between two scores or log-probabilities whose order rounding may change
 MAX_LOGPROBS = 5

@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from tests.worker.packed_checkpoints import Case, Tensors, awq, compressed_in_order, fp8, gptq, mxfp4, random_scales
+from testing.checkpoints.packed import Case, Tensors, awq, compressed_in_order, fp8, gptq, mxfp4, random_scales
 
 
 def compressed(name: str, layout: str, scale_dtype: torch.dtype, **arguments: Any) -> Case:

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from pagewire.kernels.cpu import CpuKernels
-from tests.gguf_files import dequantized
+from testing.checkpoints.gguf_files import dequantized
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.cache import CacheEngine, CacheShape
 from worker_service.host import create_host_operations, host_model

@@ -11,7 +11,7 @@ import grpc.aio
 from pagewire.grammars import version
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.core.plan import Logprobs, RowStatus, StepResult
-from tests.core.simulated_worker import SimulatedWorker
+from testing.simulated_worker import SimulatedWorker
 from worker_service.rpc import wire as worker_wire
 from worker_service.step import AddedGrammar, GrammarReport, StepPlan
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pagewire.kernels import reference
 from pagewire.kernels.triton import cache
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
-from tests.kernels.triton.checks.decode_attention import strided
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
+from testing.kernel_checks.decode_attention import strided
 
 E4M3 = torch.float8_e4m3fn
 NUM_LAYERS = 2

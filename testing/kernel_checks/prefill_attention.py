@@ -20,8 +20,8 @@ from pagewire.kernels.triton.attention_arguments import AttentionShape, LayerGro
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.tiles import Tile
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
-from tests.kernels.triton.checks.decode_attention import attention_types, make_sinks
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
+from testing.kernel_checks.decode_attention import attention_types, make_sinks
 
 E4M3 = torch.float8_e4m3fn
 # How far results of values of about 1 may be off, by what products are made of; the results' own rounding comes on top.

@@ -14,7 +14,7 @@ from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import attention_arguments, decode_attention, split_plan, tiles
 from pagewire.kernels.triton.attention_arguments import AttentionShape, Weighing
 from pagewire.kernels.triton.strided import Strided
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 E4M3 = torch.float8_e4m3fn
 NUM_LAYERS = 2

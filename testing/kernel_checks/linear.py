@@ -12,9 +12,9 @@ from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import BLOCK, QuantizedWeight
 from pagewire.kernels.triton import experts, linear
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase
-from tests.kernels.triton.checks.decode_attention import strided
-from tests.kernels.triton.checks.experts import TRITON_TYPES
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
+from testing.kernel_checks.decode_attention import strided
+from testing.kernel_checks.experts import TRITON_TYPES
 
 CODES = {"int4": (-8, 8), "uint4": (0, 16), "int8": (-128, 128)}
 _E2M1 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)

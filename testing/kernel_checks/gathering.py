@@ -11,8 +11,8 @@ from pagewire.kernels import gathering as specification
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import FLOATS, INTEGERS
 from pagewire.kernels.triton import gathering
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase
-from tests.kernels.triton.checks.decode_attention import strided
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
+from testing.kernel_checks.decode_attention import strided
 
 BLOCK_SIZE = 16
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pagewire import Client, SamplingParams
-from tests.system.services import System
+from testing.services import System
 
 NUM_STREAMS = 100
 Served = TypeVar("Served")
@@ -108,7 +108,7 @@ async def run_with_ends(
 ) -> DisturbedRun:
     """Serves the requests, and then again with the worker killed, or told to stop, `num_ends` times.
 
-    `running` starts the services, as `tests.system.services.running` does.
+    `running` starts the services, as `testing.services.running` does.
     """
     with running(model, **flags) as system:
         async with Client(system.url) as client:

@@ -1,6 +1,6 @@
 """Clients that speak HTTP/2 by hand: they open calls and reset them at once, as fast as connections take them.
 
-    python -m tests.system.rapid_resets HOST:PORT /SERVICE/METHOD NUM_CONNECTIONS NUM_CALLS
+    python -m testing.rapid_resets HOST:PORT /SERVICE/METHOD NUM_CONNECTIONS NUM_CALLS
 
 A client library would wait where the server limits its calls; these do not.
 """

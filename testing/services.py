@@ -13,7 +13,7 @@ from pagewire.hosting.supervisor import free_port
 
 HOST = "127.0.0.1"
 READY_PREFIX = "ready on grpc://"
-ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 def children_of(pid: int) -> list[int]:

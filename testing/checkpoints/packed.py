@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.worker.checkpoints import make_checkpoint
+from testing.checkpoints.families import make_checkpoint
 
 E4M3 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.system import services
-from tests.system.services import Process, System
+from testing import services
+from testing.services import Process, System
 
 # Imported once, by the process that forks. None of them starts a thread: torch does so when it first computes.
 PRELOADED = ["torch", "pagewire.cli.services", "worker_service.server", "worker_service.startup.loader", __name__]

@@ -16,8 +16,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_p
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.serving.model_info import read_model_info
-from tests.contract.fake_worker import FakeWorker
-from tests.core.simulated_worker import reference
+from testing.fake_worker import FakeWorker
+from testing.simulated_worker import reference
 
 VOCAB_SIZE = 300
 EOS = 299  # the simulated worker never generates the last id

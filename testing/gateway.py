@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagewire.hosting.supervisor import free_port
-from tests.system.services import ENVIRON, HOST
+from testing.services import ENVIRON, HOST
 
 
 @dataclass(frozen=True)

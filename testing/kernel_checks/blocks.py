@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire.kernels import reference
 from pagewire.kernels.triton import blocks
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 OPERATIONS = ("copy", "gather", "scatter")
 LAYOUTS = ("block_major", "layer_major", "head_major", "one_layer", "all_keys")

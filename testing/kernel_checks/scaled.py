@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pagewire.kernels import scaled as specification
 from pagewire.kernels.triton import scaled
-from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase
-from tests.kernels.triton.checks.decode_attention import strided
+from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
+from testing.kernel_checks.decode_attention import strided
 
 FP8 = torch.float8_e4m3fn
 TRITON_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", FP8: "fp8e4nv"}

@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: services as processes, made checkpoints, a scheduler in-process. Not installed."""
