@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from bench.peers import compute_with
 from bench.record import RESULTS, machine, verdict, write
 from bench.tokenizer import trained_tokenizer
-from pagewire.grammars import GrammarCompiler, GrammarLimitError, MaskJob, MaskQueue
-from pagewire.grammars.trial import Trials
+from pagewire.common.grammars import GrammarCompiler, GrammarLimitError, MaskJob, MaskQueue
+from pagewire.common.grammars.trial import Trials
 from pagewire.kernels.cpu.sampler import CpuSampler
 from pagewire.kernels.cpu.sampling import TokenHistory
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns

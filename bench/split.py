@@ -129,7 +129,7 @@ async def worker_process(arguments) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
-    from pagewire.transport.dialling import Dialler
+    from pagewire.common.transport.dialling import Dialler
     from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
     from scheduler_service.serving.model_info import read_model_info
 

@@ -21,8 +21,8 @@ from google.protobuf.descriptor_pb2 import (
 )
 from prometheus_client.metrics_core import Metric
 
+from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
-from pagewire.gguf import ARCHITECTURES, SERVED_TYPES
 from pagewire.kernels.rounding import BITS
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats

@@ -2,7 +2,7 @@
 
 import importlib
 
-__version__ = "0.1.0"
+from pagewire.common import __version__
 
 # Type checkers know the name. The module of that name is not imported: `python -m pagewire` would take a file of the
 # working directory for it, see `pagewire/__main__.py`.

@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 
 from pagewire.authorized_channel import AuthorizedChannel
+from pagewire.common.transport.dialling import open_channel
+from pagewire.common.transport.http_proxy import http_proxy_of
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from pagewire.shared_stream import SharedStream
-from pagewire.transport.dialling import open_channel
-from pagewire.transport.http_proxy import http_proxy_of
 
 OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),

@@ -15,6 +15,7 @@ from pagewire import blocking_call, conversation, wire
 from pagewire.attachment import Attachment
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
+from pagewire.common.transport.tls import TlsFile, TlsFiles
 from pagewire.completion import Completion, CompletionBuilder, Output, PromptEmbedding, Result
 from pagewire.conversation import Message, Session
 from pagewire.errors import AlreadyExists, PagewireError
@@ -23,7 +24,6 @@ from pagewire.retry import DELAYS_S, Attempts
 from pagewire.sampling import UNSET, SamplingFields, SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.shared_stream import NotShared
-from pagewire.transport.tls import TlsFile, TlsFiles
 
 UNARY_TIMEOUT_S = 10.0
 # Requests in flight, the new one included, from which on new ones share a call: fewer messages, for the server and for

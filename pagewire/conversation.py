@@ -44,7 +44,7 @@ def prompts_of(
     They are made by the served model's chat template, or the one of that name, or the given text; it gets `variables`
     too. Raises InvalidRequest.
     """
-    from pagewire import chat_template  # with Jinja2, which nobody else needs
+    from pagewire.common import chat_template  # with Jinja2, which nobody else needs
 
     template = template_of(info, template)
     if template is None:

@@ -5,10 +5,10 @@ from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES, Range
 from pagewire.compatibility import SAMPLING_FIELDS, judge, suggestion
 from pagewire.errors import InvalidRequest
 from pagewire.structured_outputs import StructuredOutputs
-from pagewire.transport.sampling_ranges import LOGIT_BIAS, RANGES, Range
 
 # Names of when a beam search ends, and transformers' values for the same.
 EARLY_STOPPING = ("heuristic", "first", "never", False, True)

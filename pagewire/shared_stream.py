@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 
 from pagewire import wire
+from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.errors import DeadlineExceeded, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.transport.sampling_ranges import MAX_SAMPLES
 
 # What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
 FAILED_WRITE = "Internal error from Core"

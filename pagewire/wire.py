@@ -9,6 +9,10 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from pagewire.common.sampling_ranges import UINT32, UINT64, Range
+from pagewire.common.transport.http_proxy import http_proxy_of
+from pagewire.common.transport.translation import decoder, enum_names
+from pagewire.common.transport.wrong_port import RightPort
 from pagewire.completion import Output, Result, TokenLogprobs
 from pagewire.conversation import Session
 from pagewire.errors import (
@@ -28,10 +32,6 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams, is_integer, is_real
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.structured_outputs import StructuredOutputs
-from pagewire.transport.http_proxy import http_proxy_of
-from pagewire.transport.sampling_ranges import UINT32, UINT64, Range
-from pagewire.transport.translation import decoder, enum_names
-from pagewire.transport.wrong_port import RightPort
 
 try:
     from google.rpc import error_details_pb2, status_pb2

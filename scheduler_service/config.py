@@ -3,8 +3,8 @@
 import os
 from dataclasses import dataclass
 
-from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
-from pagewire.transport.option_limits import PORT, URL, Limit, at_least, between, check_options, flag, option
+from pagewire.common.option_limits import PORT, URL, Limit, at_least, between, check_options, flag, option
+from pagewire.common.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES
 from scheduler_service.core.retention import EXPECTATIONS

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pagewire.transport.dialling import Dialler
-from pagewire.transport.process import EXIT_ERROR
-from pagewire.transport.signals import serve_until_signalled
-from pagewire.transport.tls import link_files
+from pagewire.common.process import EXIT_ERROR
+from pagewire.common.signals import serve_until_signalled
+from pagewire.common.transport.dialling import Dialler
+from pagewire.common.transport.tls import link_files
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import serve_metrics

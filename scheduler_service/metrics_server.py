@@ -16,8 +16,8 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from pagewire.transport.addresses import join
-from pagewire.transport.listening import passive_host, refusal
+from pagewire.common.transport.addresses import join
+from pagewire.common.transport.listening import passive_host, refusal
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pagewire.transport.addresses import join
-from pagewire.transport.draining import cancel, drain
-from pagewire.transport.health import Health
-from pagewire.transport.listening import create_server, give_way, listen
-from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
-from pagewire.transport.tls import TlsFiles, server_files
+from pagewire.common.process import EXIT_ERROR, EXIT_REFUSED
+from pagewire.common.transport.addresses import join
+from pagewire.common.transport.draining import cancel, drain
+from pagewire.common.transport.health import Health
+from pagewire.common.transport.listening import create_server, give_way, listen
+from pagewire.common.transport.tls import TlsFiles, server_files
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
 from scheduler_service.rpc.interception import Interception

@@ -10,13 +10,12 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pagewire import __version__, grammars
-from pagewire.transport import garbage_collection
-from pagewire.transport.dialling import Dialler
-from pagewire.transport.link_secret import LinkSecret
-from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
-from pagewire.transport.signals import serve_until_signalled
-from pagewire.transport.tls import TlsFiles, link_files
+from pagewire.common import __version__, garbage_collection, grammars
+from pagewire.common.process import EXIT_ERROR, EXIT_REFUSED
+from pagewire.common.signals import serve_until_signalled
+from pagewire.common.transport.dialling import Dialler
+from pagewire.common.transport.link_secret import LinkSecret
+from pagewire.common.transport.tls import TlsFiles, link_files
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core import explain
 from scheduler_service.core.request import SchedulerStats

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import grpc.aio
 
-from pagewire.grammars import version
+from pagewire.common.grammars import version
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.core.plan import Logprobs, RowStatus, StepResult
 from testing.simulated_worker import SimulatedWorker

@@ -20,7 +20,7 @@ def children_of(pid: int) -> list[int]:
     """Of all its threads, but for the process in which a scheduler tries grammars."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return [child for child in children if b"pagewire.grammars.trial" not in _command_line(child)]
+    return [child for child in children if b"pagewire.common.grammars.trial" not in _command_line(child)]
 
 
 def _command_line(pid: int) -> bytes:

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from pagewire import __version__
-from pagewire.transport.addresses import join
-from pagewire.transport.draining import cancel
-from pagewire.transport.health import Health
-from pagewire.transport.link_secret import LinkSecret
-from pagewire.transport.listening import create_server, listen, listen_on_socket
-from pagewire.transport.process import announce_ready, exit_with_parent
-from pagewire.transport.signals import stop_at_signals
-from pagewire.transport.tls import TlsFiles, server_files
+from pagewire.common import __version__
+from pagewire.common.process import announce_ready, exit_with_parent
+from pagewire.common.signals import stop_at_signals
+from pagewire.common.transport.addresses import join
+from pagewire.common.transport.draining import cancel
+from pagewire.common.transport.health import Health
+from pagewire.common.transport.link_secret import LinkSecret
+from pagewire.common.transport.listening import create_server, listen, listen_on_socket
+from pagewire.common.transport.tls import TlsFiles, server_files
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer

@@ -17,9 +17,9 @@ from pagewire.bench.run import Run
 from pagewire.bench.text_tokenizer import TextTokenizer
 from pagewire.bench.workload import PlannedRequest
 from pagewire.cli import connection, number_flags
+from pagewire.common.option_limits import flag
 from pagewire.errors import CommandError
 from pagewire.options import Parser
-from pagewire.transport.option_limits import flag
 
 # vllm is OpenAI's completions under the name that vLLM gives them.
 BACKENDS = ("grpc", "openai", "openai-chat", "vllm")

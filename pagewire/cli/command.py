@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pagewire import __version__
+from pagewire.common import __version__
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import Any, TextIO
 
 from pagewire.cli import connection, sampling_flags
 from pagewire.client import Client
+from pagewire.common.strict_json import to_json
 from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output
 from pagewire.conversation import Session
 from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
-from pagewire.transport.strict_json import to_json
 
 
 def main(arguments: Sequence[str]) -> int:

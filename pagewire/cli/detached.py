@@ -8,9 +8,9 @@ from typing import Any
 
 from pagewire.cli import complete, connection
 from pagewire.client import Client
+from pagewire.common.strict_json import to_json
 from pagewire.completion import Result
 from pagewire.options import Parser
-from pagewire.transport.strict_json import to_json
 
 
 def submit(arguments: Sequence[str]) -> int:

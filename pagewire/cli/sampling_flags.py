@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from pagewire.cli.number_flags import sampled
+from pagewire.common.option_limits import flag
 from pagewire.errors import InvalidRequest
 from pagewire.sampling import BOOLEAN_FIELDS, EARLY_STOPPING, FLAGS, INTEGER_FIELDS, SamplingParams
 from pagewire.structured_outputs import KINDS, StructuredOutputs
-from pagewire.transport.option_limits import flag
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,17 @@ from typing import Any
 
 from pagewire import installation, options
 from pagewire.cli.option_groups import GROUPS
-from pagewire.gguf import is_gguf
+from pagewire.common import garbage_collection
+from pagewire.common.gguf import is_gguf
+from pagewire.common.process import (
+    EXIT_REFUSED,
+    announce_ready,
+    announce_refusal,
+    exit_with_parent,
+    is_child,
+    python_command,
+)
+from pagewire.common.signals import stops
 from pagewire.hosting import freed_memory, logs
 from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
 from pagewire.hosting.model_source import (
@@ -28,16 +38,6 @@ from pagewire.hosting.model_source import (
 )
 from pagewire.hosting.runtime_directory import RuntimeDirectory
 from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ, free_port
-from pagewire.transport import garbage_collection
-from pagewire.transport.process import (
-    EXIT_REFUSED,
-    announce_ready,
-    announce_refusal,
-    exit_with_parent,
-    is_child,
-    python_command,
-)
-from pagewire.transport.signals import stops
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagewire.common.option_limits import PORT, between, check_options, option
+from pagewire.common.process import python_command
+from pagewire.common.transport.addresses import join
+from pagewire.common.transport.listening import check_port, passive_host
 from pagewire.installation import extra_shortage
-from pagewire.transport.addresses import join
-from pagewire.transport.listening import check_port, passive_host
-from pagewire.transport.option_limits import PORT, between, check_options, option
-from pagewire.transport.process import python_command
 
 REQUIREMENT = "pagewire[gateway]"
 # The variable with the key that the gateway's administration asks for: adding workers, tokenizers, flushing caches.

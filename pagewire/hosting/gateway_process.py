@@ -9,8 +9,8 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from pagewire.common.process import announce_ready, exit_with_parent
 from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, reachable
-from pagewire.transport.process import announce_ready, exit_with_parent
 
 _POLL_INTERVAL = 0.1  # seconds
 _TIMEOUT = 5.0

@@ -15,10 +15,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 
+from pagewire.common.process import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX, python_command
+from pagewire.common.transport.queued_writer import QueuedWriter, stream_writer
 from pagewire.errors import CommandError, StartError
 from pagewire.hosting.child_output import READ_BYTES, ChildOutput
-from pagewire.transport.process import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX, python_command
-from pagewire.transport.queued_writer import QueuedWriter, stream_writer
 
 # Ports of its own choice, so that it runs beside anything.
 SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--metrics-port=0", "--log-level=warning")

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from pagewire.common.strict_json import StrictEncoder
+from pagewire.common.transport.queued_writer import QueuedWriter, descriptor_writer
 from pagewire.hosting.printable import printable, printable_json, printable_lines, shortened
-from pagewire.transport.queued_writer import QueuedWriter, descriptor_writer
-from pagewire.transport.strict_json import StrictEncoder
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")

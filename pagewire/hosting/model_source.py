@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagewire.common.gguf import MAX_LISTING_BYTES, ModelFileError, is_gguf, read_text
+from pagewire.common.memory_size import describe_memory
 from pagewire.compatibility import suggestion
 from pagewire.errors import CommandError
-from pagewire.gguf import MAX_LISTING_BYTES, ModelFileError, is_gguf, read_text
-from pagewire.transport.memory_size import describe_memory
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pagewire.common.process import EXIT_REFUSED, EXIT_WITH_PARENT, MEMORY_PREFIX, READY_PREFIX, REFUSAL_PREFIX
 from pagewire.hosting.child_output import READ_BYTES, ChildOutput
-from pagewire.transport.process import EXIT_REFUSED, EXIT_WITH_PARENT, MEMORY_PREFIX, READY_PREFIX, REFUSAL_PREFIX
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pagewire.common.process import announce_ready, exit_with_parent, python_command
+from pagewire.common.signals import stop_at_signals
+from pagewire.common.transport.addresses import join
 from pagewire.hosting.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
-from pagewire.transport.addresses import join
-from pagewire.transport.process import announce_ready, exit_with_parent, python_command
-from pagewire.transport.signals import stop_at_signals
 from worker_service.config import WorkerConfig
 from worker_service.startup.host_cpus import num_usable_cpus
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 
-from pagewire.transport.dialling import Dialler
-from pagewire.transport.wrong_port import RightPort
+from pagewire.common.transport.dialling import Dialler
+from pagewire.common.transport.wrong_port import RightPort
 
 _PATIENCE = 3.0  # seconds without a connection before that is told
 _REPEAT_AFTER = 60.0  # seconds before what was told is told again

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import is_whole, shown, token_ids_of, unserved
-from pagewire.transport.sampling_ranges import RANGES
+from pagewire.common.gguf import is_whole, shown, token_ids_of, unserved
+from pagewire.common.sampling_ranges import RANGES
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.sampling_options import API_DEFAULTS, CHECKPOINTS_OPTIONS, SUPPRESSING_BIAS
 

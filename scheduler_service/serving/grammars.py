@@ -1,9 +1,9 @@
 """Grammars of requests are read once before they are queued, so that nothing is queued which no worker could read.
 
 A verdict is kept by content. A grammar without one is tried in a process of its own, of low priority, one at a time
-(`pagewire.grammars.trial`), for which a thread waits. What passed it never has to again, so that a worker that comes
-back gets it whatever else the machine does. A tenant's grammars wait for each other before they come to the thread, so
-that it serves tenants in turn.
+(`pagewire.common.grammars.trial`), for which a thread waits. What passed it never has to again, so that a worker that
+comes back gets it whatever else the machine does. A tenant's grammars wait for each other before they come to the
+thread, so that it serves tenants in turn.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from pagewire.gguf.tokenizer_files import read_tokenizer
-from pagewire.grammars import GrammarError, version
-from pagewire.grammars.trial import Trials
+from pagewire.common.gguf.tokenizer_files import read_tokenizer
+from pagewire.common.grammars import GrammarError, version
+from pagewire.common.grammars.trial import Trials
 from scheduler_service.core.plan import Grammar, GrammarKind, WorkerCapacity
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.observer import Observer

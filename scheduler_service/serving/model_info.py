@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import (
+from pagewire.common.gguf import (
     GgufFile,
     ModelFileError,
     check_pointer,
@@ -17,7 +17,7 @@ from pagewire.gguf import (
     token_ids_of,
     unserved,
 )
-from pagewire.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
+from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving import generation_config
 from scheduler_service.serving.chat_template import ChatTemplate, chat_template_of, read_chat_template

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import GgufFile, ModelFileError, read_settings, read_text
+from pagewire.common.gguf import GgufFile, ModelFileError, read_settings, read_text
 from scheduler_service.core.plan import Pooling
 
 _MODULES_FILE = "modules.json"
@@ -48,7 +48,7 @@ def read_pooling(directory: Path) -> PoolingChoice:
 
 
 def read_gguf_pooling(file: GgufFile) -> PoolingChoice:
-    """Read the metadata of a GGUF file. One with another pooling is refused as a whole (`pagewire.gguf`)."""
+    """Read the metadata of a GGUF file. One with another pooling is refused as a whole (`pagewire.common.gguf`)."""
     architecture = file.metadata.get("general.architecture")
     is_mean = file.metadata.get(f"{architecture}.pooling_type") == _GGUF_MEAN
     return PoolingChoice(Pooling.MEAN if is_mean else Pooling.LAST)

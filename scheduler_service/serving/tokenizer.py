@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders
 
-from pagewire.gguf.tokenizer_files import read_tokenizer
+from pagewire.common.gguf.tokenizer_files import read_tokenizer
 
 # Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
 _NUM_CONTEXT_TOKENS = 6

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from pagewire.grammars import GrammarCompiler, GrammarError
+from pagewire.common.grammars import GrammarCompiler, GrammarError
 from scheduler_service.serving.tokenizer import IncrementalDecoder, Tokenizer
 from tests.contract.tokenizer_shapes import END, Shape
 

@@ -13,8 +13,8 @@ import grpc
 import pytest
 from prometheus_client.registry import Collector
 
+from pagewire.common.transport.listening import check_port, create_server, listen
 from pagewire.hosting.gateway import GatewayConfig, gateway_command, reachable
-from pagewire.transport.listening import check_port, create_server, listen
 from scheduler_service.metrics_server import MetricsServer
 
 NAMESPACE = ["unshare", "--map-root-user", "--net"]

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 import pagewire
 from pagewire import Client, SamplingParams
-from pagewire.chat_template import ChatTemplateError, render
 from pagewire.cli.status import table
-from scheduler_service.serving.template_sandbox import MAX_STEPS
+from pagewire.common.chat_template import ChatTemplateError, render
+from pagewire.common.template_sandbox import MAX_STEPS
 from testing.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
 from tests.contract.test_tokenization import checkpoint  # noqa: F401 - a fixture
 

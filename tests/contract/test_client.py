@@ -18,10 +18,10 @@ from google.protobuf.message import Message
 
 import pagewire
 from pagewire import Client, Output, SamplingParams, Session, StructuredOutputs, wire
+from pagewire.common.sampling_ranges import RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling import INTEGER_FIELDS, SamplingFields
 from pagewire.structured_outputs import KINDS
-from pagewire.transport.sampling_ranges import RANGES
 from tests.contract import scripted_scheduler
 from tests.contract.certificates import self_signed
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving

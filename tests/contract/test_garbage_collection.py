@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.common.transport.otlp import tracer_provider
 from pagewire.hosting.supervisor import free_port
-from pagewire.transport.otlp import tracer_provider
 from scheduler_service.metrics import Metrics
 from testing.scheduler_stack import Stack, serve
 
@@ -59,7 +59,7 @@ def test_survivors_are_hidden_from_the_next_collection() -> None:
     """A process that keeps a million objects: no collection looks at more than those made since the last full one."""
     program = """
 import gc
-from pagewire.transport import garbage_collection
+from pagewire.common import garbage_collection
 garbage_collection.keep_short()
 most = 0
 def count(phase, info):
@@ -80,7 +80,7 @@ def test_cycles_of_what_lives_for_a_while_are_collected(num_remembered: int) -> 
     one that remembers ever more, when it rests."""
     program = f"""
 import collections
-from pagewire.transport import garbage_collection
+from pagewire.common import garbage_collection
 
 class Call:
     num_alive = 0

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from pagewire.gguf import (
+from pagewire.common.gguf import (
     GgufError,
     GgufFile,
     config_json,

@@ -16,8 +16,8 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.tokenization_utils_base import generate_merges
 
-from pagewire.chat_template import render
-from pagewire.gguf import GgufError, GgufFile, tokenizer_json
+from pagewire.common.chat_template import render
+from pagewire.common.gguf import GgufError, GgufFile, tokenizer_json
 from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.model_info import ModelInfo, read_model_info
 from scheduler_service.serving.tokenizer import load_tokenizer

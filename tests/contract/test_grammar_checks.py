@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.grammars import version
-from pagewire.grammars.trial import Trials
+from pagewire.common.grammars import version
+from pagewire.common.grammars.trial import Trials
 from scheduler_service.core.plan import Grammar, GrammarKind, WorkerCapacity
 from scheduler_service.serving import grammars
 from scheduler_service.serving.grammars import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire.grammars import (
+from pagewire.common.grammars import (
     GrammarCache,
     GrammarCompiler,
     GrammarError,
@@ -21,7 +21,7 @@ from pagewire.grammars import (
     Matcher,
     trial,
 )
-from pagewire.grammars.trial import TOO_MUCH, Trials
+from pagewire.common.grammars.trial import TOO_MUCH, Trials
 from testing.hostile_grammars import HOSTILE
 from tests.project.sources import ROOT
 

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from pagewire.grammars import GrammarCompiler, GrammarError
-from pagewire.grammars.literals import literals_of
-from pagewire.grammars.trial import Trials
+from pagewire.common.grammars import GrammarCompiler, GrammarError
+from pagewire.common.grammars.literals import literals_of
+from pagewire.common.grammars.trial import Trials
 from scheduler_service.serving.tokenizer import IncrementalDecoder, Tokenizer
 from tests.contract.spelled_grammars import NAMES, TEXTS, Speller, random_output
 from tests.contract.tokenizer_shapes import CHARACTERS, END, SHAPES, SPECIAL, Shape, unigram

@@ -11,7 +11,7 @@ import pytest
 
 import pagewire
 from pagewire import Client, SamplingParams
-from pagewire.transport.http_proxy import http_proxy_of
+from pagewire.common.transport.http_proxy import http_proxy_of
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.serving.model_info import read_model_info

@@ -17,8 +17,8 @@ import pytest
 from pydantic import AfterValidator, BaseModel, Field
 from tokenizers import Tokenizer
 
-from pagewire.grammars import GrammarCompiler, GrammarError
-from pagewire.grammars.json_schema import FORMATS
+from pagewire.common.grammars import GrammarCompiler, GrammarError
+from pagewire.common.grammars.json_schema import FORMATS
 from tests.project.sources import ROOT
 
 TOKENIZER = ROOT / "models" / "storyteller" / "tokenizer.json"

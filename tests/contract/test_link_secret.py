@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from pagewire.common.transport.dialling import Dialler
+from pagewire.common.transport.link_secret import LinkSecret
+from pagewire.common.transport.tls import server_files
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from pagewire.transport.dialling import Dialler
-from pagewire.transport.link_secret import LinkSecret
-from pagewire.transport.tls import server_files
 from scheduler_service.rpc.worker.worker_link import WorkerLink
 from tests.contract.certificates import Authority
 from tests.contract.test_worker_link import Listener

@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from pagewire.transport.addresses import join
-from pagewire.transport.listening import check_port, listen, refusal
+from pagewire.common.transport.addresses import join
+from pagewire.common.transport.listening import check_port, listen, refusal
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pagewire.transport.memory_size import describe_memory
+from pagewire.common.memory_size import describe_memory
 from tests.project.sources import PACKAGES, ROOT, sources
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.gguf import MAX_LISTING_BYTES, MAX_SETTINGS_BYTES, ModelFileError
+from pagewire.common.gguf import MAX_LISTING_BYTES, MAX_SETTINGS_BYTES, ModelFileError
 from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.chat_template import _MAX_FILE_BYTES
 from scheduler_service.serving.model_info import read_model_info

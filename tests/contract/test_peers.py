@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagewire.common.transport.tls import server_files
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from pagewire.transport.tls import server_files
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS

@@ -15,11 +15,11 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from pagewire.common.transport import queued_writer
+from pagewire.common.transport.queued_writer import QueuedWriter, descriptor_writer
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
-from pagewire.transport import queued_writer
-from pagewire.transport.queued_writer import QueuedWriter, descriptor_writer
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import request, serve

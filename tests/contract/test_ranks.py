@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from pagewire.common.transport.dialling import Dialler
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
-from pagewire.transport.dialling import Dialler
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import AddedGrammar, GrammarKind, StepPlan
 from scheduler_service.rpc.worker.worker_link import FencedError, WorkerLink

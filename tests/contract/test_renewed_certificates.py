@@ -13,10 +13,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from pagewire.common.process import EXIT_REFUSED
+from pagewire.common.transport.tls import server_files
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from pagewire.transport.process import EXIT_REFUSED
-from pagewire.transport.tls import server_files
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.waiting import Waiting
@@ -153,8 +153,8 @@ async def test_a_worker_and_a_scheduler_are_renewed_under_streams(
         metrics = await asyncio.to_thread(lambda: urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
     days = re.findall(r'^pagewire:certificate_days_left{.*flag="(.*?)".*} (0\.99\d*|1\.0)$', metrics, re.MULTILINE)
     assert [flag for flag, _ in days] == ["--worker-tls-cert", "--worker-tls-ca"]
-    renewals = [line for line in lines_of(caplog, "pagewire.transport.tls") if "were renewed" in line[1]]
-    assert [level for level, _ in lines_of(caplog, "pagewire.transport.tls")] == ["INFO"] * 2
+    renewals = [line for line in lines_of(caplog, "pagewire.common.transport.tls") if "were renewed" in line[1]]
+    assert [level for level, _ in lines_of(caplog, "pagewire.common.transport.tls")] == ["INFO"] * 2
     assert {line[1].split(": ")[1].split()[0] for line in renewals} == {"--tls-cert", "--worker-tls-cert"}
     assert len(worker.epochs) == 2
 
@@ -219,7 +219,7 @@ async def test_a_scheduler_and_a_front_end_are_renewed_under_streams(
             async with streams(stub):
                 pass
     # The first scheduler has ended before or after it looked at its files.
-    told = [line for line in lines_of(caplog, "pagewire.transport.tls") if "--tls-cert is good" not in line[1]]
+    told = [line for line in lines_of(caplog, "pagewire.common.transport.tls") if "--tls-cert is good" not in line[1]]
     ((level, line),) = told
     assert level == "INFO"
     assert line.startswith("the certificates were renewed: --scheduler-tls-cert is good until ")

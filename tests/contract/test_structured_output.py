@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pagewire.grammars import version
+from pagewire.common.grammars import version
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.plan import RowStatus
 from scheduler_service.rpc.public.structured_output import MAX_GRAMMAR_BYTES

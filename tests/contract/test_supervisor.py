@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.common.process import EXIT_REFUSED
 from pagewire.hosting.child_output import MAX_LINE_CHARS, ChildOutput
 from pagewire.hosting.supervisor import (
     Exit,
@@ -26,7 +27,6 @@ from pagewire.hosting.supervisor import (
     child_environ,
     free_port,
 )
-from pagewire.transport.process import EXIT_REFUSED
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, stop_timeout_s=0.5)
 

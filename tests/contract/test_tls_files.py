@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from pagewire.client import Client
-from pagewire.transport.tls import TlsFile, TlsFiles, link_files, server_files
+from pagewire.common.transport.tls import TlsFile, TlsFiles, link_files, server_files
 from tests.contract.certificates import DAY, Authority, Certificate
 
 AUTHORITY = Authority("pagewire")
@@ -157,7 +157,7 @@ class Watched:
 
 @pytest.fixture
 def watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Watched:
-    caplog.set_level("INFO", logger="pagewire.transport.tls")
+    caplog.set_level("INFO", logger="pagewire.common.transport.tls")
     folder = Folder(tmp_path).write()
     offset = [0.0]
     names = {name: TlsFile(f"--tls-{name}", path) for name, path in folder.paths().items()}

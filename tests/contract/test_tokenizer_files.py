@@ -14,8 +14,8 @@ import transformers
 from tokenizers import Tokenizer
 from transformers.models.auto import tokenization_auto
 
-from pagewire.chat_template import render
-from pagewire.gguf.tokenizer_files import TokenizerFiles, classes, settings
+from pagewire.common.chat_template import render
+from pagewire.common.gguf.tokenizer_files import TokenizerFiles, classes, settings
 from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.model_info import read_model_info
 from scheduler_service.serving.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from pagewire.transport.otlp import tracer_provider
+from pagewire.common.transport.otlp import tracer_provider
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from testing.scheduler_stack import make_checkpoint, request, serve

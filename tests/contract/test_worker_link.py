@@ -12,9 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagewire.common.transport.dialling import Dialler
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from pagewire.transport.dialling import Dialler
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import (

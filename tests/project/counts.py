@@ -13,7 +13,13 @@ from pathlib import Path
 from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources
 
 # Statements by ast; docstrings, comments and formatting do not count.
-MAX_STATEMENTS = {"scheduler_service": 10_195, "worker_service": 8_407, "pagewire/kernels": 4_020, "pagewire": 8_410}
+MAX_STATEMENTS = {
+    "scheduler_service": 9_867,
+    "worker_service": 8_407,
+    "pagewire/kernels": 4_020,
+    "pagewire/common": 3_017,
+    "pagewire": 5_721,
+}
 MAX_CLASS_NAMES_TWICE = 22
 MAX_PROTOCOLS = 25
 MAX_FUNCTION_LINES = 60

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # What is installed, and counted. Links of `pagewire` to folders of the top level are not followed.
-PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire")
+PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire/common", "pagewire")
 
 
 def sources(*folders: str, root: Path = ROOT) -> list[Path]:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from pagewire import installation, options
-from pagewire.gguf import ARCHITECTURES, SERVED_TYPES
-from pagewire.grammars import trial
+from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES
+from pagewire.common.grammars import trial
+from pagewire.common.process import EXIT_REFUSED
+from pagewire.common.sampling_ranges import RANGES
+from pagewire.common.transport import addresses, health, link_secret, listening
 from pagewire.hosting.gateway import GatewayConfig
 from pagewire.hosting.logs import LogConfig
 from pagewire.kernels.cpu import VARIANTS
-from pagewire.transport import addresses, health, link_secret, listening
-from pagewire.transport.process import EXIT_REFUSED
-from pagewire.transport.sampling_ranges import RANGES
 from scheduler_service import metrics_server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.public import generate_request, shared_call, structured_output

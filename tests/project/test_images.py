@@ -194,8 +194,9 @@ def test_images_see_everything_that_the_package_needs() -> None:
     packages = project()["tool"]["setuptools"]["packages"]["find"]["include"]
     seen = {path.parts[0] for path in files_of_the_build()}
     linked = {path.name for path in (ROOT / "pagewire").iterdir() if path.is_symlink()}
-    assert linked == {"kernels", "protos", "storyteller"}
+    assert linked == {"common", "kernels", "protos", "storyteller"}
     assert seen == {"pyproject.toml", "README.md", "LICENSE"} | {name.strip("*") for name in packages} | {
+        "common",
         "kernels",
         "protos",
         "models",
@@ -247,8 +248,9 @@ def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_of_the_image_install(image_python: Path) -> None:
     (site_packages,) = image_python.parents[1].glob("lib/python*/site-packages")
     code = {path for path in files_of_the_build() if path.suffix in (".py", ".c", ".h", ".proto", ".typed")}
-    linked = {path: Path("pagewire", path) if path.parts[0] in ("kernels", "protos") else path for path in code}
-    missing = {path for path in linked.values() if not (site_packages / path).exists()}
+    linked = ("common", "kernels", "protos")
+    installed = {Path("pagewire", path) if path.parts[0] in linked else path for path in code}
+    missing = {path for path in installed if not (site_packages / path).exists()}
     assert not missing
     bundled = {path.name: (site_packages / "pagewire" / "storyteller" / path.name) for path in MODEL.iterdir()}
     assert all(path.read_bytes() == (MODEL / name).read_bytes() for name, path in bundled.items())

@@ -17,7 +17,7 @@ from tests.project.sources import PACKAGES, ROOT, imports, module_name, parse, s
 from worker_service.config import ATTENTION_BACKENDS
 
 # These are links to folders of the top level, whose names are not ours to install.
-LINKED = ("pagewire.kernels", "pagewire.protos")
+LINKED = ("pagewire.kernels", "pagewire.protos", "pagewire.common")
 OURS = ("scheduler_service", "worker_service", "pagewire", "bench", "models", "testing", "tests")
 EVERY_SOURCE = (*PACKAGES, "bench", "models")
 MAX_PARAMETERS = 12  # of a function of the worker, and of a kernel
@@ -30,48 +30,31 @@ PUBLIC_IMPORTS = (
     "scheduler_service.rpc.tenants",
     "scheduler_service.rpc.status",
     "pagewire.protos.gen.pagewire.scheduler",
-    "pagewire.transport.sampling_ranges",
-    "pagewire.transport.translation",
 )
+# Every other module of ours may import the floor.
+WITHOUT_THE_FLOOR = ("scheduler_service.core", "scheduler_service.simulation", "pagewire.kernels")
 # What the modules under a prefix may import of ours. The longest prefix that fits a module decides; a module that fits
 # none may import anything. A service's `server` composes it: it may import all of its own service.
 ALLOWED_IMPORTS = {
+    "pagewire.common": ("pagewire.common",),
     "pagewire.kernels": ("pagewire.kernels",),
-    "pagewire.transport": ("pagewire.transport",),
-    "pagewire.gguf": ("pagewire.gguf",),
-    "pagewire.grammars": ("pagewire.grammars", "pagewire.transport.process"),
-    "scheduler_service": (
-        "scheduler_service",
-        "pagewire.gguf",
-        "pagewire.grammars",
-        "pagewire.transport",
-        "pagewire.__version__",
-    ),
+    "scheduler_service": ("scheduler_service",),
     "scheduler_service.core": ("scheduler_service.core",),
     "scheduler_service.serving": (
         "scheduler_service.core",
         "scheduler_service.serving",
-        "pagewire.chat_template",
-        "pagewire.gguf",
-        "pagewire.grammars",
-        "pagewire.transport.sampling_ranges",
-        "pagewire.transport.queued_writer",
-        "pagewire.transport.strict_json",
     ),
     "scheduler_service.simulation": ("scheduler_service.core", "scheduler_service.simulation"),
     # What several of the packages beside it need, and no more.
     "scheduler_service.rpc": (
         "scheduler_service.rpc.status",
         "pagewire.protos.gen.pagewire.scheduler",
-        "pagewire.transport.dialling",
-        "pagewire.transport.wrong_port",
     ),
     "scheduler_service.rpc.worker": (
         "scheduler_service.core",
         "scheduler_service.serving",
         "scheduler_service.rpc.worker",
         "scheduler_service.rpc.waiting",
-        "pagewire.transport",
         "pagewire.protos.gen.pagewire.worker",
     ),
     "scheduler_service.rpc.tenants": (
@@ -81,40 +64,32 @@ ALLOWED_IMPORTS = {
         "scheduler_service.rpc.status",
     ),
     "scheduler_service.rpc.public": (*PUBLIC_IMPORTS, "scheduler_service.rpc.trace_context"),
-    "scheduler_service.rpc.vllm": (*PUBLIC_IMPORTS, "pagewire.gguf", "scheduler_service.rpc.vllm"),
+    "scheduler_service.rpc.vllm": (*PUBLIC_IMPORTS, "scheduler_service.rpc.vllm"),
     "scheduler_service.rpc.front_end": (
         *PUBLIC_IMPORTS,
         "scheduler_service.rpc.front_end",
         "scheduler_service.rpc.trace_context",
         "scheduler_service.rpc.waiting",
-        "pagewire.transport.dialling",
-        "pagewire.transport.wrong_port",
     ),
-    "worker_service": ("worker_service", "pagewire.grammars", "pagewire.transport", "pagewire.__version__"),
+    "worker_service": ("worker_service",),
     "worker_service.rpc": (
         "worker_service.step",
         "worker_service.engine",
         "worker_service.rpc",
         "pagewire.protos.gen.pagewire.worker",
-        "pagewire.transport",
     ),
     "worker_service.startup": (
         "worker_service",
-        "pagewire.gguf",
-        "pagewire.grammars",
         "pagewire.kernels.cpu",
-        "pagewire.transport.memory_size",
-        "pagewire.transport.process",
     ),
-    "worker_service.grammars": ("worker_service.grammars", "worker_service.step", "pagewire.grammars"),
+    "worker_service.grammars": ("worker_service.grammars", "worker_service.step"),
     "worker_service.step": (),
     "worker_service.streams": (),
     "worker_service.rpc.session": ("worker_service.step",),
     "worker_service.models.ranks": ("worker_service.models.ranks",),
-    "worker_service.engine": ("worker_service.engine", "worker_service.step", "pagewire.transport"),
+    "worker_service.engine": ("worker_service.engine", "worker_service.step"),
     "worker_service.models": (
         "worker_service.models",
-        "pagewire.gguf",
         "pagewire.kernels.arguments",
         "pagewire.kernels.expert_choice",
         "pagewire.kernels.experts",
@@ -129,14 +104,18 @@ ALLOWED_IMPORTS = {
         "pagewire.kernels.float8",
         "pagewire.kernels.quantized",
     ),
-    "worker_service.models.checkpoint_files": ("pagewire.gguf",),
+    "worker_service.models.checkpoint_files": ("pagewire.common.gguf",),
     "worker_service.attention": (
         "worker_service.attention",
         "worker_service.config.ATTENTION_BACKENDS",
         "worker_service.models.model",
         "pagewire.kernels",
     ),
-    "worker_service.rows": ("worker_service.rows", "worker_service.step", "pagewire.grammars", "pagewire.kernels"),
+    "worker_service.rows": (
+        "worker_service.rows",
+        "worker_service.step",
+        "pagewire.kernels",
+    ),
     "worker_service.host": (
         "worker_service.host",
         "worker_service.rows",
@@ -144,7 +123,6 @@ ALLOWED_IMPORTS = {
         "worker_service.models",
         "worker_service.step",
         "pagewire.kernels",
-        "pagewire.transport.memory_size",
     ),
     "worker_service.device": (
         "worker_service.device",
@@ -175,10 +153,8 @@ ALLOWED_IMPORTS = {
     # The client library is what stands right under `pagewire`. Its `__init__` loads `LLM` when that is first used.
     "pagewire": (
         *(f"pagewire.{path.stem}" for path in (ROOT / "pagewire").glob("*.py")),
-        "pagewire.transport",
         "pagewire.llm",
         "pagewire.protos.gen.pagewire.scheduler",
-        "scheduler_service.serving.template_sandbox",
     ),
     "pagewire.__main__": ("pagewire.cli",),
     "pagewire.hosting": (
@@ -186,9 +162,7 @@ ALLOWED_IMPORTS = {
         "pagewire.compatibility",
         "pagewire.installation",
         "pagewire.errors",
-        "pagewire.gguf",
         "pagewire.options",
-        "pagewire.transport",
         "worker_service",
     ),
     "pagewire.llm": ("pagewire",),
@@ -200,7 +174,7 @@ ALLOWED_IMPORTS = {
     ),
 }
 # Packages of pagewire that the client library does without.
-BESIDE_THE_CLIENT = ("bench", "cli", "gguf", "hosting", "kernels", "llm")
+BESIDE_THE_CLIENT = ("bench", "cli", "common.gguf", "hosting", "kernels", "llm")
 # Packages whose `__init__` names all that others may use, and modules beside it that load what is not always there.
 DOORS = (
     *(
@@ -249,6 +223,8 @@ def forbidden_imports(module: str, imported: list[str]) -> list[str]:
         return []
     allowed = ALLOWED_IMPORTS[max(rules, key=len)]
     ours = [name for name in imported if name.split(".")[0] in OURS]
+    if not any(is_under(module, each) for each in WITHOUT_THE_FLOOR):
+        allowed += ("pagewire.common",)
     forbidden = [name for name in ours if not is_allowed(name, allowed)]
     service = module.split(".")[0]
     if module not in COMPOSERS and not is_under(module, f"{service}.rpc"):
@@ -276,13 +252,13 @@ def test_boundaries_are_noticed_when_they_break() -> None:
     assert forbidden_imports("scheduler_service.rpc.worker.wire", ["scheduler_service.rpc.public.intake"])
     assert forbidden_imports("scheduler_service.rpc.public.intake", ["scheduler_service.rpc.front_end.scheduler_link"])
     assert forbidden_imports("scheduler_service.rpc.status", ["scheduler_service.rpc.public.intake"])
-    assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.transport.addresses"])
+    assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.common.transport.addresses"])
     assert forbidden_imports("scheduler_service.metrics", ["worker_service.step"])
     assert forbidden_imports("scheduler_service.server", ["pagewire.hosting.supervisor"])
     assert forbidden_imports("worker_service.server", ["pagewire.hosting.logs"])
-    assert forbidden_imports("pagewire.transport.health", ["pagewire.hosting.supervisor"])
-    assert forbidden_imports("pagewire.transport.health", ["worker_service.step"])
-    assert forbidden_imports("pagewire.transport.health", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
+    assert forbidden_imports("pagewire.common.transport.health", ["pagewire.hosting.supervisor"])
+    assert forbidden_imports("pagewire.common.transport.health", ["worker_service.step"])
+    assert forbidden_imports("pagewire.common.transport.health", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("worker_service.runner.profile", ["worker_service.rpc.wire"])
     assert forbidden_imports("worker_service.runner", ["worker_service.host.HostComputation"])
     assert forbidden_imports("worker_service.cache.stream_moves", ["worker_service.device.CudaDevice"])
@@ -356,7 +332,7 @@ def test_folders_linked_into_the_package_are_imported_from_there() -> None:
     """PyPI has a package `kernels`, which transformers uses."""
 
     def by_their_own_names(path: Path) -> list[str]:
-        return [name for name in imports(parse(path)) if name.split(".")[0] in {"kernels", "protos"}]
+        return [name for name in imports(parse(path)) if name.split(".")[0] in {"common", "kernels", "protos"}]
 
     assert offenders((*EVERY_SOURCE, "protos/gen", "tests"), by_their_own_names) == []
 
@@ -388,7 +364,7 @@ def test_every_port_is_bounded() -> None:
         return [call for call in calls if call in {"grpc.server", "grpc.aio.server"}]
 
     [found] = offenders(PACKAGES, made)
-    assert found.endswith("pagewire/transport/listening.py: grpc.aio.server")
+    assert found.endswith("common/transport/listening.py: grpc.aio.server")
 
 
 def test_every_channel_is_made_in_one_place() -> None:
@@ -514,7 +490,7 @@ def test_nothing_runs_what_it_reads() -> None:
 
 
 def test_one_place_makes_the_command_of_a_child() -> None:
-    """It runs no files of the working directory, see `pagewire.transport.process.python_command`."""
+    """It runs no files of the working directory, see `pagewire.common.process.python_command`."""
 
     def commands(path: Path) -> list[str]:
         sequences = [node for node in ast.walk(parse(path)) if isinstance(node, ast.List | ast.Tuple)]
@@ -522,7 +498,7 @@ def test_one_place_makes_the_command_of_a_child() -> None:
         return [text for text in texts if "sys.executable" in text]
 
     (line,) = offenders(PACKAGES, commands)
-    assert "pagewire/transport/process.py" in line
+    assert "common/process.py" in line
 
 
 def loaded_after(code: str) -> set[str]:

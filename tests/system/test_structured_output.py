@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire import Client, Completion, ResourceExhausted, SamplingParams
-from pagewire.grammars import GrammarCompiler
+from pagewire.common.grammars import GrammarCompiler
 from testing.forked import running
 from testing.services import System
 from testing.streams import until_connected, until_lost

@@ -18,7 +18,7 @@ MODEL = Path(__file__).parents[2] / "models" / "storyteller"
 # What a Python that runs a module has loaded before the first line of it.
 LOADED = "import runpy, sys; print(*sys.modules)"
 OURS = ("pagewire", "scheduler_service", "worker_service")
-PROCESSES = ("pagewire worker", "pagewire.hosting.gateway_process", "pagewire.grammars.trial")
+PROCESSES = ("pagewire worker", "pagewire.hosting.gateway_process", "pagewire.common.grammars.trial")
 
 
 @pytest.fixture

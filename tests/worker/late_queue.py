@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from pagewire.grammars import MaskJob, MaskQueue
+from pagewire.common.grammars import MaskJob, MaskQueue
 
 
 class LateQueue(MaskQueue):

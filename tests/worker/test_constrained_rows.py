@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire.grammars import GrammarCompiler
+from pagewire.common.grammars import GrammarCompiler
 from tests.worker.late_queue import LateQueue
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from models.story_grammar import write_document
 from models.train_storyteller import RECIPES
-from pagewire.gguf import GgufFile, tokenizer_config_json, tokenizer_json
+from pagewire.common.gguf import GgufFile, tokenizer_config_json, tokenizer_json
 from worker_service.models.config import ModelConfig
 from worker_service.models.source import load_config
 

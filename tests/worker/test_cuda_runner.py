@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.grammars import GrammarCompiler
-from pagewire.grammars.matcher import MaskPace
+from pagewire.common.grammars import GrammarCompiler
+from pagewire.common.grammars.matcher import MaskPace
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from scheduler_service.core import plan as core_plan
 from scheduler_service.core.cost import PreemptionMode

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 
-from pagewire.gguf import SERVED_TYPES
+from pagewire.common.gguf import SERVED_TYPES
 from worker_service.models.gguf.decoding import decode_rows, is_finite
 
 QUANTIZED = {served.name: served for served in SERVED_TYPES.values() if served.is_quantized}

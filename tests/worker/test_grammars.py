@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire.grammars import GrammarCompiler, Matcher, version
+from pagewire.common.grammars import GrammarCompiler, Matcher, version
 from testing.checkpoints.gguf_files import write_gguf
 from worker_service.grammars import CompileThread, EpochGrammars, epoch_grammars
 from worker_service.startup.grammars import GrammarStart

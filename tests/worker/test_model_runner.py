@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from pagewire.transport.memory_size import describe_memory
-from pagewire.transport.process import EXIT_WITH_PARENT, MEMORY_PREFIX
+from pagewire.common.memory_size import describe_memory
+from pagewire.common.process import EXIT_WITH_PARENT, MEMORY_PREFIX
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.plans import Row, num_blocks_needed, plan_steps
 from tests.compiler import skip_without_compiler

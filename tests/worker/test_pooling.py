@@ -11,7 +11,7 @@ import transformers
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from pagewire.gguf import GgufFile
+from pagewire.common.gguf import GgufFile
 from scheduler_service.core import plan as core_plan
 from scheduler_service.serving.pooling_config import read_gguf_pooling
 from testing.checkpoints.families import make_checkpoint

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from pagewire.grammars import version
+from pagewire.common.grammars import version
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.config import SchedulerConfig

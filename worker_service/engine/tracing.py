@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from opentelemetry import context, trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pagewire.transport.otlp import tracer_provider
+from pagewire.common.transport.otlp import tracer_provider
 from worker_service.step import RowOpening, StepPlan
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from pagewire.grammars import Matcher
+from pagewire.common.grammars import Matcher
 
 Compile = Callable[[str, str, tuple[int, ...]], Matcher]  # of a kind, a text and end tokens; raises GrammarError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from threading import Lock
 
-from pagewire.grammars import GrammarError, MaskQueue, Matcher
+from pagewire.common.grammars import GrammarError, MaskQueue, Matcher
 from worker_service.grammars.compile_thread import Compile, CompileThread
 from worker_service.step import AddedGrammar, GrammarReport, ProtocolError, StepPlan
 

@@ -22,8 +22,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from pagewire.common.memory_size import describe_memory
 from pagewire.kernels.cpu import CpuKernels, PackedLinear, QuantizedPanels
-from pagewire.transport.memory_size import describe_memory
 from worker_service.host.operations import CpuExpertProduct, CpuProduct, floats
 from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 

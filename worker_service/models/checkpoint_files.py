@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import (
+from pagewire.common.gguf import (
     MAX_LISTING_BYTES,
     MAX_SETTINGS_BYTES,
     ModelFileError,
     check_pointer,
     read_text,
 )
-from pagewire.gguf.tokenizer_files import TokenizerFiles, directory_digest
+from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pagewire.gguf import is_gguf
+from pagewire.common.gguf import is_gguf
 from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat
 from pagewire.kernels.rounding import BITS, GROUP_SIZE, quantized_format

@@ -7,7 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from pagewire.gguf import is_gguf
+from pagewire.common.gguf import is_gguf
 from worker_service.models import checkpoint_files
 from worker_service.models.checkpoint_files import TensorHeader
 from worker_service.models.config import ModelConfig

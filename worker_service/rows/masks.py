@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pagewire.grammars import GrammarDeadEndError, GrammarLimitError, MaskJob, MaskQueue, Matcher
+from pagewire.common.grammars import GrammarDeadEndError, GrammarLimitError, MaskJob, MaskQueue, Matcher
 from worker_service.step import ProtocolError, RowStatus
 
 IntArray = NDArray[np.int64]

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from pagewire.common.transport.draining import cancel
+from pagewire.common.transport.link_secret import LinkSecret, shows_one
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from pagewire.transport.draining import cancel
-from pagewire.transport.link_secret import LinkSecret, shows_one
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
 from worker_service.rpc.session import Session, SessionRegister
 from worker_service.rpc.wire import decode_request, encode_response

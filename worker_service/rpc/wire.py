@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from pagewire.common.transport.translation import decoder, encoder, unknown_field
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
-from pagewire.transport.translation import decoder, encoder, unknown_field
 from worker_service.step import (
     GrammarReport,
     Heartbeat,

@@ -5,9 +5,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import GgufError, GgufFile, config_json, is_gguf, read_text
-from pagewire.gguf.tokenizer_files import read_tokenizer
-from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, version
+from pagewire.common.gguf import GgufError, GgufFile, config_json, is_gguf, read_text
+from pagewire.common.gguf.tokenizer_files import read_tokenizer
+from pagewire.common.grammars import GrammarCache, GrammarCompiler, GrammarError, version
 from worker_service.grammars import Compile, CompileThread, EpochGrammars
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from pagewire.common.memory_size import describe_memory
+from pagewire.common.process import announce_memory
 from pagewire.kernels.cpu import BuildError, CpuKernels
-from pagewire.transport.memory_size import describe_memory
-from pagewire.transport.process import announce_memory
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig

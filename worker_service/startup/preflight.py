@@ -6,8 +6,8 @@ What only torch knows (whether there is a GPU, which dtype a CPU computes in) is
 from collections.abc import Mapping
 from pathlib import Path
 
-from pagewire.gguf import is_gguf
-from pagewire.transport.memory_size import describe_memory
+from pagewire.common.gguf import is_gguf
+from pagewire.common.memory_size import describe_memory
 from worker_service.config import WorkerConfig
 from worker_service.models.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
 from worker_service.models.config import ModelConfig

@@ -2,8 +2,8 @@
 
 import json
 
+from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from pagewire.transport.translation import enum_names
 from scheduler_service.core.plan import Grammar, GrammarKind, Pooling
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.public.generate_request import SAME_NUMBERS

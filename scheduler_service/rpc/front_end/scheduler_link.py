@@ -14,9 +14,9 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
+from pagewire.common.transport.dialling import Dialler
+from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from pagewire.transport.dialling import Dialler
-from pagewire.transport.wrong_port import RightPort
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.output import FINISH_REASONS, encode_embedding

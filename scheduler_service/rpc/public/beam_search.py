@@ -2,8 +2,8 @@
 
 import math
 
+from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from pagewire.transport.translation import enum_names
 from scheduler_service.core.request import BeamParams, EarlyStopping
 from scheduler_service.rpc.status import invalid
 from scheduler_service.serving.sampling_options import FILTERS_OFF

@@ -1,6 +1,6 @@
 """A GenerateRequest, checked field by field and made a core Request with nothing left to choose.
 
-The legal ranges of its numbers stand in `pagewire/transport/sampling_ranges.py`.
+The legal ranges of its numbers stand in `common/sampling_ranges.py`.
 """
 
 import secrets
@@ -9,8 +9,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from pagewire.transport.sampling_ranges import LOGIT_BIAS, RANGES
 from scheduler_service.core.plan import Grammar, SamplingParams
 from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.rpc.public.beam_search import check_beam_search, num_candidates, resolve_beam

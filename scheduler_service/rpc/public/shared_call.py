@@ -13,8 +13,8 @@ from itertools import chain
 import grpc
 import grpc.aio
 
+from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from pagewire.transport.sampling_ranges import MAX_SAMPLES
 from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.intake import Intake

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from pagewire.common.transport.translation import decoder, encoder, unknown_field
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
-from pagewire.transport.translation import decoder, encoder, unknown_field
 from scheduler_service.core.plan import GrammarReport, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import WorkerProtocolError
 

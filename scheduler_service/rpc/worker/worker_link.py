@@ -13,11 +13,11 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
+from pagewire.common.transport.dialling import Dialler
+from pagewire.common.transport.draining import cancel
+from pagewire.common.transport.link_secret import LinkSecret
+from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from pagewire.transport.dialling import Dialler
-from pagewire.transport.draining import cancel
-from pagewire.transport.link_secret import LinkSecret
-from pagewire.transport.wrong_port import RightPort
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.rpc.waiting import Outdated, Waiting

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, Protocol
 import grpc
 import grpc.aio
 
+from pagewire.common.transport.draining import cancel
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
-from pagewire.transport.draining import cancel
 from scheduler_service.core.plan import GrammarReport, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.rpc.worker import wire

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagewire.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufError, config_json
+from pagewire.common.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufError, config_json
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models import packing
 from worker_service.models.checkpoint import Piece

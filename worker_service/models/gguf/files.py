@@ -5,7 +5,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
-from pagewire.gguf import ROPE_FACTORS, GgufError, GgufFile, config_json
+from pagewire.common.gguf import ROPE_FACTORS, GgufError, GgufFile, config_json
 from worker_service.models.checkpoint_files import CheckpointError, TensorHeader
 from worker_service.models.config import ModelConfig, parse_config
 

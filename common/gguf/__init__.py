@@ -1,0 +1,47 @@
+"""GGUF files: what both services read of them. The scheduler takes the tokenizer, the worker the weights.
+
+Reading costs neither torch nor numpy, and a file is data of strangers: whatever it claims is compared with its length
+before it is believed. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from pagewire.common.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, architecture_of
+from pagewire.common.gguf.checkpoint_files import config_json, generation_config_json, tokenizer_config_json
+from pagewire.common.gguf.element_types import SERVED_TYPES, ElementType
+from pagewire.common.gguf.file import GgufError, GgufFile, TensorInfo, is_gguf
+from pagewire.common.gguf.model_file import (
+    MAX_LISTING_BYTES,
+    MAX_SETTINGS_BYTES,
+    ModelFileError,
+    check_pointer,
+    read_bytes,
+    read_text,
+)
+from pagewire.common.gguf.settings_file import is_whole, read_settings, shown, token_ids_of, unserved
+from pagewire.common.gguf.tokenizer import tokenizer_json
+
+__all__ = [
+    "ARCHITECTURES",
+    "MAX_LISTING_BYTES",
+    "MAX_SETTINGS_BYTES",
+    "ROPE_FACTORS",
+    "SERVED_TYPES",
+    "ElementType",
+    "GgufError",
+    "GgufFile",
+    "ModelFileError",
+    "TensorInfo",
+    "architecture_of",
+    "check_pointer",
+    "config_json",
+    "generation_config_json",
+    "is_gguf",
+    "is_whole",
+    "read_bytes",
+    "read_settings",
+    "read_text",
+    "shown",
+    "token_ids_of",
+    "tokenizer_config_json",
+    "tokenizer_json",
+    "unserved",
+]

@@ -1,0 +1,133 @@
+"""The architectures of GGUF files that are served: what config.json calls each, and what it says beside the others."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.common.gguf.file import GgufError, GgufFile
+from pagewire.common.gguf.metadata import Metadata
+
+ROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One that a file names in general.architecture."""
+
+    in_config: str  # its name there
+    settings: Callable[[Metadata], dict[str, Any]] = lambda keys: {}  # in the words of config.json, beside the common
+    others: tuple[str, ...] = ()  # that config.json tells apart, and files do not
+    served: frozenset[str] = frozenset()  # keys that mean something to it which no other computes
+    adds_one_to_norms: bool = False  # files hold 1 + w of the norms, checkpoints w
+    turns_a_part: bool = False  # rope.dimension_count may be less than a head
+    has_rope_factors: bool = False  # in tensors, for short sequences and for long ones
+    rounds_yarn: bool = True  # the bounds between which frequencies are blended
+
+
+def _llama(keys: Metadata) -> dict[str, Any]:
+    """Mistral, which is "llama" here too, differs by its windows."""
+    window = keys.whole("attention.sliding_window", 0)
+    return {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
+
+
+def _gemma2(keys: Metadata) -> dict[str, Any]:
+    return {
+        **_gemma(keys, large=46),
+        "sliding_window": keys.whole("attention.sliding_window", 4096),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0) or None,
+    }
+
+
+def _gemma3(keys: Metadata) -> dict[str, Any]:
+    """A file without a window has no layer that differs from the others."""
+    window = keys.whole("attention.sliding_window", 0)
+    # Scaling is that of layers without a window alone, as in config.json.
+    return {
+        **_gemma(keys, large=62),
+        "sliding_window": window or None,
+        "sliding_window_pattern": keys.whole("attention.sliding_window_pattern", 6) if window else 1,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _gemma(keys: Metadata, large: int) -> dict[str, Any]:
+    """As in llama.cpp, the scale of scores follows from the number of layers, which tells the largest model."""
+    head_dim = keys.whole("attention.key_length")
+    is_large = keys.whole("block_count") == large
+    scalar = keys.whole("embedding_length") // keys.whole("attention.head_count") if is_large else head_dim
+    return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
+
+
+def _phi3(keys: Metadata) -> dict[str, Any]:
+    return {"sliding_window": keys.whole("attention.sliding_window", 0) or None}
+
+
+def _qwen3moe(keys: Metadata) -> dict[str, Any]:
+    """As in llama.cpp, every layer has experts, and the weights of those that are chosen are brought to a sum of 1."""
+    return {
+        "num_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _gpt_oss(keys: Metadata) -> dict[str, Any]:
+    """Windows are in every other layer from the first on, which is what config.json means without layer_types."""
+    if keys.has("attention.sliding_window_pattern") and keys.whole("attention.sliding_window_pattern") != 2:
+        raise keys.error("attention.sliding_window_pattern", "2: nothing else is served")
+    return {
+        "num_local_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+        "intermediate_size": keys.whole("expert_feed_forward_length"),
+        "sliding_window": keys.whole("attention.sliding_window"),
+    }
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        "LlamaForCausalLM", _llama, others=("MistralForCausalLM",), served=frozenset({"attention.sliding_window"})
+    ),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3moe, served=frozenset({"expert_count"})),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        _gemma2,
+        served=frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
+        adds_one_to_norms=True,
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        _gemma3,
+        served=frozenset({"attention.sliding_window", "final_logit_softcapping"}),
+        adds_one_to_norms=True,
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        _phi3,
+        served=frozenset({"attention.sliding_window"}),
+        turns_a_part=True,
+        has_rope_factors=True,
+    ),
+    # ggml rounds the bounds of yarn; the model was trained without.
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        _gpt_oss,
+        served=frozenset({"expert_count", "attention.sliding_window"}),
+        rounds_yarn=False,
+    ),
+}
+
+
+def architecture_of(file: GgufFile) -> str:
+    """Return what general.architecture says. Raises GgufError for one that is not served."""
+    name = Metadata(file, "general.").text("architecture")
+    if name not in ARCHITECTURES:
+        raise GgufError(
+            f"{file.path}: general.architecture is {name!r}, which is not served; {', '.join(ARCHITECTURES)} are"
+        )
+    return name

@@ -1,0 +1,263 @@
+"""The header of a GGUF file: its metadata, and where its tensors are."""
+
+import hashlib
+import math
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pagewire.common.gguf.element_types import SERVED_TYPES, ElementType, type_name
+from pagewire.common.gguf.model_file import ModelFileError, check_pointer
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# Headers are tokens and merges above all, a few megabytes. What claims more is broken, and would be held in memory.
+_MAX_HEADER_BYTES = 64 << 20
+_MAX_DIMENSIONS = 4
+_MAX_ALIGNMENT = 1 << 20
+_DEFAULT_ALIGNMENT = 32
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LEAST_ENTRY_BYTES = 12  # of a key with its value, and of a tensor: lengths and types alone take more
+_MAX_SHOWN = 100  # characters of a value
+
+
+class GgufError(ValueError):
+    """A GGUF file that cannot be served. The text is one line that names the file and what is wrong in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor as the header describes it."""
+
+    shape: tuple[int, ...]  # the last dimension is contiguous
+    type_number: int
+    offset: int  # of its first byte in the file
+
+    @property
+    def type_name(self) -> str:
+        return type_name(self.type_number)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The header of a file, read whole. `metadata` has numbers, texts, arrays and lists of them, by key."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    digest: bytes  # SHA-256 over the header: configuration, tokenizer, and every tensor's type and shape
+
+    @staticmethod
+    def open(path: Path) -> "GgufFile":
+        """Read a file's header. Raises GgufError for what is no such file, is broken, or is only a part of a model."""
+        try:
+            check_pointer(path)
+            with path.open("rb") as stream:
+                file = _read_header(path, stream)
+        except OSError as error:
+            raise GgufError(f"{path} cannot be read: {error.strerror}") from error
+        except ModelFileError as error:
+            raise GgufError(str(error)) from error
+        if file.metadata.get("split.count", 0) not in (0, 1):
+            raise GgufError(
+                f"{path} is one of {shown(file.metadata['split.count'])} parts of a model: join them first, with "
+                "llama-gguf-split --merge"
+            )
+        kind = file.metadata.get("general.type", "model")
+        if kind != "model":
+            raise GgufError(f"{path} holds no model: general.type is {shown(kind)}")
+        return file
+
+    def element_type(self, name: str) -> ElementType:
+        """Return the type of a tensor. Raises GgufError if it is not served."""
+        info = self.tensors[name]
+        if info.type_number not in SERVED_TYPES:
+            served = ", ".join(element_type.name for element_type in SERVED_TYPES.values())
+            raise GgufError(
+                f"{self.path}: tensor {name} is of type {info.type_name}, which is not served; {served} are"
+            )
+        return SERVED_TYPES[info.type_number]
+
+    def row_bytes(self, name: str) -> int:
+        """Return the bytes of a row of a tensor. Raises GgufError if its type is not served, or blocks do not divide
+        the row."""
+        element_type, row_size = self.element_type(name), self.tensors[name].shape[-1]
+        if row_size % element_type.block_size:
+            raise GgufError(
+                f"{self.path}: tensor {name} is {element_type.name} with rows of {row_size} elements, but blocks of "
+                f"this type have {element_type.block_size}"
+            )
+        return row_size // element_type.block_size * element_type.block_bytes
+
+    def check_tensors(self) -> None:
+        """Raises GgufError if a tensor's type is not served, or the file ends before a tensor does."""
+        size = self.path.stat().st_size
+        for name, info in self.tensors.items():
+            end = info.offset + math.prod(info.shape[:-1]) * self.row_bytes(name)
+            if end > size:
+                raise GgufError(
+                    f"{self.path} has {size} bytes, but tensor {name} ends at byte {end}: the file may be cut off"
+                )
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is to be read as a GGUF file: it is a file, and its name or its first bytes say so."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as stream:
+        return stream.read(len(MAGIC)) == MAGIC
+
+
+def shown(value: object) -> str:
+    """Return a value as a line can hold it."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+class _Cursor:
+    """Reads values one after another, none of which may end behind the file or the greatest header."""
+
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self.path = path
+        self.position = 0
+        self._stream = stream
+        self._size = os.fstat(stream.fileno()).st_size
+        self._end = min(self._size, _MAX_HEADER_BYTES)
+
+    def take(self, num_bytes: int) -> bytes:
+        self.expect(num_bytes)
+        self.position += num_bytes
+        taken = self._stream.read(num_bytes)
+        if len(taken) != num_bytes:
+            raise self.error("it was cut off while it was read")
+        return taken
+
+    def expect(self, num_bytes: int) -> None:
+        """Raises GgufError unless so many bytes are left."""
+        if num_bytes <= self._end - self.position:
+            return
+        if self._end < self._size:
+            raise self.error(f"its header takes more than {_MAX_HEADER_BYTES >> 20} MiB")
+        raise self.error(
+            f"it has {self._size} bytes, and its header speaks of {self.position + num_bytes} or more: it may be cut "
+            "off"
+        )
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def text(self, what: str) -> str:
+        taken = self.take(int.from_bytes(self.take(8), "little"))
+        try:
+            return taken.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} is {shown(taken)}, which is not UTF-8") from error
+
+    def texts(self, number: int, key: str) -> list[str]:
+        """Read many texts, as `text` reads one, in a third of the time."""
+        self.expect(8 * number)
+        read, found, left = self._stream.read, [], self._end - self.position
+        for _ in range(number):
+            length = int.from_bytes(read(8), "little")
+            left -= 8 + length
+            if left < 0:
+                self.position = self._end - left - 8 - length
+                self.expect(8 + length)
+            found.append(read(length))
+        self.position = self._end - left
+        try:
+            return [taken.decode("utf-8") for taken in found]
+        except UnicodeDecodeError as error:
+            raise self.error(f"{shown(key)} has {shown(error.object)}, which is not UTF-8") from error
+
+    def error(self, why: str) -> GgufError:
+        return GgufError(f"{self.path} is not a whole GGUF file: {why}")
+
+
+def _read_header(path: Path, stream: BinaryIO) -> GgufFile:
+    cursor = _Cursor(path, stream)
+    magic = stream.read(len(MAGIC))
+    if magic != MAGIC:
+        raise GgufError(f"{path} is not a GGUF file: it begins with {magic!r}, not with {MAGIC!r}")
+    cursor.position = len(MAGIC)
+    version = cursor.number("I")
+    if version not in _VERSIONS:
+        is_swapped = version and not version & 0xFFFF
+        kind = "of a machine of the other byte order" if is_swapped else f"of version {version}"
+        raise GgufError(f"{path} is a GGUF file {kind}; versions 2 and 3 are served, little-endian")
+    num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
+    cursor.expect(_LEAST_ENTRY_BYTES * (num_tensors + num_keys))
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.text("a key")
+        if key in metadata:
+            raise cursor.error(f"it has {shown(key)} twice")
+        metadata[key] = _read_value(cursor, key, cursor.number("I"))
+    infos: dict[str, TensorInfo] = {}
+    for _ in range(num_tensors):
+        name = cursor.text("a tensor's name")
+        if name in infos:
+            raise cursor.error(f"it has tensor {shown(name)} twice")
+        infos[name] = _read_tensor_info(cursor, name)
+    header_bytes = cursor.position
+    start = _data_start(cursor, metadata)
+    tensors = {name: TensorInfo(info.shape, info.type_number, start + info.offset) for name, info in infos.items()}
+    stream.seek(0)
+    return GgufFile(path, metadata, tensors, hashlib.sha256(stream.read(header_bytes)).digest())
+
+
+def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
+    if kind == _STRING:
+        return cursor.text(shown(key))
+    if kind in _SCALARS:
+        value = cursor.number(_SCALARS[kind])
+        return _shortest(value) if _SCALARS[kind] == "f" else value
+    if kind != _ARRAY:
+        raise cursor.error(f"{shown(key)} is of type {kind}, which the format does not have")
+    item_kind, length = cursor.number("I"), cursor.number("Q")
+    if item_kind == _STRING:
+        return cursor.texts(length, key)
+    if item_kind not in _SCALARS:
+        raise cursor.error(f"{shown(key)} is an array of type {item_kind}, which is not read")
+    code = _SCALARS[item_kind]
+    numbers = array("B" if code == "?" else code, cursor.take(length * struct.calcsize("<" + code)))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def _shortest(value: float) -> float:
+    """Return the number of fewest digits that float32 rounds to this one: the one that a converter was given."""
+    if not math.isfinite(value):
+        return value
+    pack: Callable[[float], bytes] = struct.Struct("<f").pack
+    candidates = (float(f"{value:.{digits}g}") for digits in range(6, 9))
+    return next((short for short in candidates if abs(short) < 3e38 and pack(short) == pack(value)), value)
+
+
+def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
+    num_dimensions = cursor.number("I")
+    if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+        raise cursor.error(f"tensor {shown(name)} has {num_dimensions} dimensions, not 1 to {_MAX_DIMENSIONS}")
+    shape = struct.unpack(f"<{num_dimensions}Q", cursor.take(8 * num_dimensions))[::-1]
+    type_number, offset = cursor.number("I"), cursor.number("Q")
+    if 0 in shape or math.prod(shape) >= 1 << 63:
+        raise cursor.error(f"tensor {shown(name)} has shape {list(shape)}")
+    return TensorInfo(shape, type_number, offset)
+
+
+def _data_start(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
+    """Return where the first tensor may begin, which is what offsets count from."""
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    is_power = type(alignment) is int and 1 <= alignment <= _MAX_ALIGNMENT and not alignment & (alignment - 1)
+    if not is_power:
+        raise cursor.error(f"general.alignment is {shown(alignment)}, not a power of two up to {_MAX_ALIGNMENT}")
+    return -(-cursor.position // alignment) * alignment

@@ -1,0 +1,206 @@
+"""The tokenizer of a GGUF file, as a tokenizer.json would describe it."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.common.gguf.file import GgufError, GgufFile, shown
+from pagewire.common.gguf.metadata import Metadata
+from pagewire.common.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from pagewire.common.gguf.special_tokens import SpecialTokens
+
+_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"  # of tokenizer.ggml.model
+_SPACE = "▁"  # in tokens of SentencePiece
+# Special tokens that leave white space alone where others take it: files do not say which do, and llama.cpp, too,
+# knows it of Phi-3.
+_KEEPING = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+# Of tokenizer.ggml.token_type.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+
+def tokenizer_json(file: GgufFile) -> dict[str, Any]:
+    """Return what a tokenizer.json has. Raises GgufError for a tokenizer that is broken or of no known kind."""
+    keys = Metadata(file, "tokenizer.ggml.")
+    model = keys.text("model")
+    if model not in (_BYTE_LEVEL, _SENTENCEPIECE):
+        raise keys.error("model", f"{_BYTE_LEVEL} (byte-level BPE) or {_SENTENCEPIECE} (SentencePiece BPE)")
+    special = SpecialTokens.of(file)
+    vocabulary = _Vocabulary.of(keys, special)
+    make = _byte_level if model == _BYTE_LEVEL else _sentencepiece
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": list(vocabulary.added_tokens()),
+        **make(keys, vocabulary, special),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The tokens of a file, by id."""
+
+    tokens: list[str]
+    types: Sequence[float]
+    ids: Mapping[str, int]  # without the tokens that only fill the embedding up
+    strips_behind: bool  # special tokens take the white space that follows them
+
+    @staticmethod
+    def of(keys: Metadata, special: SpecialTokens) -> "_Vocabulary":
+        tokens = keys.texts("tokens")
+        embedding = keys.file.tensors.get("token_embd.weight")
+        if embedding is not None and embedding.shape[0] != len(tokens):
+            raise GgufError(
+                f"{keys.file.path}: tokenizer.ggml.tokens has {len(tokens)} tokens, but token_embd.weight has "
+                f"{embedding.shape[0]} rows"
+            )
+        types = list(keys.numbers("token_type", len(tokens)) or [_NORMAL] * len(tokens))
+        for token_id in special.controls:
+            types[token_id] = _CONTROL
+        ids: dict[str, int] = {}
+        for token_id, token in enumerate(tokens):
+            if types[token_id] == _UNUSED and token == f"[PAD{token_id}]":
+                continue
+            if token in ids:
+                raise GgufError(
+                    f"{keys.file.path}: tokenizer.ggml.tokens has {shown(token)} twice, as {ids[token]} and {token_id}"
+                )
+            ids[token] = token_id
+        is_phi3 = keys.file.metadata.get("general.architecture") == "phi3" and keys.text("model") == _SENTENCEPIECE
+        return _Vocabulary(tokens, types, ids, strips_behind=is_phi3)
+
+    def added_tokens(self) -> Iterator[dict[str, Any]]:
+        """Yield the tokens that are found in a text as they are, before anything else is done to it."""
+        for token_id, token in enumerate(self.tokens):
+            if self.types[token_id] in (_CONTROL, _UNKNOWN, _USER_DEFINED) and token:
+                yield {
+                    "id": token_id,
+                    "content": token,
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": self.types[token_id] == _CONTROL and self.strips_behind and token not in _KEEPING,
+                    "normalized": False,
+                    "special": self.types[token_id] != _USER_DEFINED,
+                }
+
+
+def _byte_level(keys: Metadata, vocabulary: _Vocabulary, special: SpecialTokens) -> dict[str, Any]:
+    pre = keys.text("pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise keys.error("pre", f"one of {', '.join(PRE_TOKENIZERS)}")
+    pre_tokenizer: PreTokenizer = PRE_TOKENIZERS[pre]
+    return {
+        "normalizer": {"type": "NFC"} if pre_tokenizer.is_composed else None,
+        "pre_tokenizer": pre_tokenizer.to_json(),
+        "post_processor": _post_processor(keys, special, adds_bos=pre_tokenizer.adds_bos),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "ignore_merges": pre_tokenizer.takes_whole_words,
+            "vocab": dict(vocabulary.ids),
+            "merges": _written_merges(keys, vocabulary.ids),
+        },
+    }
+
+
+def _sentencepiece(keys: Metadata, vocabulary: _Vocabulary, special: SpecialTokens) -> dict[str, Any]:
+    has_prefix = keys.flag("add_space_prefix", True)
+    if keys.flag("remove_extra_whitespaces", False):
+        raise keys.error("remove_extra_whitespaces", "false: nothing else is served")
+    prefix = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    merges = _written_merges(keys, vocabulary.ids) if keys.has("merges") else _merges_by_score(keys, vocabulary)
+    return {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [*prefix, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}],
+        },
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(keys, special, adds_bos=True),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *strip,
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": special.texts().get("unk_token"),
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": dict(vocabulary.ids),
+            "merges": merges,
+        },
+    }
+
+
+def _post_processor(keys: Metadata, special: SpecialTokens, *, adds_bos: bool) -> dict[str, Any] | None:
+    """Return what stands around every prompt."""
+    names = []
+    for name, is_default in (("bos", adds_bos), ("eos", False)):
+        # A default asks for no token that the file does not name.
+        if keys.flag(f"add_{name}_token", is_default and name in special.by_name):
+            if name not in special.by_name:
+                raise keys.error(f"{name}_token_id", f"the id of a token: add_{name}_token is true")
+            names.append(name)
+    if not names:
+        return None
+    marks = {name: {"SpecialToken": {"id": special.texts()[f"{name}_token"], "type_id": 0}} for name in names}
+
+    def around(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [*([marks["bos"]] if "bos" in marks else []), *texts, *([marks["eos"]] if "eos" in marks else [])]
+
+    first, second = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": around([first]),
+        "pair": around([first, second]),
+        "special_tokens": {
+            mark["SpecialToken"]["id"]: {
+                "id": mark["SpecialToken"]["id"],
+                "ids": [special.by_name[name]],
+                "tokens": [mark["SpecialToken"]["id"]],
+            }
+            for name, mark in marks.items()
+        },
+    }
+
+
+def _written_merges(keys: Metadata, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for merge in keys.texts("merges"):
+        middle = merge.find(" ", 1)
+        left, right = merge[:middle], merge[middle + 1 :]
+        if middle < 0 or any(part not in ids for part in (left, right, left + right)):
+            raise GgufError(
+                f"{keys.file.path}: tokenizer.ggml.merges has {shown(merge)}, not two tokens that make a third"
+            )
+        merges.append((left, right))
+    return merges
+
+
+def _merges_by_score(keys: Metadata, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the merges that SentencePiece carries out: whichever pair of neighbours makes the token of the highest
+    score comes first. Where scores are equal, as in files whose converter had none, the lower id does."""
+    scores = keys.numbers("scores", len(vocabulary.tokens))
+    if scores is None:
+        raise keys.error("scores", "an array of numbers: without tokenizer.ggml.merges, merges follow from it")
+    found = []
+    for token, token_id in vocabulary.ids.items():
+        if vocabulary.types[token_id] not in (_NORMAL, _USER_DEFINED, _UNUSED):
+            continue
+        if not math.isfinite(scores[token_id]):
+            raise keys.error("scores", f"finite throughout, which that of {shown(token)} is not")
+        found += [(-scores[token_id], token_id, pair) for pair in _halves(token, vocabulary.ids)]
+    found.sort(key=lambda merge: merge[:2])
+    return [pair for _, _, pair in found]
+
+
+def _halves(token: str, ids: Mapping[str, int]) -> Iterable[tuple[str, str]]:
+    """Return the pairs of tokens that make up this one. As in transformers, long left halves come first."""
+    pairs = ((token[:length], token[length:]) for length in range(len(token) - 1, 0, -1))
+    return (pair for pair in pairs if pair[0] in ids and pair[1] in ids)

@@ -1,0 +1,149 @@
+"""What becomes of a tokenizer.json by what the files beside it say."""
+
+import json
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pagewire.common.gguf.settings_file import is_whole, shown, unserved
+from pagewire.common.gguf.tokenizer_files.classes import Parts
+from pagewire.common.gguf.tokenizer_files.settings import DeclaredToken, Token, TokenizerSettings, token_of
+
+_MODEL = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "dropout", "continuing_subword_prefix")
+_OF_OFFSETS = "trim_offsets"
+_BYTE_LEVEL = "ByteLevel"  # as a decoder it has no options that count
+_ADDING_NOTHING = (_BYTE_LEVEL, "TemplateProcessing")  # of post-processors, where they have no special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerChanges:
+    """The parts that are put in place of tokenizer.json's own, and the tokens that are added then, in order."""
+
+    parts: Parts | None  # None: all stay
+    tokens: tuple[DeclaredToken, ...]
+    again: tuple[DeclaredToken, ...]  # are added once more: what is said last counts
+    first: str | None  # a token that is put before prompts, with nothing else around them
+    ids: tuple[tuple[str, int], ...]  # the tokens that the files give ids, with these
+
+    def key(self) -> bytes:
+        """Return what is the same for the same changes."""
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+    def apply(self, document: Mapping[str, Any], path: Path) -> str:
+        """Return the changed tokenizer.json. Raises ValueError if there can be none."""
+        # Commands that only compare files need not wait for the library.
+        from tokenizers import AddedToken, Tokenizer
+        from tokenizers.processors import TemplateProcessing
+
+        if self.parts is not None:
+            document = _rebuilt(document, self.parts, path)
+        try:
+            tokenizer = Tokenizer.from_str(json.dumps(document))
+            for tokens in (self.tokens, self.again):
+                tokenizer.add_tokens([AddedToken(**asdict(token)) for token in tokens])
+            if self.first is not None:
+                bos = (self.first, tokenizer.token_to_id(self.first))
+                single, pair = f"{self.first}:0 $A:0", f"{self.first}:0 $A:0 {self.first}:1 $B:1"
+                tokenizer.post_processor = TemplateProcessing(single, pair, [bos])
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        added = tokenizer.get_added_tokens_decoder()
+        self._check_ids({token.content: token_id for token_id, token in added.items()}, path)
+        return str(tokenizer.to_str())
+
+    def _check_ids(self, found: Mapping[str, int], path: Path) -> None:
+        for text, token_id in self.ids:
+            if found.get(text) != token_id:
+                has = f"it gets {found[text]} from them" if text in found else "its class leaves it out"
+                raise ValueError(
+                    f"{path}: the files of the tokenizer give the token {shown(text)} the id {token_id}, but {has}; "
+                    "where tokenizer.json is right, make tokenizer_class of tokenizer_config.json "
+                    "PreTrainedTokenizerFast and take added_tokens_decoder out"
+                )
+
+
+def changes_of(settings: TokenizerSettings, document: Mapping[str, Any], path: Path) -> TokenizerChanges | None:
+    """Compare tokenizer.json with the other files. None: they change nothing. Raises ValueError."""
+    kind, own = settings.kind, dict(_own(document, path))
+    declared = {**settings.declared, **(own if settings.takes_own else {})}
+    added: list[Token] = [declared[token_id] for token_id in sorted(declared)]
+    present = () if kind.parts else own.values()
+    texts = {str(token) for token in (*present, *added)}
+    special = (*settings.named.values(), *settings.extra)
+    added += dict.fromkeys(token for token in special if str(token) not in texts)
+    names = set(settings.texts().values())
+    tokens = [_final(token, names) for token in added if str(token)]
+    # As in the library, what has been special once is left out of texts for good.
+    always = {token.content for token in (*present, *tokens) if token.special}
+    tokens = [replace(token, special=token.content in always) for token in tokens]
+    again = [_final(text, names) for text in dict.fromkeys(map(str, special)) if text]
+    parts, with_ids = None, settings.declared
+    if kind.parts is not None:
+        parts = kind.parts(settings.options, settings.texts().get("unk_token"))
+        parts["post_processor"] = document.get("post_processor") if kind.keeps_post_processor else None
+        with_ids = {**own, **with_ids}
+    ids = tuple((token.content, token_id) for token_id, token in with_ids.items() if token.content)
+    first = settings.texts().get("bos_token") if kind.adds_bos else None
+    changes = TokenizerChanges(parts, tuple(tokens), tuple(again) if kind.adds_special else (), first, ids)
+    return changes if _matters(changes, document, own) else None
+
+
+def _own(document: Mapping[str, Any], path: Path) -> Iterator[tuple[int, DeclaredToken]]:
+    """Yield the added tokens of tokenizer.json by their ids."""
+    entries = document.get("added_tokens") or []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(entry, dict) or not is_whole(entry.get("id")):
+            raise unserved(path, "added_tokens", entry, "a list of tokens with ids")
+        yield entry["id"], _final(token_of(entry, path, "added_tokens"), ())
+
+
+def _final(token: Token, names: Container[str]) -> DeclaredToken:
+    """Say all of a token: what is named is special, and so is what is known as a text alone."""
+    if isinstance(token, str):
+        token = DeclaredToken(token, special=True)
+    special = token.special or token.content in names
+    normalized = not special if token.normalized is None else token.normalized
+    return replace(token, special=special, normalized=normalized)
+
+
+def _matters(changes: TokenizerChanges, document: Mapping[str, Any], own: Mapping[int, DeclaredToken]) -> bool:
+    """Whether tokenizer.json is not already as it is changed to be."""
+    by_text = {token.content: token for token in own.values()}
+    if any(by_text.get(token.content) != token for token in (*changes.tokens, *changes.again)):
+        return True
+    own_ids = {token.content: token_id for token_id, token in own.items()}
+    if changes.first is not None or any(own_ids.get(text) != token_id for text, token_id in changes.ids):
+        return True
+    if changes.parts is None:
+        return False
+    return by_text.keys() > {token.content for token in changes.tokens} or any(
+        _comparable(name, part) != _comparable(name, document.get(name)) for name, part in changes.parts.items()
+    )
+
+
+def _comparable(name: str, part: Any) -> Any:
+    """Return a part of tokenizer.json without what makes no difference."""
+    if isinstance(part, list):
+        return [_comparable(name, inner) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    if name == "model":
+        return {key: part.get(key) or None for key in _MODEL}
+    if name == "post_processor" and not part.get("special_tokens") and part.get("type") in _ADDING_NOTHING:
+        return None
+    if name == "decoder" and part.get("type") == _BYTE_LEVEL:
+        return _BYTE_LEVEL
+    return {key: _comparable(name, value) for key, value in part.items() if key != _OF_OFFSETS}
+
+
+def _rebuilt(document: Mapping[str, Any], parts: Parts, path: Path) -> dict[str, Any]:
+    """Put a pipeline around the vocabulary and merges of tokenizer.json. Its added tokens are not among them."""
+    model = document["model"]
+    if not isinstance(model.get("vocab"), dict) or "merges" not in model:
+        raise ValueError(
+            f"{path}: its model is not of BPE, of which the tokenizer_class in tokenizer_config.json makes its own; "
+            "PreTrainedTokenizerFast there takes it as it is"
+        )
+    given = {name: model[name] for name in ("vocab", "merges")}
+    return {**document, **parts, "added_tokens": [], "model": {**parts["model"], **given}}

@@ -1,0 +1,129 @@
+"""The files of a model's tokenizer, as both services, gateways and commands read them."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagewire.common.gguf.checkpoint_files import tokenizer_config_json
+from pagewire.common.gguf.file import GgufFile, is_gguf
+from pagewire.common.gguf.model_file import MAX_LISTING_BYTES, ModelFileError, read_bytes, read_text
+from pagewire.common.gguf.settings_file import read_settings
+from pagewire.common.gguf.tokenizer import tokenizer_json
+from pagewire.common.gguf.tokenizer_files.changes import TokenizerChanges, changes_of
+from pagewire.common.gguf.tokenizer_files.classes import PLAIN
+from pagewire.common.gguf.tokenizer_files.settings import (
+    CONFIG,
+    TokenizerSettings,
+    settings_in,
+    settings_of,
+    without_tokens,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a checkpoint directory or a GGUF file says of its tokenizer."""
+
+    path: Path  # of tokenizer.json or the GGUF file
+    config: Mapping[str, Any]  # what tokenizer_config.json has
+    settings: TokenizerSettings
+    changes: TokenizerChanges | None  # of tokenizer.json, by the other files
+    text: str  # of tokenizer.json as it lies there
+    document: Mapping[str, Any]  # what that holds, as far as anybody need know
+
+    @staticmethod
+    def of(path: Path) -> "TokenizerFiles":
+        """Read a GGUF file, or a tokenizer.json with the files beside it. Raises OSError, GgufError, or ValueError, one
+        line that names the file."""
+        if is_gguf(path):
+            file = GgufFile.open(path)
+            config, document = tokenizer_config_json(file), tokenizer_json(file)
+            settings, text = settings_in(config, path), json.dumps(document)
+        else:
+            text = _text(path)
+            config, settings = read_settings(path.parent / CONFIG), settings_of(path.parent, text)
+            # Of many a tokenizer.json nothing else is said, and what is no tokenizer stays none.
+            document = {} if settings == TokenizerSettings() else _parsed(text, path)
+        is_changeable = isinstance(document.get("model"), dict)
+        changes = changes_of(settings, document, path) if is_changeable else None
+        return TokenizerFiles(path, config, settings, changes, text, document)
+
+    @staticmethod
+    def in_directory(directory: Path) -> "TokenizerFiles | None":
+        """Read the files of a checkpoint directory, if it has a tokenizer.json. Raises as `of` does."""
+        path = directory / "tokenizer.json"
+        return TokenizerFiles.of(path) if path.is_file() else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokenizer.json and tokenizer_config.json alone say all, each of what it is for."""
+        given = {
+            name: value.get("content") if isinstance(value, dict) else value for name, value in self.config.items()
+        }
+        return self.changes is None and all(given.get(name) == text for name, text in self.settings.texts().items())
+
+    def identity(self) -> bytes:
+        """Return what is equal for equal tokenizers. Of files that change nothing it knows nothing."""
+        return self.text.encode() + (b"" if self.changes is None else self.changes.key())
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id that the files give a token. What is only named has none: it came after the model."""
+        for token_id, token in self.settings.declared.items():
+            if token.content == text:
+                return token_id
+        model = self.document.get("model")
+        vocab = model.get("vocab") if isinstance(model, dict) else None
+        if isinstance(vocab, list):
+            vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
+        added = self.document.get("added_tokens") or []
+        found: dict[str, int] = {**(vocab or {}), **{entry["content"]: entry["id"] for entry in added}}
+        return found.get(text)
+
+    def tokenizer_json(self) -> str:
+        """Return a tokenizer.json that says all by itself. Raises ValueError for files that contradict each other."""
+        return self.text if self.changes is None else self.changes.apply(self.document, self.path)
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """Return a tokenizer_config.json to go with it."""
+        return {**without_tokens(self.config), **self.settings.texts(), "tokenizer_class": PLAIN.name}
+
+
+def read_tokenizer(path: Path) -> str:
+    """Return the tokenizer.json that a GGUF file, or a tokenizer.json with the files beside it, amounts to. Raises as
+    `TokenizerFiles.of` does."""
+    return TokenizerFiles.of(path).tokenizer_json()
+
+
+def directory_digest(directory: Path, tokenizer: TokenizerFiles | None) -> bytes:
+    """Return SHA-256 over config.json and, where there is one, the tokenizer after it: equal digests mean that both
+    services speak of the same model. Raises ModelFileError, OSError."""
+    digest = hashlib.sha256(read_bytes(directory / "config.json"))
+    if tokenizer is not None:
+        digest.update(tokenizer.identity())
+    return digest.digest()
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        return read_text(path, MAX_LISTING_BYTES)
+    except ModelFileError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{path} is not a tokenizer: it is nested too deeply") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is not a tokenizer: it holds {type(document).__name__}, but must hold an object")
+    return document

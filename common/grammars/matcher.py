@@ -1,0 +1,224 @@
+"""A grammar's state, moved on by tokens, which says what tokens may come next."""
+
+import ctypes
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pagewire.common.grammars.literals import BYTE_PIECES, Alphabet, Literal, literals_of
+from pagewire.common.grammars.source import to_llguidance
+
+
+def _limits(max_items_in_row: int, step_max_items: int) -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=max_items_in_row,
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=30_000,
+        step_max_items=step_max_items,
+        max_lexer_states=30_000,
+        verbose_errors=False,
+    )
+
+
+# What a mask may take follows from these, and what that is in seconds most of all from the items of a row. Those of one
+# rule and one beginning are many in a large schema, and cheap; an ambiguous grammar takes time in their third power:
+# 1.4 ms a token of the output with 300, 43 ms with 1000. Only in a grammar of their own can users write such rules.
+_LIMITS = _limits(1_000, 5_000)
+_OWN_GRAMMAR_LIMITS = _limits(300, 4_000)
+_REMEMBERED = 0.95  # of what was slow, from one mask to the next
+_LIMIT_REASONS = ("LexerTooComplex", "ParserTooComplex")
+_DEAD_END_REASON = "NoExtension"
+_LIMIT_TEXTS = ("Current row has", "Too many items", "too many expressions")  # of errors that come without a reason
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be read, a token that it refuses, or a state that allows none. The text says why."""
+
+
+class GrammarLimitError(GrammarError):
+    """A grammar that takes more work or memory than it may."""
+
+
+class GrammarDeadEndError(GrammarError):
+    """A grammar that allows no token behind an output that is not whole: no tokens spell what is to come."""
+
+
+def version() -> str:
+    """The version of the library, on which depends what a grammar means."""
+    return metadata.version("llguidance")
+
+
+@contextmanager
+def _caught() -> Iterator[None]:
+    """Make errors of the library and its panics, which are no Exceptions, a GrammarError."""
+    try:
+        yield
+    except (GrammarError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise GrammarError(f"the grammar cannot be read: {error}") from None
+
+
+class MaskPace:
+    """What the masks of a grammar take, as far as is known: as long as the slowest, which is forgotten by and by."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """A mask took so long."""
+        self.seconds = max(seconds, _REMEMBERED * self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskSizes:
+    """How many tokens a mask has as the library fills it, and how many logits the model has."""
+
+    num_tokens: int
+    vocab_size: int
+
+    def cut(self, address: int, mask_bytes: int) -> None:
+        """Take the tokens away that have no logit. Raises GrammarError where no other is allowed."""
+        if num_bits := self.vocab_size % 32:
+            last = ctypes.c_uint32.from_address(address + mask_bytes - 4)
+            last.value &= (1 << num_bits) - 1
+        if not ctypes.string_at(address, mask_bytes).strip(b"\0"):
+            raise GrammarDeadEndError("the grammar allows only tokens that the model has no logits for")
+
+
+class Matcher:
+    """The state of a grammar behind the tokens of one output."""
+
+    def __init__(self, state: LLMatcher, end_token_ids: frozenset[int], pace: MaskPace, sizes: _MaskSizes) -> None:
+        self._state = state
+        self._end_token_ids = end_token_ids
+        self._sizes = sizes
+        self.pace = pace  # of all matchers of the grammar
+        self.end_token_id: int | None = None  # the end token that was consumed: from there on nothing else is allowed
+
+    def copy(self) -> "Matcher":
+        """Returns a matcher in the same state, which goes its own way."""
+        copied = Matcher(self._state.deep_copy(), self._end_token_ids, self.pace, self._sizes)
+        copied.end_token_id = self.end_token_id
+        return copied
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Move on by tokens; those behind the first end token are not looked at. Raises GrammarError for one that is
+        not allowed, GrammarLimitError; then the matcher is of no more use."""
+        if self.end_token_id is not None:
+            return
+        end = next((i for i, token_id in enumerate(token_ids) if token_id in self._end_token_ids), None)
+        with _caught():
+            is_taken = self._state.consume_tokens(list(token_ids[:end]))
+            is_taken = is_taken and (end is None or self._state.is_accepting())
+        if not is_taken:
+            raise self.error() or GrammarError("the grammar does not allow a token of the output")
+        if end is not None:
+            self.end_token_id = token_ids[end]
+
+    def fill_mask(self, address: int, mask_bytes: int) -> None:
+        """Write which tokens are allowed, a bit each, the lowest of int32 number 0 first, to memory of `mask_bytes`,
+        which are `4 * ceil(vocab_size / 32)`. Behind an end token that one alone is. Raises GrammarError: a
+        GrammarDeadEndError where no token is allowed, and GrammarLimitError."""
+        if self.end_token_id is not None:
+            self._allow_end_alone(address, mask_bytes)
+            return
+        long_bytes = 4 * -(-self._sizes.num_tokens // 32)
+        with _caught():
+            if long_bytes == mask_bytes:
+                self._state.unsafe_compute_mask_ptr(address, mask_bytes)
+            else:
+                mask = ctypes.create_string_buffer(long_bytes)
+                self._state.unsafe_compute_mask_ptr(ctypes.addressof(mask), long_bytes)
+                ctypes.memmove(address, mask, mask_bytes)
+        if error := self.error():
+            raise error
+        if self._sizes.num_tokens > self._sizes.vocab_size:
+            self._sizes.cut(address, mask_bytes)
+
+    def error(self) -> GrammarError | None:
+        """Why the matcher is of no more use."""
+        if not self._state.is_error():
+            return None
+        text = self._state.get_error()
+        if text.startswith(_DEAD_END_REASON):
+            return GrammarDeadEndError("the tokenizer has no tokens for what the grammar allows next")
+        is_limit = self._state.stop_reason() in _LIMIT_REASONS or any(known in text for known in _LIMIT_TEXTS)
+        return (GrammarLimitError if is_limit else GrammarError)(text)
+
+    def forced_text(self) -> str:
+        """Return the text that must come next, as far as there is only one."""
+        return "" if self._state.is_error() else self._state.compute_ff_bytes().decode(errors="ignore")
+
+    def _allow_end_alone(self, address: int, mask_bytes: int) -> None:
+        assert self.end_token_id is not None
+        ctypes.memset(address, 0, mask_bytes)
+        byte, bit = divmod(self.end_token_id, 8)
+        ctypes.memset(address + byte, 1 << bit, 1)
+
+
+class GrammarCompiler:
+    """Reads grammars for one tokenizer. Belongs to one thread."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
+        """`vocab_size`: the model's, as many tokens as it has logits. The tokenizer may have more."""
+        self._tokenizer_json = tokenizer_json
+        num_tokens, added, self._spells_all = _tokens(tokenizer_json)
+        self._known_alphabet: Alphabet | None = None  # of a tokenizer that does not spell everything, once asked
+        self._sizes = _MaskSizes(max(vocab_size, num_tokens), vocab_size)
+        self._token_names = {name: token_id for name, token_id in added.items() if token_id < vocab_size}
+        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
+
+    def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
+        """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
+        with _caught():
+            tokenizer, names = self._tokenizer(end_token_ids), self._token_names
+            names = {name: token for name, token in names.items() if token not in end_token_ids}
+            alphabet = self._alphabet(tokenizer)
+            alone = {name for name in names if alphabet and alphabet.missing(Literal(name))}
+            grammar = to_llguidance(kind, text, names, alone)
+            limits = _OWN_GRAMMAR_LIMITS if kind == "grammar" else _LIMITS
+            state = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+        matcher = Matcher(state, frozenset(end_token_ids), MaskPace(), self._sizes)
+        if error := matcher.error():
+            raise error
+        tokens = names if kind == "structural_tag" else ()
+        if alphabet and (fault := alphabet.fault(literals_of(grammar), tokens)):
+            raise GrammarError(fault)
+        return matcher
+
+    def _alphabet(self, tokenizer: LLTokenizer) -> Alphabet | None:
+        """What the tokens spell; None: everything."""
+        if self._spells_all:
+            return None
+        if self._known_alphabet is None:
+            ids = (token_id for token_id in range(self._sizes.vocab_size) if not tokenizer.is_special_token(token_id))
+            self._known_alphabet = Alphabet(tokenizer.decode_bytes([token_id]) for token_id in ids)
+        return self._known_alphabet
+
+    def _tokenizer(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:
+        if end_token_ids not in self._tokenizers:
+            self._tokenizers[end_token_ids] = LLTokenizer(
+                self._tokenizer_json, n_vocab=self._sizes.num_tokens, eos_token=list(end_token_ids)
+            )
+        return self._tokenizers[end_token_ids]
+
+
+def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], bool]:
+    """Return how many tokens a tokenizer.json has, those that stand in texts as their names but are none of its pieces,
+    as the library sees it, and whether there is a piece for every byte. Nothing for one that is broken, of which the
+    library tells why."""
+    try:
+        tokenizer = json.loads(tokenizer_json)
+        vocab, added_tokens = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or ()
+        names = set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
+        num_tokens = len(names.union(added["content"] for added in added_tokens))
+        shown = {added["content"]: int(added["id"]) for added in added_tokens if not added.get("special")}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return 0, {}, True
+    spells_all = any(names.issuperset(each) for each in BYTE_PIECES)
+    return num_tokens, {name: shown[name] for name in shown if name.startswith("<") and name.endswith(">")}, spells_all

@@ -1,0 +1,183 @@
+"""Structural tags of xgrammar as a grammar in Lark: text in which tagged parts have a form of their own.
+
+A tag is JSON: {"type": "structural_tag", "format": FORMAT}, where FORMAT is an object with a `type` (see
+https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html), or the older {"structures": [...], "triggers": [...]}.
+"""
+
+import json
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from pagewire.common.grammars.json_schema import for_library
+
+_ANY_TEXT = r"/(?s:.*)/"
+
+
+def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
+    """Raises ValueError for what is no structural tag, or asks for something that is not supported. A token of
+    `token_names` may stand for its name: a model that has one for a tag's beginning has learnt to take it. It must
+    stand for a name of `alone`, which no other tokens spell."""
+    tag = json.loads(text)
+    if not isinstance(tag, dict):
+        raise ValueError("a structural tag is a JSON object")
+    if "structures" in tag:
+        tag = {"format": _of_structures(tag)}
+    rules = _Rules(token_names, alone)
+    start = rules.expression(_field(tag, "format", "a structural tag"))
+    return "\n".join([f"start: {start}", *rules.lines])
+
+
+def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
+    """The older form as one of today's."""
+    tags = [
+        {
+            "begin": _field(structure, "begin", "a structure"),
+            "content": {"type": "json_schema", "json_schema": _field(structure, "schema", "a structure")},
+            "end": structure.get("end", ""),
+        }
+        for structure in tag["structures"]
+    ]
+    return {"type": "triggered_tags", "triggers": _field(tag, "triggers", "a structural tag"), "tags": tags}
+
+
+class _Rules:
+    """The rules of a grammar while it is made."""
+
+    def __init__(self, token_names: Mapping[str, int], alone: Container[str]) -> None:
+        self._token_names = token_names
+        self._alone = alone
+        self.lines: list[str] = []
+
+    def expression(self, form: Any) -> str:
+        """Add the rules of a format. Returns what refers to it."""
+        kind = _field(form, "type", "a format")
+        match kind:
+            case "const_string":
+                return self.literal(_field(form, "value", kind))
+            case "json_schema":
+                return self.rule(f"%json {json.dumps(for_library(_field(form, 'json_schema', kind)))}")
+            case "any_text":
+                return self.rule(_ANY_TEXT)
+            case "regex":
+                return self.rule(_regex(_field(form, "pattern", kind)))
+            case "sequence":
+                return self.sequence(map(self.expression, _field(form, "elements", kind)))
+            case "or":
+                return self.either([self.expression(element) for element in _field(form, "elements", kind)])
+            case "tag":
+                return self.tag(form)
+            case "tags_with_separator":
+                return self.separated(form)
+            case "triggered_tags":
+                return self.triggered(form)
+        raise ValueError(f"formats of type {kind!r} are not supported in structural tags")
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        name = f"r{len(self.lines)}"
+        self.lines.append(f"{name}{attributes}: {body}")
+        return name
+
+    def sequence(self, parts: Any) -> str:
+        return self.rule(" ".join(part for part in parts if part != '""') or '""')
+
+    def either(self, parts: Sequence[str]) -> str:
+        if not parts:
+            raise ValueError("a structural tag has an empty list where one of several should come")
+        return self.rule(" | ".join(parts))
+
+    def tag(self, form: Any) -> str:
+        begin, content, end = (_field(form, name, "a tag") for name in ("begin", "content", "end"))
+        ends = [end] if isinstance(end, str) else list(end)
+        if _field(content, "type", "a tag's content") == "any_text" and all(ends):
+            # The text goes up to the first end, and no further.
+            return self.sequence([self.literal(begin), self.either([self.up_to(one) for one in ends])])
+        ending = self.either([self.literal(one) for one in ends])
+        return self.sequence([self.literal(begin), self.expression(content), ending])
+
+    def literal(self, text: Any) -> str:
+        """A text. Tokens may stand for their names in it."""
+        before, name, behind = self._cut(_checked(text))
+        if not name:
+            return _quoted(before)
+        token = f"<[{self._token_names[name]}]>"
+        if name not in self._alone:
+            token = f"({_quoted(name)} | {token})"
+        return self.sequence([_quoted(before), token, self.literal(behind)])
+
+    def up_to(self, end: Any) -> str:
+        """Any text up to the first of an end, and the end, in which tokens may stand for their names."""
+        text = self.rule(_ANY_TEXT, f"[suffix={_quoted(_checked(end))}]")
+        return self.either([text, *self.up_to_token(end)])
+
+    def up_to_token(self, end: str) -> list[str]:
+        """Any text up to the first of an end in which a token stands for its name, and the end; nothing where there is
+        no such token."""
+        before, name, behind = self._cut(end)
+        if not name:
+            return []
+        begun = f"T{len(self.lines)}"
+        self.lines.append(f"{begun}: {_ANY_TEXT} {_quoted(before) if before else ''}")
+        token = f"<[{self._token_names[name]}]>"
+        return [self.sequence([begun, token, self.literal(behind)])]
+
+    def _cut(self, text: str) -> tuple[str, str, str]:
+        """A text up to the first name of a token, the longest if several begin there, the name, and what is behind it;
+        without one, the text and nothing."""
+        found = [(text.find(name), -len(name), name) for name in self._token_names if name in text]
+        if not found:
+            return text, "", ""
+        start, _, name = min(found)
+        return text[:start], name, text[start + len(name) :]
+
+    def _is_within_token(self, position: int, text: str) -> bool:
+        before, name, _ = self._cut(text)
+        return len(before) < position < len(before) + len(name)
+
+    def separated(self, form: Any) -> str:
+        """Tags with a text between them."""
+        tag = self.either([self.tag(one) for one in _field(form, "tags", "tags_with_separator")])
+        more = "" if form.get("stop_after_first") else f" ({self.literal(form.get('separator', ''))} {tag})*"
+        tags = self.rule(f"{tag}{more}")
+        return tags if form.get("at_least_one") else self.rule(f"{tags} |")
+
+    def triggered(self, form: Any) -> str:
+        """Free text in which a trigger begins one of the tags that begin with it."""
+        triggers, tags = (_field(form, name, "triggered_tags") for name in ("triggers", "tags"))
+        parts = []
+        for trigger in triggers:
+            begun = [tag for tag in tags if _field(tag, "begin", "a tag").startswith(trigger)]
+            if not trigger or not begun:
+                raise ValueError(f"no tag begins with the trigger {trigger!r}")
+            rests = self.either([self.tag({**tag, "begin": tag["begin"][len(trigger) :]}) for tag in begun])
+            parts.append(self.sequence([self.up_to(trigger), rests]))
+            parts += [
+                self.sequence([*self.up_to_token(tag["begin"]), self.tag({**tag, "begin": ""})])
+                for tag in begun
+                if self._is_within_token(len(trigger), tag["begin"])
+            ]
+        part = self.either(parts)
+        if form.get("stop_after_first"):
+            return part if form.get("at_least_one") else self.rule(f"{part} | {_ANY_TEXT}")
+        return self.rule(f"{part}{'+' if form.get('at_least_one') else '*'} {_ANY_TEXT}")
+
+
+def _field(form: Any, name: str, what: str) -> Any:
+    if not isinstance(form, dict) or name not in form:
+        raise ValueError(f"{what} in a structural tag has no {name!r}")
+    return form[name]
+
+
+def _checked(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"a structural tag has {text!r:.80} where a text should stand")
+    return text
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(pattern: Any) -> str:
+    if not isinstance(pattern, str):
+        raise ValueError("the pattern of a regex in a structural tag is no text")
+    return "/" + pattern.replace("/", "\\/") + "/"

@@ -1,0 +1,73 @@
+"""The way to another service, with TLS where the files for it are given. No other module makes channels."""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pagewire.common.transport.addresses import target
+from pagewire.common.transport.tls import Credentials, TlsFiles
+
+
+def open_channel(
+    api: ModuleType,
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    options: Sequence[tuple[str, int | str]],
+    *,
+    uses_http_proxy: bool,
+) -> Any:
+    """Open a channel of `grpc` or of `grpc.aio`, which `api` is, to a target of gRPC; in plaintext without credentials.
+
+    The variables of the environment that name an HTTP proxy count only where `uses_http_proxy` is set.
+    """
+    options = (*options, ("grpc.enable_http_proxy", int(uses_http_proxy)))
+    if credentials is None:
+        return api.insecure_channel(address, options=options)
+    return api.secure_channel(address, credentials, options=options)
+
+
+class Dialler:
+    """Opens channels to one address. gRPC reads a client's certificates once for each channel."""
+
+    def __init__(
+        self,
+        address: str,
+        options: Sequence[tuple[str, int | str]],
+        *,
+        tls: TlsFiles | None = None,
+        name: str | None = None,
+        uses_http_proxy: bool = False,
+    ) -> None:
+        """It is plaintext without `tls`. `name` is the one in the server's certificate, if its host differs."""
+        named = () if tls is None or name is None else (("grpc.ssl_target_name_override", name),)
+        self._target = target(address)
+        self._options = (*options, *named)
+        self._uses_http_proxy = uses_http_proxy
+        self._tls = tls
+        self._credentials: Credentials | None = None  # of the channel
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the files for TLS hold something else than what the channel uses."""
+        return self._tls is not None and self._tls.current() is not self._credentials
+
+    async def channel(self) -> grpc.aio.Channel:
+        """Return the channel that is open, or a new one in its place if that is outdated: its calls end then."""
+        if self._channel is None or self.is_outdated:
+            await self.close()
+            self._channel = self._open()
+        return self._channel
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _open(self) -> grpc.aio.Channel:
+        self._credentials = None if self._tls is None else self._tls.current()
+        credentials = None if self._credentials is None else self._credentials.for_channel()
+        return open_channel(grpc.aio, self._target, credentials, self._options, uses_http_proxy=self._uses_http_proxy)
