@@ -428,7 +428,7 @@ def test_help_of_the_command_knows_every_flag(component: str, capsys: pytest.Cap
 def test_the_gateway_knows_every_flag() -> None:
     pod = find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["command"] == ["python", "-m", "smg", "launch"]
+    assert container["command"] == ["tini", "-s", "--", "python", "-m", "smg", "launch"]
     command = [sys.executable, "-m", "smg", "launch", "--help"]
     environ = {**os.environ, "PYTHONUTF8": "1"}  # its help is not ASCII
     known = subprocess.run(command, env=environ, capture_output=True, encoding="utf-8", check=True).stdout

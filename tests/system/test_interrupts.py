@@ -127,7 +127,9 @@ def test_a_containers_first_process_ends_at_sigterm(verb: str, part: str) -> Non
 
 def test_images_and_manifests_block_sigterm_until_python_runs() -> None:
     starts = [*ROOT.glob("deploy/Dockerfile.*"), *ROOT.glob("deploy/**/*.yaml")]
-    lines = [line for path in starts for line in path.read_text().splitlines() if '"pagewire"' in line]
-    lines = [line for line in lines if line.lstrip().startswith(("ENTRYPOINT", "command:"))]
-    assert len(lines) >= 6
-    assert all('"env", "--block-signal=TERM", "pagewire"' in line for line in lines)
+    lines = [line.strip() for path in starts for line in path.read_text().splitlines()]
+    commands = [line.partition("[")[2] for line in lines if line.startswith(("ENTRYPOINT", "command:"))]
+    ours = [command for command in commands if command.startswith('"env", "--block-signal=TERM", "pagewire"')]
+    gateways = [command for command in commands if command.startswith('"tini", "-s", "--", "python", "-m", "smg"')]
+    assert (len(ours) >= 6, len(gateways)) == (True, 3)
+    assert {command for command in commands if "pagewire" in command or "smg" in command} == {*ours, *gateways}
