@@ -49,10 +49,11 @@ sim: $(READY)  ## simulate SEEDS=n histories of the scheduler and a failing work
 sim-mutants: $(READY)  ## plant bugs, and see that the simulator finds each
 	$(BIN)/python -m tests.sim.mutants --seeds $(SEEDS) --first $(FIRST)
 
-lint: $(READY)  ## ruff, mypy, buf lint, buf breaking
+lint: $(READY)  ## ruff, mypy, import-linter, buf lint, buf breaking
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --config pyproject.toml --no-cache
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against descriptors.binpb
 
 # Stubs are generated with the oldest grpcio-tools they must load beside, in an environment of its own.
