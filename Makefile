@@ -76,94 +76,94 @@ wheel: $(READY)  ## dist/: a wheel for any machine, and one for this kind with t
 	$(BIN)/python -m deploy.platform_wheel dist/pagewire-*-none-any.whl
 
 bench: $(READY)  ## the same models, weight formats and loads through llama.cpp, vLLM and transformers; ARGS="--isa avx2"
-	$(BIN)/python -m bench.peers $(ARGS)
+	$(BIN)/python -m bench.peers.peers $(ARGS)
 
 bench-split: $(READY)  ## what two processes over gRPC cost against one process
-	$(BIN)/python -m bench.split
+	$(BIN)/python -m bench.services.split
 
 bench-scheduler: $(READY)  ## what the scheduler core costs per sequence and step
-	$(BIN)/python -m bench.scheduler
+	$(BIN)/python -m bench.core.scheduler
 
 bench-traces: $(READY)  ## scheduling policies over real traces, in the folder TRACES= (default: samples), in simulated time
-	$(BIN)/python -m bench.traces $(if $(TRACES),--traces $(TRACES))
+	$(BIN)/python -m bench.core.traces $(if $(TRACES),--traces $(TRACES))
 
 bench-preemption: $(READY)  ## swapping, recomputing and choosing, with a third of the blocks
-	$(BIN)/python -m bench.preemption
+	$(BIN)/python -m bench.services.preemption
 
 bench-prefix-tier: $(READY)  ## a shared prefix that comes back from host blocks
-	$(BIN)/python -m bench.prefix_tier
+	$(BIN)/python -m bench.services.prefix_tier
 
 bench-sessions: $(READY)  ## sessions of coding agents, measured and simulated; ARGS="--trace FILE"
-	$(BIN)/python -m bench.sessions $(ARGS)
+	$(BIN)/python -m bench.services.sessions $(ARGS)
 
 bench-fork: $(READY)  ## what eight samples of a prompt cost
-	$(BIN)/python -m bench.fork
+	$(BIN)/python -m bench.services.fork
 
 bench-beam: $(READY)  ## beam search against transformers
-	$(BIN)/python -m bench.beam
+	$(BIN)/python -m bench.peers.beam
 
 bench-interference: $(READY)  ## what arriving prompts do to those who stream
-	$(BIN)/python -m bench.interference
+	$(BIN)/python -m bench.services.interference
 
 bench-attention: $(READY)  ## how fast a CPU's attention reads the cache, beside the machine's memory
-	$(BIN)/python -m bench.attention
+	$(BIN)/python -m bench.core.attention
 
 bench-frontend: $(READY)  ## what delivering a token to a client costs the scheduler
-	$(BIN)/python -m bench.front_end
+	$(BIN)/python -m bench.services.front_end
 
 bench-fresh-starts: $(READY)  ## whether 20,000 fresh starts of a worker compute the same tables; ARGS="--starts 500"
-	$(BIN)/python -m bench.fresh_starts $(ARGS)
+	$(BIN)/python -m bench.core.fresh_starts $(ARGS)
 
 bench-layer-launches: $(READY)  ## what the host does for a GPU in a layer without CUDA graphs; no GPU is needed
 	$(BIN)/python -m tests.kernels.triton.layer_launches
 
 bench-garbage: $(READY)  ## what garbage collections do to a scheduler that remembers much
-	$(BIN)/python -m bench.garbage
+	$(BIN)/python -m bench.services.garbage
 
 bench-gateway: $(READY)  ## what the gateway adds to the first token, and conversations that follow their cache
-	$(BIN)/python -m bench.gateway
+	$(BIN)/python -m bench.services.gateway
 
 bench-grammars: $(READY)  ## masks of grammars, what they add to sampling, and trials of hostile grammars, in one process
-	$(BIN)/python -m bench.grammars
+	$(BIN)/python -m bench.core.grammars
 
 bench-structured-output: $(READY)  ## what schemas cost through both services: rates, first tokens, neighbours
-	$(BIN)/python -m bench.structured_output
+	$(BIN)/python -m bench.services.structured_output
 
 bench-hostile: $(READY)  ## what a hostile tenant does to the streams of a polite one
-	$(BIN)/python -m bench.hostile
+	$(BIN)/python -m bench.services.hostile
 
 bench-long-text: $(READY)  ## what long texts of one client do to the stream of another, and to memory
-	$(BIN)/python -m bench.long_text
+	$(BIN)/python -m bench.services.long_text
 
 bench-overload: $(READY)  ## ten times too many requests: how soon they are refused, what those that run lose
-	$(BIN)/python -m bench.overload
+	$(BIN)/python -m bench.services.overload
 
 bench-perplexity: $(READY)  ## what formats of weights and of the KV cache cost the bundled model in exactness
-	$(BIN)/python -m bench.perplexity
+	$(BIN)/python -m bench.core.perplexity
 
 bench-worker-loss: $(READY)  ## what clients of a gateway notice when one of two pairs loses its worker
-	$(BIN)/python -m bench.worker_loss
+	$(BIN)/python -m bench.services.worker_loss
 
 # These install nothing: PYTHON=/path/to/python has torch with CUDA and Triton. The first line says what else is lacking.
 gpu-check:  ## on a GPU: both services against transformers and themselves, in PARTS="parity kills ..." (all)
 	@$(PYTHON) -m pagewire.installation gpu
-	$(PYTHON) -m bench.gpu_check $(if $(PARTS),--parts $(PARTS))
+	$(PYTHON) -m tests.gpu.check $(if $(PARTS),--parts $(PARTS))
 
 gpu-check-kernels:  ## on a GPU: every Triton kernel against the reference
 	@$(PYTHON) -m pagewire.installation gpu
-	$(PYTHON) -m bench.gpu_kernels check
+	$(PYTHON) -m bench.gpu.kernels check
 
 gpu-bench:  ## on a GPU: steps, throughput, idle time and swaps beside their goals, in PARTS="decode_small idle ..." (all)
 	@$(PYTHON) -m pagewire.installation gpu
-	$(PYTHON) -m bench.gpu_bench $(if $(PARTS),--parts $(PARTS))
+	$(PYTHON) -m bench.gpu.speed $(if $(PARTS),--parts $(PARTS))
 
 gpu-bench-kernels:  ## on a GPU: how fast they are, beside the card's copy and torch's flash attention
 	@$(PYTHON) -m pagewire.installation gpu
-	$(PYTHON) -m bench.gpu_kernels bench
+	$(PYTHON) -m bench.gpu.kernels bench
 
 gpu-tune-kernels:  ## on a GPU: measure tiles for the shapes of common models, and write them to the static table
 	@$(PYTHON) -m pagewire.installation gpu
-	$(PYTHON) -m bench.tune_kernels
+	$(PYTHON) -m bench.gpu.tune_kernels
 
 gpu-kernel-resources: $(READY)  ## without a GPU: registers, shared memory and spills of every Triton kernel, compiled for an H200
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.compilation

@@ -1,0 +1,1 @@
+"""Benchmarks that the repository runs of itself and beside others. Not installed."""

@@ -23,15 +23,15 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.peer_environment import CONVERTER, LLAMA_CPP_PYTHON, Environments
-from bench.record import cpu_model, write
+from bench.peers.environment import CONVERTER, LLAMA_CPP_PYTHON, Environments
 from models.story_tokens import sequences
 from models.train_storyteller import CONFIG, RECIPES
 from testing.logits import ReferenceModel, mean_divergence
+from testing.record import cpu_model, write
 
 BUNDLED = Path("models/storyteller")
 FIXTURES = Path("tests/worker/fixtures")
-PROGRAM = Path("bench/peer_programs/llama_logits.c")
+PROGRAM = Path("bench/peers/programs/llama_logits.c")
 # By the name of the file, which begins with the model's shape: the arguments of `llama-quantize`.
 FILES: dict[str, tuple[str, ...]] = {
     # Rows of 192 are no whole K-quants: llama.cpp falls back to Q5_0 and Q8_0 there.

@@ -1,7 +1,7 @@
 """The static table of tile shapes: which piece of its work a program of a kernel takes at a time.
 
-Nothing is tuned while the engine runs. Every shape has an estimate; `bench/tune_kernels.py` measures candidates on a
-device and writes the winners to `measured_tiles.json`, which come first.
+Nothing is tuned while the engine runs. Every shape has an estimate; `bench/gpu/tune_kernels.py` measures candidates on
+a device and writes the winners to `measured_tiles.json`, which come first.
 """
 
 import contextlib

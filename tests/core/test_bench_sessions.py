@@ -1,4 +1,4 @@
-"""What `bench/sessions.py` does without services: small sessions, their texts, and rates fitted to a recording."""
+"""What the benchmark `sessions` does without services: small sessions, their texts, and rates fitted to a recording."""
 
 import random
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.recorded_steps import RecordedStep, fit, read_steps
-from bench.sessions import SessionText, token_of
-from bench.small_sessions import Reduction, random_session, reduce_session, reduce_sessions, write_sessions
+from bench.services.recorded_steps import RecordedStep, fit, read_steps
+from bench.services.sessions import SessionText, token_of
+from bench.services.small_sessions import Reduction, random_session, reduce_session, reduce_sessions, write_sessions
 from scheduler_service.core.policy import create_policy
 from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
 from scheduler_service.simulation.driver import Simulation, SimulationSettings

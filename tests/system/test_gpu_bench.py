@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu_bench
 from bench.checkpoint import GPU_SHAPES
-from bench.gpu_bench import GOALS, judge
-from bench.gpu_measurements import IDLE, ON_GPU, PEER, REHEARSAL, THROUGHPUT, decode_name
-from bench.step_trace import STEP_PREFIX, step_times
+from bench.gpu import speed
+from bench.gpu.measurements import IDLE, ON_GPU, PEER, REHEARSAL, THROUGHPUT, decode_name
+from bench.gpu.speed import GOALS, judge
+from bench.gpu.step_trace import STEP_PREFIX, step_times
 
 pytestmark = pytest.mark.alone
 
 
 def test_a_rehearsal_measures_without_judging(tmp_path: Path) -> None:
-    output = tmp_path / "gpu_bench.json"
+    output = tmp_path / "gpu_speed.json"
     parts = ["decode_small", "throughput", "swap", "idle"]
-    assert gpu_bench.main(["--device", "cpu", "--output", str(output), "--parts", *parts]) == 0
+    assert speed.main(["--device", "cpu", "--output", str(output), "--parts", *parts]) == 0
     found = json.loads(output.read_text())
     assert list(found["parts"]) == parts
     steps = found["parts"]["decode_small"]["results"]
@@ -63,7 +63,7 @@ def test_every_goal_is_about_something_that_is_measured() -> None:
     names = [decode_name(shape, batch) for shape, batches in shapes for batch in batches]
     assert all(shape in GPU_SHAPES for shape, _ in shapes)
     every = {"step_seconds": 1.0, "tokens_per_s": 1.0, "idle_share": 1.0, "bytes_per_s": 1.0, "slowdown": 1.0}
-    others = (THROUGHPUT, PEER, IDLE, *(gpu_bench.PINNED_COPY, gpu_bench.SWAP, gpu_bench.SWAP_BESIDE_DECODE))
+    others = (THROUGHPUT, PEER, IDLE, *(speed.PINNED_COPY, speed.SWAP, speed.SWAP_BESIDE_DECODE))
     judged = judge(dict.fromkeys([*names, *others], every), is_gpu=True)
     assert all(judgement.value is not None for judgement in judged)
 

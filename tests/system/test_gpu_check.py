@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu_check
-from bench.part import Report, run_part
-from bench.service_checks import PARTS, Setting, assert_same
 from pagewire import SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
+from testing.part import Report, run_part
+from tests.gpu import check
+from tests.gpu.service_checks import PARTS, Setting, assert_same
 
 # A part that tells of one case, and begins another that never ends; its argument is the number of cases that are done.
 ENDLESS = """
@@ -31,7 +31,7 @@ def is_running(pid: int) -> bool:
 
 
 def rehearse(output: Path, *parts: str) -> int:
-    return gpu_check.main(["--device", "cpu", "--jobs", "1", "--output", str(output), "--parts", *parts])
+    return check.main(["--device", "cpu", "--jobs", "1", "--output", str(output), "--parts", *parts])
 
 
 def results_of(output: Path) -> dict[str, list[dict]]:
@@ -65,7 +65,7 @@ def test_every_part_has_cases_with_names_of_their_own(tmp_path: Path) -> None:
 
 def test_a_rehearsal_names_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        gpu_check.main(["--device", "cpu"])
+        check.main(["--device", "cpu"])
     assert "--output" in capsys.readouterr().err
 
 

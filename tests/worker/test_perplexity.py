@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bench.perplexity import ARMS, perplexity
+from bench.core.perplexity import ARMS, perplexity
 from testing.logits import mean_divergence
 
 

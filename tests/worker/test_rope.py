@@ -157,7 +157,7 @@ def test_functions_of_torch_are_first_called_by_one_thread(monkeypatch: pytest.M
 
 def test_fresh_starts_compute_the_same() -> None:
     skip_without_compiler()
-    command = [sys.executable, "-m", "bench.fresh_starts", "--starts=20"]
+    command = [sys.executable, "-m", "bench.core.fresh_starts", "--starts=20"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("20 starts, 1 digests\n")
 

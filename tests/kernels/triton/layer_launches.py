@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from triton.runtime import driver
 
-from bench.record import RESULTS, machine, write
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import fused
+from testing.record import RESULTS, machine, write
 from tests.kernels.triton.launching import Driver
 from worker_service.attention import AttentionBatch, AttentionShape, DeviceRows
 from worker_service.attention.backends.triton import TritonAttention

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench import gpu_kernels
+from bench.gpu import kernels
 from testing.kernel_checks.case import COPY, MATMUL
 
 SCRIPTED = "tests.kernels.triton.scripted_checks"
@@ -15,13 +15,13 @@ SCRIPTED = "tests.kernels.triton.scripted_checks"
 def run_checks(tmp_path, *modules: str, seconds: float = 120) -> tuple[int, dict[str, dict]]:
     path = tmp_path / "results.json"
     arguments = ["check", "--device", "cpu", "--output", str(path), "--seconds", str(seconds), "--modules", *modules]
-    status = gpu_kernels.main(arguments)
+    status = kernels.main(arguments)
     parts = json.loads(path.read_text())["parts"].values()
     return status, {result["name"]: result for part in parts for result in part["results"]}
 
 
 def test_cases_have_names_of_their_own_and_goals_that_can_be_judged():
-    modules = [importlib.import_module(f"{gpu_kernels.CHECKS}.{name}") for name in gpu_kernels.MODULES]
+    modules = [importlib.import_module(f"{kernels.CHECKS}.{name}") for name in kernels.MODULES]
     for offer in ("device_cases", "bench_cases", "compile_cases"):
         cases = [case for module in modules for case in getattr(module, offer)()]
         assert [name for name, count in collections.Counter(case.name for case in cases).items() if count > 1] == []
@@ -59,7 +59,7 @@ def test_what_was_not_reached_in_time_is_a_failure(tmp_path):
 
 def test_nothing_is_timed_without_a_device(capsys):
     with pytest.raises(SystemExit):
-        gpu_kernels.main(["bench", "--device", "cpu"])
+        kernels.main(["bench", "--device", "cpu"])
     assert "there is nothing to time on cpu" in capsys.readouterr().err
 
 
@@ -75,7 +75,7 @@ def test_goals_are_judged_by_bandwidth_rate_and_time():
         timed("v2", 1.0, bytes_moved=3200, flops=60, copy=0.8, v1=5.0, matmul=0.7),
         timed("alone", 1.0, missing=1.0),
     ]
-    judged = {(goal["name"], goal["of"]): (goal["value"], goal["met"]) for goal in gpu_kernels.judge(results)}
+    judged = {(goal["name"], goal["of"]): (goal["value"], goal["met"]) for goal in kernels.judge(results)}
     assert judged == {
         ("v2", "copy"): (0.8, True),
         ("v2", "v1"): (6.0, True),

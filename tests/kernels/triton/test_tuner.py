@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench import tune_kernels
-from bench.tune_kernels import Problem
+from bench.gpu import tune_kernels
+from bench.gpu.tune_kernels import Problem
 from pagewire.kernels.triton import prefill_attention, tiles
 from pagewire.kernels.triton.tiles import Tile
 

@@ -1,0 +1,1 @@
+"""What parts of the engine cost, each in one process."""

@@ -1,0 +1,113 @@
+"""Compares what many fresh starts of a worker compute of a model's configuration, and by torch's vectorised functions.
+
+MKL finds out the processor at its first call, without a lock, which only shows on Intel's. So a library is preloaded
+that says yes where MKL asks for one, and each start is a process forked after the imports, before any vectorised
+function, with two threads. All must compute the same bits. With `--as-torch` each calls torch's cosines unprepared
+instead, which shows that the fault is noticed where it is.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+_PRELOADED = "int mkl_serv_intel_cpu(void) { return 1; }\nint mkl_serv_intel_cpu_true(void) { return 1; }\n"
+_NUM_THREADS = 2
+_NUM_POSITIONS, _HEAD_DIM = 768, 128
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--starts", type=int, default=20_000)
+    parser.add_argument("--as-torch", action="store_true", help="call torch's cosines, unprepared")
+    parser.add_argument("--is-faked", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not arguments.is_faked:
+        return _run_as_intel(sys.argv[1:])
+    digests = count_digests(_torch_start() if arguments.as_torch else _worker_start(), arguments.starts)
+    print(f"{arguments.starts} starts, {len(digests)} digests")
+    for digest, num_starts in digests.items():
+        print(f"{digest.hex()[:16]}: {num_starts}")
+    return 0 if len(digests) == 1 else 1
+
+
+def count_digests(start: Callable[[], bytes], num_starts: int) -> Counter[bytes]:
+    """Return how many processes have computed which digest."""
+    digests: Counter[bytes] = Counter()
+    for _ in range(num_starts):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(writing, start())
+            os._exit(0)
+        os.close(writing)
+        digests[os.read(reading, 32)] += 1
+        os.close(reading)
+        os.waitpid(pid, 0)
+    return digests
+
+
+def _worker_start() -> Callable[[], bytes]:
+    """What a worker does first, and the functions that its steps may call first."""
+    import torch
+
+    from worker_service.models.config import RopeConfig
+    from worker_service.models.rope import RotaryEmbedding
+    from worker_service.startup.vector_math import begin_vector_math
+
+    torch.set_num_threads(1)
+    values = torch.linspace(0.001, 0.999, _NUM_POSITIONS * _HEAD_DIM).view(_NUM_POSITIONS, _HEAD_DIM)
+    rope = RotaryEmbedding(RopeConfig(theta=500_000.0), _HEAD_DIM, _NUM_POSITIONS)
+
+    def start() -> bytes:
+        begin_vector_math()
+        torch.set_num_threads(_NUM_THREADS)
+        rope.finish_loading()
+        digest = hashlib.sha256(rope.digest)
+        for computed in (values.cos(), values.exp(), values.tanh(), values.log(), values.softmax(-1), values.sigmoid()):
+            digest.update(computed.numpy())
+        return digest.digest()
+
+    return start
+
+
+def _torch_start() -> Callable[[], bytes]:
+    import torch
+
+    torch.set_num_threads(1)
+    values = torch.linspace(0, 1000, _NUM_POSITIONS * _HEAD_DIM)
+
+    def start() -> bytes:
+        torch.set_num_threads(_NUM_THREADS)
+        return hashlib.sha256(values.cos().numpy()).digest()
+
+    return start
+
+
+def _run_as_intel(arguments: list[str]) -> int:
+    """Run this program again on what MKL takes for a processor of Intel's. Raises OSError without a compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise OSError("there is no C compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "preloaded.c", Path(folder) / "preloaded.so"
+        source.write_text(_PRELOADED)
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+        command = [sys.executable, "-m", "bench.core.fresh_starts", "--is-faked", *arguments]
+        environ = {
+            **os.environ,
+            "LD_PRELOAD": str(library),
+            "OMP_NUM_THREADS": str(_NUM_THREADS),
+            "OMP_WAIT_POLICY": "passive",
+        }
+        return subprocess.run(command, env=environ, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

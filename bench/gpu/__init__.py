@@ -1,0 +1,1 @@
+"""How fast a GPU is, and what the host does for it."""

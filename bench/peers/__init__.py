@@ -1,0 +1,1 @@
+"""The same work by Pagewire and by other programs."""

@@ -1,0 +1,347 @@
+"""Runs Pagewire and its peers, each from its start to its end with the machine to itself.
+
+An arm that takes batches of requests says how many seconds one takes; llama.cpp's own benchmark says its rates itself.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from bench.peers.environment import BF16, FORMATS, Environments
+from pagewire import Client, SamplingParams
+from pagewire.bench.progress import ProgressLine
+from pagewire.bench.run import run
+from pagewire.bench.target import new_cache_salt
+from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
+from pagewire.errors import CommandError
+from pagewire.hosting import local_server
+
+PROGRAMS = Path(__file__).parent / "programs"
+ANSWER = "peer: "
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+# Output tokens of the batch of each shape that goes first: what is compiled, packed or allocated then is not measured.
+WARM_UP_LEN = 4
+MIXED_INPUT, MIXED_OUTPUT = LengthRange(64, 256), LengthRange(32, 128)
+STOP_TIMEOUT_S = 20
+# A prefill is short: the median of several.
+NUM_PREFILLS = 3
+# From here on llama.cpp's log names the buffers that it puts the weights into.
+LLAMA_CPP_VERBOSITY = 4
+
+
+class PeerFailedError(Exception):
+    """An arm that had started has failed. The text says why, in a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """The loads that are measured. Lengths are in tokens."""
+
+    num_streams: tuple[int, ...] = (1, 8, 32)
+    input_len: int = 160
+    output_len: int = 80
+    prefill_len: int = 512
+    num_mixed: int = 32
+    mixed_input: LengthRange = MIXED_INPUT
+    mixed_output: LengthRange = MIXED_OUTPUT
+
+    @property
+    def names(self) -> list[str]:
+        return [*map(decode_name, self.num_streams), self.prefill_name, self.mixed_name]
+
+    @property
+    def prefill_name(self) -> str:
+        return f"prefill of {self.prefill_len} tokens"
+
+    @property
+    def mixed_name(self) -> str:
+        return f"{self.num_mixed} mixed requests, end to end"
+
+    @property
+    def max_sequence_len(self) -> int:
+        mixed_len = self.mixed_input.max + self.mixed_output.max
+        return max(self.input_len + self.output_len, self.prefill_len + WARM_UP_LEN, mixed_len)
+
+
+def decode_name(num_streams: int) -> str:
+    return f"decode, {num_streams} stream{'s' if num_streams > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that are sent all at once."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    def cut_to(self, output_len: int) -> "Batch":
+        return replace(self, output_lens=[output_len] * len(self.prompts))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A bf16 checkpoint, and the format that its weights are measured in. Prompts are drawn from `vocab_size` ids."""
+
+    name: str
+    path: Path
+    vocab_size: int
+    weight_format: str = BF16
+
+
+class Arm(Protocol):
+    """`measure` returns tokens per second by the names of the loads; it leaves out what the arm cannot do.
+
+    `formats` are those of FORMATS that the arm takes.
+    """
+
+    name: str
+    formats: Sequence[str]
+
+    def prepare(self, model: Model) -> None:
+        """Makes all that the arm needs, unmeasured. Raises CannotMakeError."""
+
+    def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
+        """Measures the arm. Raises PeerFailedError."""
+
+
+Seconds = Callable[[Batch], float]
+
+
+def rates(seconds: Seconds, loads: Loads, vocab_size: int, seed: int) -> dict[str, float]:
+    """Measures all loads of an arm that takes batches, each of prompts that it has not seen.
+
+    Decoding is what a batch takes beyond the same batch cut to one output token each, so that it holds no prefill.
+    """
+    rng = random.Random(seed)
+
+    def batch(num_prompts: int, input_len: int, output_len: int) -> Batch:
+        prompts = [rng.choices(range(vocab_size), k=input_len) for _ in range(num_prompts)]
+        return Batch(prompts, [output_len] * num_prompts)
+
+    found = {}
+    for num_streams in loads.num_streams:
+        seconds(batch(num_streams, loads.input_len, WARM_UP_LEN))
+        first = seconds(batch(num_streams, loads.input_len, 1))
+        whole = seconds(batch(num_streams, loads.input_len, loads.output_len))
+        if whole <= first:
+            raise PeerFailedError(
+                f"{loads.output_len} tokens took {whole:.3f} s and one {first:.3f} s: the machine is busy"
+            )
+        found[decode_name(num_streams)] = num_streams * (loads.output_len - 1) / (whole - first)
+    seconds(batch(1, loads.prefill_len, WARM_UP_LEN))
+    prefills = [seconds(batch(1, loads.prefill_len, 1)) for _ in range(NUM_PREFILLS)]
+    found[loads.prefill_name] = loads.prefill_len / statistics.median(prefills)
+    workload = Workload(loads.num_mixed, loads.mixed_input, loads.mixed_output, seed=seed)
+    requests = workload.requests(vocab_size)
+    mixed = Batch([list(r.prompt_token_ids) for r in requests], [r.num_output_tokens for r in requests])
+    again = Workload(loads.num_mixed, loads.mixed_input, loads.mixed_output, seed=seed + 1).requests(vocab_size)
+    seconds(Batch([list(r.prompt_token_ids) for r in again], [WARM_UP_LEN] * len(again)))
+    found[loads.mixed_name] = sum(mixed.output_lens) / seconds(mixed)
+    return found
+
+
+class PagewireArm:
+    """Both services as processes, and a client here, over gRPC. The KV cache is of 16 bits, as that of every peer."""
+
+    name = "Pagewire"
+    formats = FORMATS
+
+    def __init__(self, environments: Environments, num_threads: int, serve_flags: Sequence[str] = ()) -> None:
+        self._environments = environments
+        self._flags = [f"--num-threads={num_threads}", "--kv-cache-dtype=bfloat16", *serve_flags]
+
+    def prepare(self, model: Model) -> None:
+        self._served(model)
+
+    def _served(self, model: Model) -> Path:
+        """Returns the checkpoint, or its quantised file, the same that llama.cpp gets."""
+        return model.path if model.weight_format == BF16 else self._environments.gguf(model.path, model.weight_format)
+
+    def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
+        try:
+            with local_server.serving(str(self._served(model)), self._flags) as url, asyncio.Runner() as runner:
+                client = Client(url)
+                runner.run(client.__aenter__())
+                try:
+                    return rates(lambda batch: runner.run(_seconds(client, batch)), loads, model.vocab_size, seed)
+                finally:
+                    runner.run(client.__aexit__())
+        except CommandError as error:
+            raise PeerFailedError(str(error)) from None
+
+
+async def _seconds(client: Client, batch: Batch) -> float:
+    planned = [
+        PlannedRequest(tuple(prompt), length, 0.0, seed=0)
+        for prompt, length in zip(batch.prompts, batch.output_lens, strict=True)
+    ]
+    ran = await run(client, planned, GREEDY, ProgressLine("", len(planned), None), cache_salt=new_cache_salt())
+    if ran.was_interrupted:
+        raise KeyboardInterrupt
+    for record, length in zip(ran.records, batch.output_lens, strict=True):
+        if record.num_output_tokens != length:
+            raise PeerFailedError(record.error or f"a request has {record.num_output_tokens} tokens, not {length}")
+    return ran.duration
+
+
+class ProgramArm:
+    """A program of bench/peers/programs in an interpreter of its own."""
+
+    formats = (BF16,)
+
+    def __init__(
+        self, name: str, program: str, flags: Callable[[], Sequence[str]], num_threads: int, python: Callable[[], Path]
+    ) -> None:
+        """`flags` is asked each time that the program starts: what they say of the machine may have changed."""
+        self.name = name
+        self._program = program
+        self._flags = flags
+        self._num_threads = num_threads
+        self._python = python
+
+    def prepare(self, model: Model) -> None:
+        self._python()
+
+    def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
+        command = [str(self._python()), str(PROGRAMS / self._program), str(model.path), *self._flags()]
+        with conversation(command, child_environ(self._num_threads)) as ask:
+            return rates(lambda batch: float(ask(batch)), loads, model.vocab_size, seed)
+
+
+def transformers_arms(num_threads: int, dtype: str) -> list[ProgramArm]:
+    """Returns the arms that run in this interpreter's environment, where transformers and torch are pinned."""
+
+    def arm(mode: str) -> ProgramArm:
+        flags = ["--mode", mode, "--num-threads", str(num_threads), "--dtype", dtype]
+        return ProgramArm(
+            f"transformers {mode}", "transformers_peer.py", lambda: flags, num_threads, lambda: Path(sys.executable)
+        )
+
+    return [arm(mode) for mode in ("generate", "generate_batch")]
+
+
+class LlamaCppArm:
+    """llama-batched-bench. It has no mixed requests."""
+
+    name = "llama.cpp"
+    formats = FORMATS
+
+    def __init__(self, environments: Environments, num_threads: int) -> None:
+        self._environments = environments
+        self._num_threads = num_threads
+        # By model and format: the names of the buffers that its log says the weights are in.
+        self.buffers: dict[str, dict[str, list[str]]] = {}
+
+    def prepare(self, model: Model) -> None:
+        self._environments.gguf(model.path, model.weight_format)
+        self._environments.llama_cpp_program("llama-batched-bench")
+        self._environments.llama_cpp_environ()
+
+    def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
+        found = {}
+        streams = ",".join(map(str, loads.num_streams))
+        num_positions = max(loads.num_streams) * (loads.input_len + loads.output_len)
+        for row in self._run(model, num_positions, loads.input_len, loads.output_len, streams):
+            found[decode_name(row["pl"])] = row["speed_tg"]
+        for row in self._run(model, loads.prefill_len + WARM_UP_LEN, loads.prefill_len, WARM_UP_LEN, "1"):
+            found[loads.prefill_name] = row["speed_pp"]
+        return found
+
+    def _run(self, model: Model, num_positions: int, input_len: int, output_len: int, streams: str) -> list[dict]:
+        program = self._environments.llama_cpp_program("llama-batched-bench")
+        weights = self._environments.gguf(model.path, model.weight_format)
+        shape = ["-c", num_positions, "-b", 2048, "-ub", 512, "-npp", input_len, "-ntg", output_len, "-npl", streams]
+        how = ["-t", self._num_threads, "--output-format", "jsonl", "-lv", LLAMA_CPP_VERBOSITY]
+        command = [str(program), "-m", str(weights), *map(str, [*shape, *how])]
+        environ = os.environ | self._environments.llama_cpp_environ()
+        ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        rows = batched_bench_rows(ran.stdout)
+        if ran.returncode or not rows:
+            raise PeerFailedError(f"llama-batched-bench ended with exit code {ran.returncode}")
+        self.buffers.setdefault(model.name, {})[model.weight_format] = weight_buffers(ran.stderr)
+        return rows
+
+
+def weight_buffers(log: str) -> list[str]:
+    """Returns the names of the buffers that llama.cpp's log says the weights are in, such as CPU_REPACK."""
+    return re.findall(r"load_tensors:\s+(\S+) model buffer size", log)
+
+
+def batched_bench_rows(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+@contextmanager
+def conversation(command: Sequence[str], environ: dict[str, str]) -> Iterator[Callable[[Batch], str]]:
+    """Runs a peer's program: the function asks it for a batch and returns its answer. PeerFailedError if it ends."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            process_group=0,
+        )
+        try:
+            _answer(process, errors)
+
+            def ask(batch: Batch) -> str:
+                assert process.stdin is not None
+                try:
+                    print(json.dumps({"prompts": batch.prompts, "output_lens": batch.output_lens}), file=process.stdin)
+                    process.stdin.flush()
+                except BrokenPipeError:
+                    pass  # its last words are still to be read
+                return _answer(process, errors)
+
+            yield ask
+        finally:
+            _end(process)
+
+
+def _answer(process: "subprocess.Popen[str]", errors: TextIO) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(ANSWER):
+            return line.removeprefix(ANSWER).strip()
+    code = process.wait()
+    errors.seek(0)
+    lines = errors.read().strip().splitlines()
+    raise PeerFailedError(f"it ended with exit code {code}: {lines[-1] if lines else 'it did not say why'}")
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Ends a program by the end of its input, and the processes that it may leave behind."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.stdout.close()
+
+
+def child_environ(num_threads: int) -> dict[str, str]:
+    """Returns the environment of a peer, without this tree on its path."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return inherited | {"OMP_NUM_THREADS": str(num_threads)}

@@ -1,0 +1,307 @@
+"""Runs the same models and loads through Pagewire and through its peers, on this machine, in several weight formats.
+
+    python -m bench.peers.peers
+
+Pagewire runs as both services, over gRPC. Each arm starts, warms up, is measured and ends before the next begins; in
+every round the order turns round. In bf16 the arms get the same checkpoint; in the other formats Pagewire and llama.cpp
+get the same file, which llama.cpp's own program has quantised. Peers that compute with torch do so in the dtype that
+the worker chooses here. Figures are medians of the rounds, with the smallest and the largest. A peer that cannot be had
+here is left out, and why is said. Raw numbers go to bench/results/ under the name of the instruction set, and are kept
+after each round; a chart goes beside them, and tables for the README to standard output.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from bench.checkpoint import EXPERT_SHAPES, SHAPES, random_checkpoint
+from bench.peers.arms import Arm, LlamaCppArm, Loads, Model, PagewireArm, PeerFailedError, ProgramArm, transformers_arms
+from bench.peers.environment import (
+    AVX2,
+    FORMATS,
+    LLAMA_CPP_PYTHON,
+    NATIVE,
+    VLLM,
+    CannotMakeError,
+    Environments,
+)
+from bench.peers.speedups import goal
+from bench.peers.tables import OURS, PEERS, draw, markdown, report_buffers, report_goals
+from pagewire.kernels.cpu import BuildError
+from testing.record import RESULTS, machine, write
+from worker_service.startup.cpu_kernels import load_cpu_kernels
+from worker_service.startup.host_memory import available_bytes
+from worker_service.startup.loader import choose_dtype
+from worker_service.startup.pool_size import cpu_cache_bytes
+
+PINS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}
+# What makes our processes compute with AVX2 alone, in torch as in our kernels.
+AVX2_ENVIRON = {
+    "PAGEWIRE_CPU_KERNELS": "require",
+    "PAGEWIRE_CPU_VARIANT": AVX2,
+    "ATEN_CPU_CAPABILITY": AVX2,
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
+# Peers that wait for each other in a loop lose many times over when something else takes a core from them.
+BUSY_LOAD = 0.5
+BUILT_FOR_AVX2 = (OURS, LlamaCppArm.name)
+
+
+class Measurement:
+    """The arms that are there, and what each round of them gave."""
+
+    def __init__(self, arms: Sequence[Arm], loads: Loads) -> None:
+        self._arms = list(arms)
+        self._loads = loads
+        self.skipped: dict[str, str] = {}
+        # By model, format, arm and load: a rate for each round.
+        self.rounds: dict[str, dict[str, dict[str, dict[str, list[float]]]]] = {}
+
+    def measure(self, models: Sequence[Model], num_rounds: int, keep: Callable[[], None] = lambda: None) -> None:
+        """Measures models, each of which has one format. `keep` is called after each round of a shape."""
+        for model in models:
+            for arm in self._left(model):
+                try:
+                    arm.prepare(model)
+                except CannotMakeError as error:
+                    self._skip(arm, model, str(error))
+        for name in dict.fromkeys(model.name for model in models):
+            of_shape = [model for model in models if model.name == name]
+            for index in range(num_rounds):
+                for model in of_shape if index % 2 == 0 else of_shape[::-1]:
+                    self._round(model, index, num_rounds)
+                if self.rounds:
+                    keep()
+
+    def _left(self, model: Model) -> Iterator[Arm]:
+        """Yields the arms that take the model's format and have not failed with it."""
+        for arm in self._arms:
+            if model.weight_format in arm.formats and _label(arm, model) not in self.skipped:
+                yield arm
+
+    def _round(self, model: Model, index: int, num_rounds: int) -> None:
+        left = list(self._left(model))
+        for arm in left if index % 2 == 0 else left[::-1]:
+            what = f"{model.name}, {model.weight_format}, round {index + 1} of {num_rounds}, {arm.name}"
+            print(f"{what} ...", file=sys.stderr, flush=True)
+            try:
+                found = arm.measure(model, self._loads, seed=1000 * index)
+            except PeerFailedError as error:
+                if arm.name == OURS:
+                    raise PeerFailedError(f"{model.name}, {model.weight_format}: {error}") from None
+                self._skip(arm, model, str(error))
+                continue
+            for load, rate in found.items():
+                of_format = self.rounds.setdefault(model.name, {}).setdefault(model.weight_format, {})
+                of_format.setdefault(arm.name, {}).setdefault(load, []).append(rate)
+                print(f"{what}: {load}: {rate:.1f} tok/s", file=sys.stderr, flush=True)
+
+    def _skip(self, arm: Arm, model: Model, reason: str) -> None:
+        self.skipped[_label(arm, model)] = reason
+        print(f"{_label(arm, model)} is left out: {reason}", file=sys.stderr)
+
+
+def _label(arm: Arm, model: Model) -> str:
+    """Returns what is left out when an arm fails: a format of it, where it has several."""
+    return arm.name if len(arm.formats) == 1 else f"{arm.name}, {model.weight_format}"
+
+
+def summary(rates: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
+
+
+def figures(measurement: Measurement, loads: Loads, isa: str, facts: dict) -> dict:
+    """Returns all that is kept of a run; `facts` of how it was made go in as they are."""
+    medians = {
+        model: {
+            name: {arm: {load: summary(rates) for load, rates in of_arm.items()} for arm, of_arm in arms.items()}
+            for name, arms in _in_order(formats).items()
+        }
+        for model, formats in measurement.rounds.items()
+    }
+    measured = {arm for formats in medians.values() for arms in formats.values() for arm in arms}
+    return {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "isa": isa,
+        "versions": versions(measured),
+        **facts,
+        "loads": loads.names,
+        "tokens_per_s": medians,
+        "ratios": ratios(medians, loads, isa),
+        "skipped": measurement.skipped,
+        "rounds": measurement.rounds,
+    }
+
+
+def _in_order(formats: dict) -> dict:
+    return {name: formats[name] for name in FORMATS if name in formats}
+
+
+def versions(measured: set[str]) -> dict[str, str]:
+    """Returns the versions of all that was measured. llama.cpp has that of the package that brings its source."""
+    found = {"torch": importlib.metadata.version("torch")}
+    for peer in sorted(measured):
+        if peer in PINS:
+            found[peer] = PINS[peer]
+        elif peer.startswith("transformers"):
+            found["transformers"] = importlib.metadata.version("transformers")
+    return found
+
+
+def ratios(medians: dict, loads: Loads, isa: str) -> list[dict]:
+    """Returns Pagewire's median over each peer's, where both were measured, with the goal where there is one."""
+    found = []
+    for model, formats in medians.items():
+        for name, arms in formats.items():
+            ours = arms.get(OURS, {})
+            pairs = [(peer, load) for peer in arms if peer != OURS for load in arms[peer] if load in ours]
+            for peer, load in pairs:
+                ratio = ours[load]["median"] / arms[peer][load]["median"]
+                entry = {"model": model, "format": name, "load": load, "peer": peer, "ratio": ratio}
+                least = goal(loads, isa, model, name, peer, load)
+                found.append(entry if least is None else {**entry, "goal": least, "is_met": ratio >= least})
+    return found
+
+
+def arms(num_threads: int, environments: Environments, dtype: str) -> list[Arm]:
+    vllm = ProgramArm("vLLM", "vllm_peer.py", lambda: vllm_flags(dtype), num_threads, environments.vllm)
+    return [
+        PagewireArm(environments, num_threads),
+        LlamaCppArm(environments, num_threads),
+        vllm,
+        *transformers_arms(num_threads, dtype),
+    ]
+
+
+def vllm_flags(dtype: str) -> list[str]:
+    """Returns what vLLM is told: as much memory for its KV cache as a worker of ours takes by default of what is free
+    now. Left to itself it wants a share of all memory, used or not."""
+    return ["--dtype", dtype, "--kv-cache-memory", str(cpu_cache_bytes(available_bytes()))]
+
+
+def choose_arms(arguments: argparse.Namespace, dtype: str) -> tuple[list[Arm], dict[str, str]]:
+    """Returns the arms that are asked for, and by name why others of them are left out."""
+    asked = arms(arguments.num_threads, Environments(arguments.environments, arguments.isa), dtype)
+    asked = [arm for arm in asked if arm.name in (OURS, *arguments.peers)]
+    if arguments.isa == NATIVE:
+        return asked, {}
+    left_out = {arm.name: "it cannot be built for AVX2 alone" for arm in asked if arm.name not in BUILT_FOR_AVX2}
+    return [arm for arm in asked if arm.name in BUILT_FOR_AVX2], left_out
+
+
+def compute_with() -> tuple[str, str]:
+    """Returns the instruction set of our kernels, or "torch" where there are none, and the dtype that the worker
+    chooses for bf16 weights. Raises BuildError or ValueError where the environment asks for what cannot be had."""
+    kernels = load_cpu_kernels()
+    dtype = choose_dtype("auto", "bfloat16", torch.device("cpu"), kernels)
+    return "torch" if kernels is None else kernels.variant, str(dtype).removeprefix("torch.")
+
+
+def results_path(isa: str, shapes: Sequence[str], formats: Sequence[str]) -> Path:
+    """Returns where raw numbers go; those of some shapes or formats do not replace those of all."""
+    some = [*(shapes if set(shapes) != set(SHAPES) else ()), *(formats if set(formats) < set(FORMATS) else ())]
+    return RESULTS / f"{'_'.join(['peers', *some])}.{isa}.json"
+
+
+def load_before() -> float:
+    """Returns how many processes wanted a core in the last minute, and says so if figures would suffer."""
+    load = round(os.getloadavg()[0], 2)
+    if load > BUSY_LOAD:
+        print(
+            f"the machine is busy (load average {load}): figures of both sides, and ratios, say little", file=sys.stderr
+        )
+    return load
+
+
+def parse_arguments() -> argparse.Namespace:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench" / "peers"
+    parser = argparse.ArgumentParser(description="Pagewire beside its peers.")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=[*SHAPES, *EXPERT_SHAPES],
+        default=list(SHAPES),
+        help=f"shapes (default: {' '.join(SHAPES)}; those with experts take long, and 10 GB of disk)",
+    )
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="weight formats (default: all)"
+    )
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="whom to measure (default: all)")
+    parser.add_argument(
+        "--isa",
+        choices=(NATIVE, AVX2),
+        default=NATIVE,
+        help="the instruction set of both sides: this machine's (default), or AVX2 alone, with llama.cpp as the peer",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each arm (default: 3)")
+    parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
+    parser.add_argument("--environments", type=Path, default=cache, help=f"the peers' environments (default: {cache})")
+    parser.add_argument(
+        "--output", type=Path, help="raw numbers; the chart beside it (default: bench/results/peers.ISA.json)"
+    )
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.isa == AVX2:
+        os.environ.update(AVX2_ENVIRON)
+    try:
+        isa, dtype = compute_with()
+    except (BuildError, ValueError) as error:
+        sys.exit(f"Pagewire's kernels: {error}")
+    all_shapes = SHAPES | EXPERT_SHAPES
+    shapes = [
+        Model(f"{name} shape", random_checkpoint(name), all_shapes[name]["vocab_size"]) for name in arguments.models
+    ]
+    models = [replace(shape, weight_format=name) for shape in shapes for name in arguments.formats]
+    load_average = load_before()
+    chosen, left_out = choose_arms(arguments, dtype)
+    loads = Loads()
+    measurement = Measurement(chosen, loads)
+    measurement.skipped.update(left_out)
+    path = arguments.output or results_path(isa, arguments.models, arguments.formats)
+
+    def found() -> dict:
+        buffers = next((arm.buffers for arm in chosen if isinstance(arm, LlamaCppArm)), {})
+        facts: dict = {"torch_dtype": dtype, "num_threads": arguments.num_threads, "num_rounds": arguments.rounds}
+        facts |= {"load_average_before": load_average, "llama_cpp_buffers": buffers}
+        return figures(measurement, loads, isa, facts)
+
+    failure = ""
+    try:
+        measurement.measure(models, arguments.rounds, keep=lambda: write(path, found()))
+    except KeyboardInterrupt:
+        print("interrupted: the figures are those of what was measured until then", file=sys.stderr)
+    except PeerFailedError as error:
+        failure = f"{OURS} failed: {error}"
+    if not measurement.rounds:
+        sys.exit(failure or "nothing was measured")
+    finish(found(), path)
+    if failure:
+        sys.exit(failure)
+
+
+def finish(found: dict, path: Path) -> None:
+    """Keeps the figures and shows them."""
+    write(path, found)
+    draw(found, path.with_suffix(".png"))
+    report_buffers(found["llama_cpp_buffers"])
+    report_goals(found)
+    print(markdown(found))
+
+
+if __name__ == "__main__":
+    main()

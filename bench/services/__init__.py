@@ -1,0 +1,1 @@
+"""What both services do, as processes."""

@@ -1,0 +1,89 @@
+"""Measures how long eight samples of a prompt take to begin: as long as one prefill.
+
+    python -m bench.services.fork
+
+Both services run as processes. In turns, a new random prompt is asked for one token of one sample, and another for one
+token of each of eight; eight requests of n = 1 with nothing in common are what it would cost without sharing. Raw
+numbers go to bench/results/fork.json.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from pathlib import Path
+
+from bench.checkpoint import SHAPES, random_checkpoint
+from pagewire import Client, SamplingParams
+from testing.record import RESULTS, machine, verdict, write
+from testing.services import running
+
+VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
+NUM_SAMPLES = 8
+GOAL_PREFILLS = 1.01  # each sibling recomputes one token of the prompt
+ARMS = ("n = 1", "n = 8", "8 requests")
+
+
+async def begin(client: Client, arm: str, rng: random.Random, length: int) -> dict[str, float]:
+    """Returns the seconds until every sample has its first token, and how many prompt tokens were computed for that."""
+    n = NUM_SAMPLES if arm == "n = 8" else 1
+    prompts = [rng.choices(range(VOCAB_SIZE), k=length) for _ in range(NUM_SAMPLES if arm == "8 requests" else 1)]
+    sampling = SamplingParams(temperature=0.8, seed=1, n=n, max_tokens=1, ignore_eos=True)
+    before, start = await client.loads(), time.perf_counter()
+    await asyncio.gather(*(client.acomplete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
+    seconds, after = time.perf_counter() - start, await client.loads()
+    num_tokens = after.num_prompt_tokens - before.num_prompt_tokens
+    num_cached = after.num_cached_prompt_tokens - before.num_cached_prompt_tokens
+    return {"seconds": seconds, "computed": num_tokens - num_cached}
+
+
+async def measure(arguments: argparse.Namespace) -> dict:
+    rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    rng, length = random.Random(0), arguments.input_len
+    with running(random_checkpoint("54M"), worker=["--num-device-blocks", 2048]) as system:
+        async with Client(system.url) as client:
+            for index in range(arguments.rounds + 1):
+                for arm in ARMS if index % 2 else ARMS[::-1]:
+                    figures = await begin(client, arm, rng, length)
+                    if index:  # the first warms up
+                        rounds[arm].append(figures)
+    median = {
+        arm: {key: statistics.median(figures[key] for figures in rounds[arm]) for key in ("seconds", "computed")}
+        for arm in ARMS
+    }
+    return {
+        "machine": machine(),
+        "load": {"model": "54M", "input_len": length, "num_samples": NUM_SAMPLES, "rounds": arguments.rounds},
+        "median": median,
+        "prefills": median["n = 8"]["computed"] / length,
+        "time_ratio": statistics.median(
+            eight["seconds"] / one["seconds"] for one, eight in zip(rounds["n = 1"], rounds["n = 8"], strict=True)
+        ),
+        "rounds": rounds,
+    }
+
+
+def report(figures: dict) -> None:
+    load = figures["load"]
+    print(f"until every sample has a token, prompts of {load['input_len']} tokens, medians of {load['rounds']} rounds")
+    for arm, median in figures["median"].items():
+        print(f"  {arm:10} {median['seconds'] * 1000:7.0f} ms, {median['computed']:6,.0f} prompt tokens computed")
+    prefills = figures["prefills"]
+    print(f"  n = 8 costs {prefills:.3f} prefills {verdict(prefills, GOAL_PREFILLS, at_least=False)}")
+    print(f"  and {figures['time_ratio']:.2f} times the time of n = 1 (median of pairs)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What eight samples cost.")
+    parser.add_argument("--input-len", type=int, default=1000, help="prompt tokens (default: 1000)")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each arm (default: 7)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fork.json", help="raw numbers")
+    arguments = parser.parse_args()
+    figures = asyncio.run(measure(arguments))
+    write(arguments.output, figures)
+    report(figures)
+
+
+if __name__ == "__main__":
+    main()

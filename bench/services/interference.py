@@ -1,0 +1,133 @@
+"""Measures the gaps between tokens of 8 streams, while prompts arrive and while none do.
+
+    python -m bench.services.interference
+
+Both services run as processes, with and without `--max-decode-slowdown`. In turns, eight requests stream alone, and
+while prompts arrive one after the other. Raw numbers go to bench/results/interference.json.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.checkpoint import SHAPES, random_checkpoint
+from pagewire import Client, SamplingParams
+from testing.record import RESULTS, machine, verdict, write
+from testing.services import running
+
+VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
+NUM_STREAMS, INPUT_LEN, PROMPT_LEN = 8, 100, 2000
+PAUSE_S = 0.5  # between the end of one prompt and the next
+GOAL = 2.0
+ARMS = ("alone", "with prompts")
+SLOWDOWNS = (None, 1.5)
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return rng.choices(range(VOCAB_SIZE), k=length)
+
+
+async def stream(client: Client, prompt: list[int], num_tokens: int) -> list[float]:
+    """Returns the seconds between the messages of a stream, each of one token."""
+    gaps, last = [], None
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    async for output in client.generate(None, sampling, prompt_token_ids=prompt):
+        if output.token_ids:
+            now = time.perf_counter()
+            if last is not None:
+                gaps.append(now - last)
+            last = now
+    return gaps
+
+
+def gap_quantiles(streams: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Returns quantiles of the seconds between tokens of streams that began together. Their first gaps do not count:
+    they come while the prompts themselves are computed."""
+    gaps = sorted(gap for of_stream in streams for gap in of_stream[len(streams) :])
+    return {"p50": gaps[len(gaps) // 2], "p99": gaps[int(len(gaps) * 0.99)], "max": gaps[-1]}
+
+
+async def send_prompts(client: Client, rng: random.Random, seconds: list[float]) -> None:
+    """Sends prompts until it is cancelled. `seconds` gets each prompt's time to its token."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    while True:
+        start = time.perf_counter()
+        await client.acomplete(None, sampling, prompt_token_ids=random_prompt(rng, PROMPT_LEN))
+        seconds.append(time.perf_counter() - start)
+        await asyncio.sleep(PAUSE_S)
+
+
+async def run_round(client: Client, arm: str, rng: random.Random, num_tokens: int) -> dict[str, float]:
+    prompts = [random_prompt(rng, INPUT_LEN) for _ in range(NUM_STREAMS)]
+    seconds: list[float] = []
+    sender = asyncio.create_task(send_prompts(client, rng, seconds)) if arm == "with prompts" else None
+    try:
+        streams = await asyncio.gather(*(stream(client, prompt, num_tokens) for prompt in prompts))
+    finally:
+        if sender is not None:
+            sender.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sender
+    return gap_quantiles(streams) | ({"prompt": statistics.median(seconds), "prompts": len(seconds)} if seconds else {})
+
+
+async def measure_slowdown(slowdown: float | None, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    rng = random.Random(0)
+    flags = [] if slowdown is None else ["--max-decode-slowdown", slowdown]
+    worker = ["--num-device-blocks", 2048, "--num-threads", arguments.num_threads]
+    with running(random_checkpoint("54M"), worker=worker, scheduler=flags) as system:
+        async with Client(system.url) as client:
+            for index in range(arguments.rounds + 1):
+                for arm in ARMS if index % 2 else ARMS[::-1]:
+                    figures = await run_round(client, arm, rng, arguments.output_len)
+                    if index:  # the first warms up
+                        rounds[arm].append(figures)
+    return rounds
+
+
+async def measure(arguments: argparse.Namespace) -> dict:
+    found = {}
+    for slowdown in SLOWDOWNS:
+        rounds = await measure_slowdown(slowdown, arguments)
+        medians = {
+            arm: {key: statistics.median(figures.get(key, 0.0) for figures in rounds[arm]) for key in rounds[arm][0]}
+            for arm in ARMS
+        }
+        ratio = medians["with prompts"]["p99"] / medians["alone"]["p99"]
+        found[str(slowdown)] = {"median": medians, "p99_ratio": ratio, "rounds": rounds}
+    load = {"model": "54M", "streams": NUM_STREAMS, "prompt_len": PROMPT_LEN, "rounds": arguments.rounds}
+    return {"machine": machine(), "load": load, "max_decode_slowdown": found}
+
+
+def report(figures: dict) -> None:
+    print(f"gaps between tokens of {NUM_STREAMS} streams, in ms, medians of {figures['load']['rounds']} rounds")
+    for slowdown, found in figures["max_decode_slowdown"].items():
+        print(f"--max-decode-slowdown {slowdown}")
+        for arm, median in found["median"].items():
+            prompt = f", a prompt takes {median['prompt']:.2f} s" if "prompt" in median else ""
+            gaps = ", ".join(f"{key} {median[key] * 1000:.1f}" for key in ("p50", "p99", "max"))
+            print(f"  {arm:12} {gaps}{prompt}")
+        goal = verdict(found["p99_ratio"], GOAL, at_least=False) if slowdown != "None" else ""
+        print(f"  p99 with prompts is {found['p99_ratio']:.2f} times that without {goal}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What prompts do to streams.")
+    parser.add_argument("--output-len", type=int, default=400, help="tokens of a stream (default: 400)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each arm (default: 3)")
+    parser.add_argument("--num-threads", type=int, default=2, help="CPU threads of the worker (default: 2)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "interference.json", help="raw numbers")
+    arguments = parser.parse_args()
+    figures = asyncio.run(measure(arguments))
+    write(arguments.output, figures)
+    report(figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""Measures the cost of the split: the same scheduler and worker code as two processes over gRPC and as one without it.
+
+    python -m bench.services.split
+
+Load is injected below the client API, into the step loop, so that both arms do the same work but for the wire. Arms
+take turns, each in processes of its own that live through all rounds; figures are medians. A third arm serves real
+clients on top of the two processes: the CPU time that the scheduler's process spends beyond the second arm's is what
+delivering a token to a client stream costs. Raw numbers go to bench/results/split.json.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.services.end_counter import EndCounter
+from pagewire.cli import GRPC_EXPERIMENTS
+from testing.record import RESULTS, machine, write
+
+ARMS = ("one process", "two processes", "two processes and clients")
+VOCAB_SIZE = 32000
+
+
+def prompts(arguments: argparse.Namespace, round_index: int) -> list[tuple[int, ...]]:
+    rng = random.Random(round_index)
+    return [tuple(rng.randrange(VOCAB_SIZE) for _ in range(arguments.input_len)) for _ in range(arguments.num_seqs)]
+
+
+# The arms, each run by a child process that answers "round N" lines with one JSON line.
+
+
+class LocalLink:
+    """Links a worker in this process: plans go to its compute thread, results come back to the event loop."""
+
+    def __init__(self, events, engine) -> None:
+        from worker_service.engine import EngineSession
+
+        self._loop = asyncio.get_running_loop()
+        self._events = events
+        self._engine = engine
+        self._session = EngineSession(lambda outcome: self._loop.call_soon_threadsafe(self._take, outcome))
+
+    async def begin(self) -> None:
+        from scheduler_service.core.plan import WorkerCapacity
+
+        begun = asyncio.Event()
+        self._engine.begin(self._session, 1, lambda: self._loop.call_soon_threadsafe(begun.set))
+        await begun.wait()
+        self._events.worker_ready(WorkerCapacity(**asdict(self._engine.ready)), 1, self)
+
+    def send(self, plan) -> None:
+        from worker_service import step
+
+        openings = tuple(
+            step.RowOpening(**{**fields(opening), "sampling": _worker_sampling(opening.sampling)})
+            for opening in plan.openings
+        )
+        self._engine.submit(self._session, step.StepPlan(**{**fields(plan), "openings": openings}))
+
+    def close(self, reason: str) -> None:
+        raise RuntimeError(reason)
+
+    def _take(self, outcome) -> None:
+        from scheduler_service.core.plan import StepParts, StepResult
+
+        if isinstance(outcome, Exception):
+            raise outcome
+        columns = {**fields(outcome), "statuses": (), "prompt_logprobs": ()}
+        assert not outcome.statuses
+        columns["parts"] = StepParts(**fields(columns["parts"]))
+        self._events.result(StepResult(**columns))
+
+
+def _worker_sampling(sampling):
+    from worker_service import step
+
+    return step.SamplingParams(**{**fields(sampling), "pooling": step.Pooling(sampling.pooling.value)})
+
+
+def fields(value) -> dict:
+    """Returns the fields of a flat dataclass, without the deep copies of asdict."""
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+@asynccontextmanager
+async def one_process(arguments, step_loop) -> AsyncIterator[None]:
+    from worker_service.config import WorkerConfig
+    from worker_service.engine import Engine
+    from worker_service.server import limit_spinning
+
+    limit_spinning(os.environ)
+    from worker_service.startup.loader import load_worker
+
+    config = WorkerConfig(model=str(arguments.model), num_device_blocks=4096)
+    engine = Engine(lambda: load_worker(config, "bench"))
+    loop, loaded = asyncio.get_running_loop(), asyncio.Event()
+    failures: list[Exception | None] = []
+    engine.start(lambda error: (failures.append(error), loop.call_soon_threadsafe(loaded.set)))
+    await loaded.wait()
+    if failures[0] is not None:
+        raise failures[0]
+    await LocalLink(step_loop, engine).begin()
+    yield
+    engine.stop(60)
+
+
+@asynccontextmanager
+async def worker_process(arguments) -> AsyncIterator[str]:
+    command = [sys.executable, "-m", "pagewire", "worker", "--model", str(arguments.model), "--port", "0"]
+    command += ["--num-device-blocks", "4096", "--log-level", "warning"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        line = (await process.stdout.readline()).decode()
+        yield line.strip().removeprefix("ready on grpc://")
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@asynccontextmanager
+async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
+    from pagewire.common.transport.dialling import Dialler
+    from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
+    from scheduler_service.serving.model_info import read_model_info
+
+    info = read_model_info(str(arguments.model))
+    async with worker_process(arguments) as target:
+        dialler = Dialler(target, CHANNEL_OPTIONS)
+        link = WorkerLink([dialler], step_loop, instance_id="bench", model_digest=info.digest, pipeline_depth=2)
+        running = asyncio.create_task(link.run())
+        await step_loop.availability.wait_for_first_worker()
+        yield
+        running.cancel()
+        await dialler.close()
+
+
+async def run_injected(arguments, arm) -> None:
+    from scheduler_service.core.plan import SamplingParams
+    from scheduler_service.core.request import Request
+    from scheduler_service.core.scheduler import Scheduler
+    from scheduler_service.serving.step_loop import StepLoop
+
+    scheduler = Scheduler(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096)
+    step_loop = StepLoop(scheduler, [], worker_timeout=60)
+    stepping = asyncio.create_task(step_loop.run())
+
+    async def round_of(index: int) -> None:
+        receiver = EndCounter(arguments.num_seqs)
+        for i, prompt in enumerate(prompts(arguments, index)):
+            step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), receiver)
+        await receiver.has_all.wait()
+
+    async with (one_process if arm == ARMS[0] else two_processes)(arguments, step_loop):
+        await answer_rounds(arguments, round_of, own_cpu_seconds)
+    stepping.cancel()
+
+
+async def run_clients(arguments) -> None:
+    from pagewire import Client, SamplingParams
+
+    async with worker_process(arguments) as target:
+        command = [sys.executable, "-m", "pagewire", "scheduler", "--worker", target, "--model", str(arguments.model)]
+        command += ["--port", "0", "--metrics-port", "0", "--log-level", "warning"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        try:
+            url = (await process.stdout.readline()).decode().strip().removeprefix("ready on ")
+            sampling = SamplingParams(temperature=0, max_tokens=arguments.output_len, ignore_eos=True)
+            async with Client(url) as client:
+
+                async def round_of(index: int) -> None:
+                    requests = [
+                        client.acomplete(None, sampling, prompt_token_ids=list(prompt))
+                        for prompt in prompts(arguments, index)
+                    ]
+                    for completion in await asyncio.gather(*requests):
+                        assert completion.usage.completion_tokens == arguments.output_len
+
+                await answer_rounds(arguments, round_of, lambda: process_cpu_seconds(process.pid))
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def answer_rounds(arguments, round_of, cpu_seconds) -> None:
+    """Reads round numbers from standard input, and prints the throughput and the scheduler's CPU time per token."""
+    loop = asyncio.get_running_loop()
+    print("ready", flush=True)
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        cpu, start = cpu_seconds(), time.perf_counter()
+        await round_of(int(line))
+        seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+        num_tokens = arguments.num_seqs * arguments.output_len
+        print(
+            json.dumps({"tokens_per_s": num_tokens / seconds, "cpu_us_per_token": cpu / num_tokens * 1e6}), flush=True
+        )
+
+
+def own_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def process_cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# The parent: takes turns and reports.
+
+
+class Arm:
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        self.name = name
+        self.rounds: list[dict[str, float]] = []
+        command = [sys.executable, "-m", "bench.services.split", "--arm", name, "--model", str(arguments.model)]
+        for flag in ("num_seqs", "input_len", "output_len"):
+            command += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._expect("ready")
+
+    def round(self, index: int) -> dict[str, float]:
+        print(index, file=self._process.stdin, flush=True)
+        return json.loads(self._read())
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _expect(self, text: str) -> None:
+        line = self._read().strip()
+        if line != text:
+            raise SystemExit(f"{self.name}: {line!r}")
+
+    def _read(self) -> str:
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with exit code {self._process.wait()}")
+        return line
+
+
+def measure(arguments: argparse.Namespace) -> dict:
+    arms = [Arm(name, arguments) for name in ARMS]
+    try:
+        for index in range(arguments.rounds + 1):
+            for arm in arms if index % 2 else reversed(arms):
+                figures = arm.round(index * len(arms) + arms.index(arm))
+                print(f"round {index} {arm.name}: {figures['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
+                if index:  # the first warms up
+                    arm.rounds.append(figures)
+    finally:
+        for arm in arms:
+            arm.close()
+    median = {arm.name: {key: statistics.median(r[key] for r in arm.rounds) for key in arm.rounds[0]} for arm in arms}
+    one, two, clients = (median[name] for name in ARMS)
+    paired = [b["tokens_per_s"] / a["tokens_per_s"] for a, b in zip(arms[0].rounds, arms[1].rounds, strict=True)]
+    return {
+        "machine": machine(),
+        "load": {key: getattr(arguments, key) for key in ("num_seqs", "input_len", "output_len", "rounds")},
+        "median": median,
+        "split_ratio": two["tokens_per_s"] / one["tokens_per_s"],
+        "split_ratio_of_pairs": statistics.median(paired),
+        "delivery_cpu_us_per_token": clients["cpu_us_per_token"] - two["cpu_us_per_token"],
+        "rounds": {arm.name: arm.rounds for arm in arms},
+    }
+
+
+def report(figures: dict) -> None:
+    load = figures["load"]
+    print(f"{load['num_seqs']} sequences, {load['input_len']} tokens in, {load['output_len']} out, 54M Qwen3 shape")
+    for name, median in figures["median"].items():
+        print(f"  {name:28s} {median['tokens_per_s']:8.0f} tokens/s   {median['cpu_us_per_token']:7.0f} us CPU/token")
+    ratio, paired = figures["split_ratio"], figures["split_ratio_of_pairs"]
+    print(f"  two processes / one process  {ratio:8.3f}   (median of pairs {paired:.3f})")
+    print(f"  delivering a token to a client stream costs {figures['delivery_cpu_us_per_token']:.0f} us of CPU")
+    steady = figures["plan"]
+    print(
+        f"  a plan for {steady['num_sequences']} sequences that only advance: at most {steady['max_bytes']} bytes, "
+        f"{steady['encode_us']:.0f} us to encode, {steady['decode_us']:.0f} us to decode"
+    )
+    print("CPU/token is of the process that schedules; with one process that includes the model.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the split costs.")
+    parser.add_argument("--num-seqs", type=int, default=16, help="sequences at a time (default: 16)")
+    parser.add_argument("--input-len", type=int, default=64, help="prompt tokens (default: 64)")
+    parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
+    parser.add_argument("--rounds", type=int, default=11, help="measured rounds of each arm (default: 11)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "split.json", help="raw numbers")
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # for the arms' processes, as `pagewire` has it
+    if arguments.arm is None:
+        from bench.checkpoint import random_checkpoint
+        from bench.core import plan
+
+        arguments.model = random_checkpoint("54M")
+        figures = {**measure(arguments), "plan": plan.measure()}
+        write(arguments.output, figures)
+        report(figures)
+        return
+    if arguments.arm == ARMS[2]:
+        asyncio.run(run_clients(arguments))
+    else:
+        asyncio.run(run_injected(arguments, arguments.arm))
+
+
+if __name__ == "__main__":
+    main()

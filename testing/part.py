@@ -1,0 +1,237 @@
+"""Runs long checks and measurements in parts: each is a process with a deadline, and its results are kept as they come.
+
+A part is a sequence of cases. Its process writes a line `RESULT {json}` to standard output when it begins a case and
+when it is done with one. A process apart, since a kernel that reads what it must not leaves its process without a
+device: that costs the case, and the next one has a new process.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from testing.record import machine, write
+
+MARK = "RESULT "
+MAX_ERROR_LENGTH = 2000
+
+
+class UnavailableError(Exception):
+    """A case cannot be run on this machine, which is no failure. The text says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to check or to measure.
+
+    Attributes:
+        name: unique within its part.
+        run: returns what is worth knowing, in values for JSON. Raises where it fails, `UnavailableError` where it
+            cannot be run.
+    """
+
+    name: str
+    run: Callable[[], dict[str, Any]]
+
+
+# In the process of a part.
+
+
+def run_cases(cases: Iterable[Case], done: int, after_each: Callable[[], None] = lambda: None) -> None:
+    """Runs the cases behind the first `done`, and says what became of each."""
+    for index, case in enumerate(cases):
+        if index < done:
+            continue
+        _tell({"name": case.name, "started": True})
+        started = time.monotonic()
+        result: dict[str, Any]
+        try:
+            result = case.run()
+        except UnavailableError as error:
+            result = {"unavailable": str(error)}
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_LENGTH]}
+            traceback.print_exc()
+        _tell({"name": case.name, **result, "wall_seconds": round(time.monotonic() - started, 3)})
+        after_each()
+
+
+def _tell(result: dict) -> None:
+    print(MARK + json.dumps(result), flush=True)
+
+
+# In the process that starts those of the parts.
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Returns the card, the driver, versions, the machine and the date."""
+    is_cuda = device.type == "cuda"
+    return {
+        "card": torch.cuda.get_device_name(device) if is_cuda else str(device),
+        "driver": _driver() if is_cuda else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **machine(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+class Report:
+    """The results that are known so far, in a file: for each part the machine, and what it has found.
+
+    Parts that are not run now keep what an earlier run on the same card has found.
+    """
+
+    def __init__(self, path: Path, heading: dict[str, Any], parts: Sequence[str]) -> None:
+        """Reads the file, if there is one. `heading` is the text of `describe`."""
+        self._path = path
+        self._lock = threading.Lock()
+        known = json.loads(path.read_text()).get("parts", {}) if path.exists() else {}
+        kept = {name: part for name, part in known.items() if part.get("card") == heading["card"]}
+        self.parts: dict[str, dict[str, Any]] = {**kept, **{name: {**heading, "results": []} for name in parts}}
+        self._current = list(parts)
+        self._further: dict[str, Any] = {}
+        self._write()
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """Returns the results of the parts that are run now."""
+        return [result for name in self._current for result in self.parts[name]["results"]]
+
+    @property
+    def num_failed(self) -> int:
+        """Returns how many of these results are failures; no result at all is a failure too."""
+        return sum("error" in result for result in self.results) if self.results else 1
+
+    def add(self, part: str, result: dict[str, Any]) -> None:
+        with self._lock:
+            self.parts[part]["results"].append(result)
+            self._write()
+            print(line(result), flush=True)
+
+    def put(self, **further: Any) -> None:
+        """Adds the judgements that follow from the results."""
+        self._further = further
+        self._write()
+
+    def _write(self) -> None:
+        write(self._path, {"parts": self.parts, **self._further})
+
+
+def line(result: dict[str, Any]) -> str:
+    """Returns a result as a line for people."""
+    if "error" in result:
+        return f"FAILED  {result['name']}: {result['error'].splitlines()[0]}"
+    if "unavailable" in result:
+        return f"-       {result['name']}: {result['unavailable']}"
+    if "bytes_moved" in result:
+        return _timing_line(result)
+    figures = {key: value for key, value in result.items() if key not in ("name", "wall_seconds")}
+    shown = [f"{key} {value:.4g}" for key, value in figures.items() if isinstance(value, int | float)]
+    return f"ok      {result['name']} ({', '.join([*shown, format(result['wall_seconds'], '.1f') + ' s'])})"
+
+
+def _timing_line(result: dict[str, Any]) -> str:
+    rate = f", {result['bytes_moved'] / result['seconds'] / 1e9:,.0f} GB/s" if result["bytes_moved"] else ""
+    rate += f", {result['flops'] / result['seconds'] / 1e12:,.0f} TFLOP/s" if result["flops"] else ""
+    host = ", the host's part included" if result["includes_host"] else ""
+    return f"{result['seconds'] * 1e6:10.1f} us  {result['name']}{rate}{host}"
+
+
+def run_part(part: str, command: Sequence[str], report: Report, deadline: float) -> None:
+    """Runs its cases in a process, and in the next one where that dies; at the deadline the rest is left.
+
+    `command` gets one more argument, the number of cases that are done. `deadline` is on the monotonic clock. Whatever
+    the process has started ends with it.
+    """
+    done = 0
+    while True:
+        # A session of its own, by which all that it has started is known.
+        process = subprocess.Popen([*command, str(done)], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        timer = threading.Timer(max(0.1, deadline - time.monotonic()), _kill, [process])
+        timer.start()
+        try:
+            started, finished = _read_results(process, part, report)
+            status = process.wait()
+        finally:
+            timer.cancel()
+            _kill(process)
+        done += finished
+        if status == 0:
+            return
+        if time.monotonic() >= deadline:
+            report.add(part, {"name": started or part, "error": "out of time, with all behind it"})
+            return
+        if started is None and finished == 0:
+            report.add(part, {"name": part, "error": f"its process ended with status {status}"})
+            return
+        if started is not None:
+            report.add(part, {"name": started, "error": f"its process died with status {status}"})
+            done += 1
+
+
+def _kill(process: "subprocess.Popen[str]") -> None:
+    """Ends all that the process has started, whatever groups these are in."""
+    while pids := _processes_of(process.pid):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _processes_of(session: int) -> list[int]:
+    """Returns the processes of a session, without zombies, on Linux."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _read_results(process: "subprocess.Popen[str]", part: str, report: Report) -> tuple[str | None, int]:
+    """Returns the name of the case that was begun and not ended, and how many ended."""
+    started, finished = None, 0
+    assert process.stdout is not None
+    for text in process.stdout:
+        if not text.startswith(MARK):
+            print(text, end="", file=sys.stderr)
+            continue
+        result = json.loads(text[len(MARK) :])
+        if result.get("started"):
+            started = result["name"]
+        else:
+            report.add(part, result)
+            started, finished = None, finished + 1
+    return started, finished
