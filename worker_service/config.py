@@ -32,8 +32,8 @@ class WorkerConfig:
     )
     dtype: str = option(
         "auto",
-        "data type to compute in; auto: the checkpoint's, or float32 on a CPU without fast arithmetic for that; half: "
-        "float16 on a GPU, float32 on a CPU",
+        "data type to compute in; auto: the checkpoint's, or float32 on a CPU without fast arithmetic for that; "
+        "float16, or half: on a CPU float32 over weights held in 16 bits",
         choices=("auto", "float32", "bfloat16", "float16", "half"),
     )
     load_format: str = option(

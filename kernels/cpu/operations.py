@@ -1,8 +1,8 @@
 """The C kernels as functions on tensors. Each is specified by the function of its name in `pagewire.kernels.reference`.
 
-All tensors are on the CPU and of one dtype: float32, bfloat16 or float16; only a cache may be of 16 bits where the rest
-is float32, and of 8 bits (float8_e4m3fn, or int8 with scales: `pagewire.kernels.cache_rows`) whatever the rest is.
-Arithmetic is in float32; what plain torch would store in the dtype in between is rounded to it here too.
+All tensors are on the CPU and of one dtype: float32 or bfloat16; only a cache, or a weight, may be of any 16 bits where
+the rest is float32, and a cache of 8 bits (float8_e4m3fn, or int8 with scales: `pagewire.kernels.cache_rows`) whatever
+the rest is. Arithmetic is in float32; what plain torch would store in the dtype in between is rounded to it here too.
 Nothing is read or written before the arguments have been checked, but indices inside tensors (block tables, slots) are
 trusted.
 """
@@ -32,18 +32,23 @@ from pagewire.kernels.float8 import Float8Weight, unit_size
 from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.rounding import BITS, GROUP_SIZE, round_scale
 
-_NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_NAMES = {
+    torch.float32: "float",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "float8",
+    torch.int8: "int8",
+}
+_COMPUTED = (torch.float32, torch.bfloat16)
+_HELD = (*_COMPUTED, torch.float16)  # by weights
 # Of queries, and of the cache that they attend to.
 _PAIRS = (
-    *((dtype, dtype) for dtype in _NAMES),
-    (torch.float32, torch.bfloat16),
-    (torch.float32, torch.float16),
-    *((dtype, cache_dtype) for dtype in _NAMES for cache_dtype in EIGHT_BITS),
+    *((torch.float32, cache_dtype) for cache_dtype in (*_HELD, *EIGHT_BITS)),
+    *((torch.bfloat16, cache_dtype) for cache_dtype in (torch.bfloat16, *EIGHT_BITS)),
 )
 # Of scales that are floats, the smallest first.
 _FLOAT_SCALES = (torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32)
 _EXPONENT_BITS = 0x7F800000  # of float32
-_PAGED_NAMES = {**_NAMES, torch.float8_e4m3fn: "float8", torch.int8: "int8"}
 
 
 class CpuKernels:
@@ -53,21 +58,20 @@ class CpuKernels:
         self._library = library
         library.variant.restype = ctypes.c_char_p
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        signatures = {
-            "add_rms_norm": [pointer] * 4 + [integer] * 2 + [real, integer],
-            "silu_mul": [pointer] * 2 + [integer] * 3,
-            "norm_rope": [pointer] * 5 + [integer] * 4 + [real, integer],
-            "pack_linear": [pointer] * 2 + [integer] * 3,
-        }
-        paged_signatures = {"store_kv": [pointer] * 5, "paged_attention": [pointer] * 5, "attend": [pointer] * 7}
+        signatures = (
+            ("add_rms_norm", [pointer] * 4 + [integer] * 2 + [real, integer], [(dtype,) for dtype in _COMPUTED]),
+            ("silu_mul", [pointer] * 2 + [integer] * 3, [(dtype,) for dtype in _COMPUTED]),
+            ("norm_rope", [pointer] * 5 + [integer] * 4 + [real, integer], [(dtype,) for dtype in _COMPUTED]),
+            ("pack_linear", [pointer] * 2 + [integer] * 3, [(dtype,) for dtype in _HELD]),
+            ("attend", [pointer] * 7, _PAIRS),
+        )
         self._functions: dict[tuple[str, *tuple[torch.dtype, ...]], Callable[..., int | None]] = {}
-        for names, dtypes in ((signatures, [(dtype,) for dtype in _NAMES]), (paged_signatures, _PAIRS)):
-            for name, argtypes in names.items():
-                for key in dtypes:
-                    function = getattr(library, "_".join([name, *(_PAGED_NAMES[dtype] for dtype in key)]))
-                    function.argtypes = argtypes
-                    function.restype = ctypes.c_int if name in ("paged_attention", "attend") else None
-                    self._functions[name, *key] = function
+        for name, argtypes, keys in signatures:
+            for key in keys:
+                function = getattr(library, "_".join([name, *(_NAMES[dtype] for dtype in key)]))
+                function.argtypes = argtypes
+                function.restype = ctypes.c_int if name == "attend" else None
+                self._functions[name, *key] = function
 
         library.packed_bytes.argtypes = [pointer]
         library.packed_bytes.restype = integer
@@ -102,59 +106,6 @@ class CpuKernels:
 
     # Attention
 
-    def store_kv(
-        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Writes the keys and values of T tokens to their slots of one layer's cache, in place.
-
-        Args:
-            key, value: [T, num_kv_heads, head_dim]; tokens may be strided. Rounded to the cache's dtype.
-            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], any strides but the last.
-            slot_mapping: [T] integers, `block_id * block_size + offset`; a token of slot -1 is skipped.
-
-        Raises:
-            ValueError: shapes, strides or dtypes do not fit.
-        """
-        rows = PagedRows.of([0], [], torch.empty(0, 0), slot_mapping)
-        step = paged_step(rows, Scoring(1.0), key, key, value, key_cache, value_cache)
-        self._call("store_kv", (key, key_cache), ctypes.addressof(step), key, value, key_cache, value_cache)
-
-    def paged_attention(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        seq_lens: Sequence[int],
-        query_start_loc: Sequence[int],
-        scoring: Scoring,
-        num_threads: int | None = None,
-    ) -> Tensor:
-        """Causal attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
-
-        Rows of any number of queries, in any mix. Online softmax in float32 (Milakov and Gimelshein, 2018,
-        https://arxiv.org/abs/1805.02867) over the pages as they lie.
-
-        Args:
-            query: [T, num_heads, head_dim], of the cache's dtype, float32, or any over 8 bits; tokens may be strided.
-            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], any strides but the last.
-            block_tables: [S, max_blocks] integers. What lies past a row's end or before its window is not read.
-            seq_lens, query_start_loc, scoring: as in `pagewire.kernels.reference`.
-            num_threads: to use instead of torch's number.
-
-        Returns:
-            [T, num_heads, head_dim].
-
-        Raises:
-            ValueError: shapes, strides or dtypes do not fit.
-            MemoryError: there is none for the list of what is to be done.
-        """
-        rows = PagedRows.of(query_start_loc, seq_lens, block_tables, torch.empty(0, dtype=torch.int64))
-        step = paged_step(rows, scoring, query, None, None, key_cache, value_cache, num_threads)
-        output = torch.empty(query.shape, dtype=query.dtype)
-        self._call("paged_attention", (query, key_cache), ctypes.addressof(step), query, key_cache, value_cache, output)
-        return output
-
     def attend(
         self,
         rows: PagedRows,
@@ -165,7 +116,26 @@ class CpuKernels:
         key_cache: Tensor,
         value_cache: Tensor,
     ) -> Tensor:
-        """`store_kv` of a step's keys and values, then `paged_attention`: see there."""
+        """Writes a step's keys and values to their slots of one layer's cache, in place; then causal attention of its
+        rows over that, which holds all that came before.
+
+        Rows of any number of queries, in any mix. Online softmax in float32 (Milakov and Gimelshein, 2018,
+        https://arxiv.org/abs/1805.02867) over the pages as they lie.
+
+        Args:
+            rows: what lies past a row's end or before its window is not read.
+            scoring: as in `pagewire.kernels.reference`.
+            query: [T, num_heads, head_dim], of the cache's dtype, float32, or any over 8 bits; tokens may be strided.
+            key, value: [T, num_kv_heads, head_dim]; tokens may be strided. Rounded to the cache's dtype.
+            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], any strides but the last.
+
+        Returns:
+            [T, num_heads, head_dim].
+
+        Raises:
+            ValueError: shapes, strides or dtypes do not fit.
+            MemoryError: there is none for the list of what is to be done.
+        """
         step = paged_step(rows, scoring, query, key, value, key_cache, value_cache)
         output = torch.empty(query.shape, dtype=query.dtype)
         self._call(
@@ -192,8 +162,8 @@ class CpuKernels:
         check("weight", weight, weight.dtype, (out_size, in_size))
         if bias is not None:
             check("bias", bias, torch.float32, (out_size,))
-        if weight.dtype not in _NAMES:
-            raise ValueError(f"{weight.dtype} has no kernels; use one of {', '.join(map(str, _NAMES))}")
+        if weight.dtype not in _HELD:
+            raise ValueError(f"{weight.dtype} has no kernels; use one of {', '.join(map(str, _HELD))}")
         if activation not in (torch.float32, weight.dtype) or activation not in ACTIVATIONS:
             raise ValueError(f"activations of {activation} do not fit a weight of {weight.dtype}")
         empty = PackedLinear(torch.empty(0, dtype=weight.dtype), bias, in_size, out_size, activation)
@@ -417,7 +387,7 @@ class CpuKernels:
         function = self._functions.get((name, *dtypes))
         if function is None:
             found = " over ".join(map(str, dtypes))
-            raise ValueError(f"{found} has no kernels; use one of {', '.join(map(str, _NAMES))}")
+            raise ValueError(f"{found} has no kernels; use one of {', '.join(map(str, _COMPUTED))}")
         if function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]):
             raise MemoryError(f"no memory for {name} of {tuple(typed[0].shape)}")
 

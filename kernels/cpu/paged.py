@@ -64,12 +64,12 @@ class PagedRows:
 NO_ROWS = PagedRows.of([0], [], torch.empty(0, 0), torch.empty(0))
 
 
-def put_rows(step: PagedStep, rows: PagedRows, num_tokens: int, num_threads: int | None = None) -> None:
+def put_rows(step: PagedStep, rows: PagedRows, num_tokens: int) -> None:
     """Points a step to its rows, which it does not hold."""
     step.query_start_loc, step.seq_lens = rows.query_start_loc.data_ptr(), rows.seq_lens.data_ptr()
     step.block_tables, step.slot_mapping = rows.block_tables.data_ptr(), rows.slot_mapping.data_ptr()
     step.num_tokens, step.num_rows, step.max_blocks = num_tokens, len(rows.seq_lens), rows.block_tables.shape[1]
-    step.num_threads = num_threads or torch.get_num_threads()
+    step.num_threads = torch.get_num_threads()
 
 
 def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -95,23 +95,21 @@ def paged_step(
     rows: PagedRows,
     scoring: Scoring,
     query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
+    key: Tensor,
+    value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    num_threads: int | None = None,
 ) -> PagedStep:
     """Checks all arguments; the structure points into them and holds none of them."""
     num_tokens, num_heads, head_dim = query.shape
     is_any = query.dtype == torch.float32 or key_cache.dtype in EIGHT_BITS
     dtype = query.dtype if is_any else key_cache.dtype
     check_heads("query", query, dtype, (num_tokens, num_heads, head_dim_of(key_cache)))
-    step = cache_step(rows, scoring, num_tokens, num_heads, query.stride(0), key_cache, value_cache, num_threads)
-    if key is not None and value is not None:
-        shape = (len(rows.slot_mapping), key_cache.shape[2], head_dim)
-        check_heads("key", key, query.dtype, shape)
-        check_heads("value", value, query.dtype, shape)
-        step.fresh_key_token_stride, step.fresh_value_token_stride = key.stride(0), value.stride(0)
+    step = cache_step(rows, scoring, num_tokens, num_heads, query.stride(0), key_cache, value_cache)
+    shape = (len(rows.slot_mapping), key_cache.shape[2], head_dim)
+    check_heads("key", key, query.dtype, shape)
+    check_heads("value", value, query.dtype, shape)
+    step.fresh_key_token_stride, step.fresh_value_token_stride = key.stride(0), value.stride(0)
     return step
 
 
@@ -123,7 +121,6 @@ def cache_step(
     query_token_stride: int,
     key_cache: Tensor,
     value_cache: Tensor,
-    num_threads: int | None = None,
 ) -> PagedStep:
     """`paged_step` for queries that are not there yet, and without fresh keys and values."""
     block_size, num_kv_heads = key_cache.shape[1:3]
@@ -149,7 +146,7 @@ def cache_step(
         scale=scoring.scale,
         softcap=scoring.softcap,
     )
-    put_rows(step, rows, num_tokens, num_threads)
+    put_rows(step, rows, num_tokens)
     step.key_block_stride, step.key_position_stride, step.key_head_stride = key_cache.stride()[:3]
     step.value_block_stride, step.value_position_stride, step.value_head_stride = value_cache.stride()[:3]
     if scoring.alibi_slopes is not None:

@@ -15,6 +15,7 @@ from pagewire.kernels.cpu.library import VARIANTS, choose_variant, load_library
 from testing.checkpoints.families import make_checkpoint
 from tests.compiler import skip_without_compiler
 from tests.kernels.emulated import aarch64
+from tests.kernels.paged import paged_attention
 from tests.kernels.test_cpu_products import KINDS, random_activations, random_product, random_quantized
 from tests.worker import test_same_bits
 from tests.worker.test_models import TOLERANCE, transformers_logits
@@ -94,11 +95,11 @@ def test_attention(emulated, cache_dtype, seed):
     tables = torch.randperm(50, generator=generator)[:39].repeat(3, 1)
     query = torch.randn(starts[-1], 6, head_dim, generator=generator)
     scoring = Scoring(head_dim**-0.5)
-    actual = emulated.paged_attention(query, key_cache, value_cache, tables, seq_lens, starts, scoring)
+    actual = paged_attention(emulated, query, key_cache, value_cache, tables, seq_lens, starts, scoring)
     expected = reference.paged_attention(query, key_cache, value_cache, tables, seq_lens, starts, scoring)
     torch.testing.assert_close(actual, expected, rtol=0, atol=4e-6)
-    alone = emulated.paged_attention(
-        query[-1:], key_cache, value_cache, tables[-1:], seq_lens[-1:], [0, 1], scoring, num_threads=2
+    alone = paged_attention(
+        emulated, query[-1:], key_cache, value_cache, tables[-1:], seq_lens[-1:], [0, 1], scoring, num_threads=2
     )
     assert torch.equal(alone, actual[-1:])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import write_rows
 from pagewire.kernels.cpu import VARIANTS, CpuKernels
+from tests.kernels.paged import paged_attention
 from tests.kernels.variants import load_variant
 
 # Of queries, and of the cache.
@@ -19,7 +20,6 @@ DTYPES = [
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
     (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
     (torch.float32, torch.float8_e4m3fn),
     (torch.float32, torch.int8),
     (torch.bfloat16, torch.int8),
@@ -102,8 +102,8 @@ def attend(rng, kernels, prompt, start, end, company=ALONE):
     for _, num_queries in lengths:
         starts.append(starts[-1] + num_queries)
     seq_lens = [sum(length) for length in lengths]
-    output = kernels.paged_attention(
-        torch.cat(queries), *cache.view(prompt.key.dtype), tables, seq_lens, starts, prompt.scoring,
+    output = paged_attention(
+        kernels, torch.cat(queries), *cache.view(prompt.key.dtype), tables, seq_lens, starts, prompt.scoring,
         num_threads=company.num_threads,
     )  # fmt: skip
     return output[starts[company.index] : starts[company.index + 1]]

@@ -7,6 +7,7 @@ import torch
 
 from pagewire.common.memory_size import parse_memory
 from worker_service.config import WorkerConfig
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import choose_dtype
 
 
@@ -96,15 +97,18 @@ def test_process_listens_before_it_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_half_is_what_a_device_is_fast_in(caplog: pytest.LogCaptureFixture) -> None:
-    """The C kernels of a CPU compute in float32, which holds every float16."""
+@pytest.mark.parametrize("name", ["half", "float16"])
+def test_a_cpu_computes_no_float16(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """It computes in float32, which holds every float16, over weights that only our products hold in 16 bits."""
     with caplog.at_level("INFO"):
-        assert choose_dtype("half", "float32", torch.device("cpu")) is torch.float32
+        assert choose_dtype(name, "float32", torch.device("cpu"), load_cpu_kernels()) is torch.float32
+        assert choose_dtype(name, "bfloat16", torch.device("cpu"), None) is torch.float32
+    held = "held in 16 bits" if load_cpu_kernels() else "in float32 too, since only our C kernels widen them"
     assert [record.message for record in caplog.records] == [
-        "--dtype is half: computing in float32, in which a CPU is faster, and as exact at least"
+        f"--dtype is {name}: a CPU computes in float32, over weights {held}",
+        f"--dtype is {name}: a CPU computes in float32, over weights in float32 too, since only our C kernels widen them",
     ]
-    assert choose_dtype("half", "float32", torch.device("cuda")) is torch.float16
-    assert choose_dtype("float16", "float32", torch.device("cpu")) is torch.float16
+    assert choose_dtype(name, "float32", torch.device("cuda")) is torch.float16
 
 
 @pytest.mark.parametrize("flag", ["--swap-space", "--kv-cache-memory"])

@@ -519,6 +519,21 @@ def test_a_cache_of_8_bits_chooses_nearly_the_likeliest(
         assert (logits.amax(1) - chosen).max() <= tolerance * logits.std()
 
 
+@pytest.mark.parametrize("name", ["float16", "half"])
+@pytest.mark.parametrize(("stored", "held"), [("float32", "float16"), ("bfloat16", "bfloat16"), ("float16", "float16")])
+def test_float16_is_float32_over_weights_of_16_bits(tmp_path: Path, name: str, stored: str, held: str) -> None:
+    """Those of float32 are rounded; as far as the kernels multiply with them, which alone widen them as they go."""
+    path = make_checkpoint(tmp_path / "model", "qwen3", seed=31, dtype=stored)
+    rounded = make_checkpoint(tmp_path / "rounded", "qwen3", seed=31, dtype=held)
+    worker = load(path, dtype=name)
+    assert (worker.ready.dtype, worker.ready.weight_format) == ("float32", held if load_cpu_kernels() else "float32")
+    prompts = random_prompts(18, [40, 3])
+    same = load(rounded if load_cpu_kernels() else path, dtype="float32")
+    assert worker.ready.weight_bytes == same.ready.weight_bytes
+    outputs = [generate(each, [Row(prompt, 12) for prompt in prompts], budget=32) for each in (worker, same)]
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize(("cache_dtype", "tolerance"), [("float16", 0.01), ("bfloat16", 0.05)])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_cache_of_16_bits_takes_half_the_memory_and_chooses_nearly_the_likeliest(

@@ -469,12 +469,6 @@ def test_without_kernels_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         load_worker(worker_config(path, quantization="int8"), "worker")
 
 
-def test_what_the_kernels_do_not_compute_in_is_refused(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "model", "llama", seed=36)
-    with pytest.raises(ValueError, match="--quantization is int8, and the model is computed in float16; the C kernels"):
-        load_worker(worker_config(path, quantization="int8", dtype="float16"), "worker")
-
-
 def test_a_gpu_without_triton_is_refused() -> None:
     with pytest.raises(ValueError, match="--quantization is int4, which needs the Triton kernels of a GPU, but there "):
         check_products("int4", TorchOperations(), torch.device("cuda"), torch.float16)

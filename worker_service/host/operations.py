@@ -13,9 +13,6 @@ from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.model import Attend
 from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product, TorchOperations
 
-# What models compute in with the kernels' products.
-_COMPUTED = (torch.float32, torch.bfloat16)
-
 
 def create_host_operations(kernels: CpuKernels | None, *, uses_onednn: bool = False) -> Operations:
     """The C kernels where there are any, else plain torch. `uses_onednn`: products are oneDNN's all the same."""
@@ -24,11 +21,11 @@ def create_host_operations(kernels: CpuKernels | None, *, uses_onednn: bool = Fa
 
 class CpuOperations:
     """The C kernels. Products in float32 are over weights of any dtype; those in bfloat16, whose inputs are rounded to
-    it, over weights of bfloat16. In float16 they are torch's."""
+    it, over weights of bfloat16. Models compute in no other dtype."""
 
     def __init__(self, kernels: CpuKernels, *, uses_onednn: bool = False) -> None:
         self.kernels = kernels
-        self._computed = () if uses_onednn else _COMPUTED
+        self._uses_onednn = uses_onednn
         self.silu_mul = kernels.silu_mul
         self.quantize = kernels.quantize
 
@@ -43,19 +40,19 @@ class CpuOperations:
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Every bfloat16 and float16 is a float32, so nothing is lost, and half as much is read."""
         is_widened = computed == torch.float32 and held in (torch.bfloat16, torch.float16)
-        return held == computed or (is_widened and computed in self._computed)
+        return held == computed or (is_widened and not self._uses_onednn)
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
-        if computed in self._computed:
-            packed = self.kernels.pack_linear(weight.contiguous(), floats(bias), computed)
-            return CpuProduct(self.kernels, packed, computed)
-        return TorchOperations().prepare_product(weight, bias, computed)
+        if self._uses_onednn:
+            return TorchOperations().prepare_product(weight, bias, computed)
+        packed = self.kernels.pack_linear(weight.contiguous(), floats(bias), computed)
+        return CpuProduct(self.kernels, packed, computed)
 
     def float32_product_of(self, product: Product) -> Float32Product | None:
         return None
 
     def holds_quantized(self, stored: QuantizedFormat | Float8Format, computed: torch.dtype) -> bool:
-        return computed in self._computed
+        return not self._uses_onednn
 
     def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
         return stored.num_bytes(out_size, in_size)
@@ -74,7 +71,7 @@ class CpuOperations:
         return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, floats(bias)), computed)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
-        if computed not in self._computed:
+        if self._uses_onednn:
             return TorchOperations().prepare_experts(weights, biases, computed)
         of_each = [None] * len(weights) if biases is None else list(biases)
         return self.join_experts([self.prepare_product(*each, computed) for each in zip(weights, of_each, strict=True)])
@@ -91,10 +88,10 @@ class CpuOperations:
         return TorchOperations().sum_slots(slots, weights)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        return computed in self._computed or TorchOperations().packs(computed, device)
+        return not self._uses_onednn or TorchOperations().packs(computed, device)
 
     def takes_rows(self, computed: torch.dtype) -> bool:
-        return computed in self._computed
+        return not self._uses_onednn
 
     def attend_heads(
         self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None

@@ -55,6 +55,7 @@ def load_model(
     communicator: Communicator | None = None,
     quantization: str | None = None,
     max_model_len: int | None = None,
+    held_dtype: torch.dtype | None = None,
 ) -> Model:
     """Loads a model, or one rank's part of it, ready to run.
 
@@ -69,6 +70,7 @@ def load_model(
         communicator: the rank whose part it is, of how many, and how they meet; by default there is one.
         quantization: "int8" or "int4", for one rank's weights of floats where `operations` multiply with codes.
         max_model_len: the longest sequence that there will be; by default as many positions as the model has.
+        held_dtype: what weights of float32 are rounded to, where `operations` multiply with that; by default they stay.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -83,6 +85,7 @@ def load_model(
         communicator=communicator,
         quantization=quantization,
         max_model_len=max_model_len,
+        held_dtype=held_dtype,
     )
     return unloaded.load(progress)
 
@@ -97,6 +100,7 @@ def prepare_model(
     communicator: Communicator | None = None,
     quantization: str | None = None,
     max_model_len: int | None = None,
+    held_dtype: torch.dtype | None = None,
 ) -> "UnloadedModel":
     """Return the model that `load_model` would load, compared with the headers of the files. Its arguments and errors
     are those of `load_model`."""
@@ -134,7 +138,7 @@ def prepare_model(
         model.head.weight = None
     model.to(dtype)
     _keep_float32(model, device)
-    hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
+    hold_dtypes(model, checkpoint, table, held_dtype, lambda held: operations.can_hold(held, dtype))
     keep_quantized(model, checkpoint, table, lambda stored: operations.holds_quantized(stored, dtype))
     targets = list_targets(model, table, shard)
     check_weights(model, checkpoint, targets, _ignored(family, shard.config))

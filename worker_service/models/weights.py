@@ -108,9 +108,14 @@ def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignor
 
 
 def hold_dtypes(
-    model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], can_hold: Callable[[torch.dtype], bool]
+    model: nn.Module,
+    checkpoint: Tensors,
+    table: Iterable[Weight],
+    narrowed: torch.dtype | None,
+    can_hold: Callable[[torch.dtype], bool],
 ) -> None:
-    """Gives weights of products and embeddings the dtype of their tensors in the checkpoint, where that can be held.
+    """Gives weights of products and embeddings the dtype of their tensors in the checkpoint, or for float32 another one
+    where that is `narrowed`, as far as it can be held.
 
     The parts of a merged one must agree, and all experts of a layer. Parameters hold no values yet.
     """
@@ -126,6 +131,8 @@ def hold_dtypes(
             found.setdefault(modules[module], set()).add(checkpoint.dtype(name))
     for module, holder in modules.items():
         dtype = next(iter(found[holder])) if len(found[holder]) == 1 else None
+        if dtype == torch.float32 and narrowed is not None:
+            dtype = narrowed
         if dtype is not None and module.weight is not None and can_hold(dtype):
             module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
 

@@ -103,6 +103,7 @@ def _load_worker(
         communicator=communicator,
         quantization=config.quantization,
         max_model_len=max_model_len,
+        held_dtype=_DTYPES.get(config.dtype),
     )
     shape = CacheShape(
         num_layers=model_config.num_layers,
@@ -192,11 +193,6 @@ def check_products(quantization: str, operations: Operations, device: torch.devi
     """Raises ValueError if nothing multiplies with the codes that weights were to become."""
     if operations.holds_quantized(made_format(quantization), dtype):
         return
-    if dtype == torch.float16 and device.type == "cpu":
-        raise ValueError(
-            f"--quantization is {quantization}, and the model is computed in float16; the C kernels of a CPU multiply "
-            "with codes in float32 and bfloat16: choose one of these as --dtype"
-        )
     if device.type == "cpu":
         needed, reason = "the C kernels of a CPU", "PAGEWIRE_CPU_KERNELS is off, or they cannot be built"
     else:
@@ -222,8 +218,9 @@ def choose_dtype(
 ) -> torch.dtype:
     """The named dtype; for "auto" the checkpoint's, or float32 where the CPU would only emulate that. `kernels`: the
     CPU's, where they compute the products."""
-    if name == "half" and device.type == "cpu":
-        logger.info("--dtype is half: computing in float32, in which a CPU is faster, and as exact at least")
+    if device.type == "cpu" and _DTYPES.get(name) == torch.float16:
+        held = "held in 16 bits" if kernels is not None else "in float32 too, since only our C kernels widen them"
+        logger.info("--dtype is %s: a CPU computes in float32, over weights %s", name, held)
         return torch.float32
     if name != "auto":
         return _DTYPES[name]

@@ -159,8 +159,8 @@ static void PAGED(store_head)(const attention_step* step, int64_t token, int64_t
   PAGED(store_elements)(value, values + head * step->value_head_stride, step->head_dim);
 }
 
-void PAGED(store_kv)(const attention_step* step, const ELEMENT* key, const ELEMENT* value, CACHE* key_cache,
-                     CACHE* value_cache) {
+static void PAGED(store_kv)(const attention_step* step, const ELEMENT* key, const ELEMENT* value, CACHE* key_cache,
+                            CACHE* value_cache) {
   const int64_t size = step->num_kv_heads * step->head_dim;
 #pragma omp parallel for schedule(static) num_threads((int)step->num_threads) if (step->num_threads > 1 && step->num_tokens * size >= MIN_PARALLEL_ELEMENTS)
   for (int64_t token = 0; token < step->num_tokens; token++)
@@ -200,9 +200,11 @@ static void PAGED(merge_task)(const void* context, int64_t task, int64_t next) {
   PAGED(write_pairs)(a->step, work, &merged, a->output);
 }
 
-// output: [num_tokens, num_heads, head_dim]. 0, or 1 if there is no memory.
-int PAGED(paged_attention)(const attention_step* step, const ELEMENT* query, const CACHE* key_cache,
-                           const CACHE* value_cache, ELEMENT* output) {
+// Stores a step's keys and values, then attends to them. output: [num_tokens, num_heads, head_dim]. 0, or 1 if there is no
+// memory.
+int PAGED(attend)(const attention_step* step, const ELEMENT* query, const ELEMENT* key, const ELEMENT* value,
+                  CACHE* key_cache, CACHE* value_cache, ELEMENT* output) {
+  PAGED(store_kv)(step, key, value, key_cache, value_cache);
   work_list list;
   if (!list_work(step, &list)) return 1;
   const attention a = {step, &list, query, key_cache, value_cache, output};
@@ -215,13 +217,6 @@ int PAGED(paged_attention)(const attention_step* step, const ELEMENT* query, con
   }
   free_work(&list);
   return 0;
-}
-
-// store_kv, then paged_attention.
-int PAGED(attend)(const attention_step* step, const ELEMENT* query, const ELEMENT* key, const ELEMENT* value,
-                  CACHE* key_cache, CACHE* value_cache, ELEMENT* output) {
-  PAGED(store_kv)(step, key, value, key_cache, value_cache);
-  return PAGED(paged_attention)(step, query, key_cache, value_cache, output);
 }
 
 #undef CACHE

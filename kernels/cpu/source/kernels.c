@@ -1,4 +1,4 @@
-// Every kernel for every element type. What they compute is specified by kernels/reference.py.
+// Every kernel for every element type that it is needed for. What they compute is specified by kernels/reference.py.
 #include "vector.h"
 
 #define JOIN_(name, type) name##_##type
@@ -83,14 +83,11 @@ enum { HELD_FLOAT, HELD_BFLOAT16, HELD_FLOAT16, HELD_FLOAT8, HELD_INT8 };
 #undef ELEMENT
 #undef ELEMENT_NAME
 
+// What weights and caches may hold, and nothing is computed in.
 #define ELEMENT float16
 #define ELEMENT_NAME float16
 #include "pages.h"
-#include "fused.h"
 #include "linear.h"
-#define CACHE float16
-#define CACHE_NAME float16
-#include "attention.h"
 #undef ELEMENT
 #undef ELEMENT_NAME
 
@@ -104,7 +101,7 @@ enum { HELD_FLOAT, HELD_BFLOAT16, HELD_FLOAT16, HELD_FLOAT8, HELD_INT8 };
 #define CACHE_NAME float16
 #include "attention.h"
 
-// Over a cache of 8 bits, queries of all types.
+// Over a cache of 8 bits, queries of both types.
 #undef ELEMENT
 #undef ELEMENT_NAME
 
@@ -135,19 +132,6 @@ enum { HELD_FLOAT, HELD_BFLOAT16, HELD_FLOAT16, HELD_FLOAT8, HELD_INT8 };
 
 #define ELEMENT bfloat16
 #define ELEMENT_NAME bfloat16
-#define CACHE float8
-#define CACHE_NAME float8
-#include "attention.h"
-#define CACHE int8
-#define CACHE_NAME int8
-#define IS_SCALED 1
-#include "attention.h"
-#undef IS_SCALED
-#undef ELEMENT
-#undef ELEMENT_NAME
-
-#define ELEMENT float16
-#define ELEMENT_NAME float16
 #define CACHE float8
 #define CACHE_NAME float8
 #include "attention.h"

@@ -12,13 +12,19 @@ from pagewire.kernels.cpu import MAX_HEAD_DIM, CpuKernels, PagedRows
 from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
 from worker_service.attention.capability import Capability, UnavailableError
 
-_16_BITS = Capability("cpu", ("cpu",), cache_dtypes=EIGHT_BITS, head_dims=range(1, MAX_HEAD_DIM + 1))
-_FLOAT32 = replace(_16_BITS, cache_dtypes=(torch.bfloat16, torch.float16, *EIGHT_BITS))
+_BFLOAT16 = Capability(
+    "cpu",
+    ("cpu",),
+    dtypes=(torch.float32, torch.bfloat16),
+    cache_dtypes=EIGHT_BITS,
+    head_dims=range(1, MAX_HEAD_DIM + 1),
+)
+_FLOAT32 = replace(_BFLOAT16, cache_dtypes=(torch.bfloat16, torch.float16, *EIGHT_BITS))
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "CpuAttention":
     """Raises UnavailableError where it cannot compute this."""
-    (_FLOAT32 if shape.dtype == torch.float32 else _16_BITS).check(shape, device)
+    (_FLOAT32 if shape.dtype == torch.float32 else _BFLOAT16).check(shape, device)
     if kernels is None:
         raise UnavailableError(
             "attention backend 'cpu' needs the CPU kernels, which are off or could not be built: set "
