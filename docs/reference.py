@@ -28,10 +28,10 @@ from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
-from worker_service.host.operations import CpuOperations
+from worker_service.host.operations import CpuProducts
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.families.reading import DTYPES
-from worker_service.models.operations import TorchOperations
+from worker_service.models.operations import Operations
 from worker_service.models.quantization import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -180,8 +180,7 @@ def families_page() -> str:
 def _formats_table() -> str:
     """Of the code's own lists. Whether weights stay as they are is a matter of the operations of a device."""
     keeps = [
-        operations.holds_quantized is not TorchOperations.holds_quantized
-        for operations in (CpuOperations, TritonOperations)
+        operations.holds_quantized is not Operations.holds_quantized for operations in (CpuProducts, TritonOperations)
     ]
     kept = " | ".join("as they are" if keep else "widened" for keep in keeps)
     floats = [element_type.name for element_type in SERVED_TYPES.values() if not element_type.is_quantized]

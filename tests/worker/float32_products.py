@@ -24,7 +24,7 @@ def float32_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any
         return torch.mm(x.float(), other.float(), out=out)
 
     monkeypatch.setattr(operations, "FLOAT32_PRODUCT_DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(operations.TorchOperations, "packs", lambda *_: False)  # as on a GPU
+    monkeypatch.setattr(operations.Operations, "packs", lambda *_: False)  # as on a GPU
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("mm.dtype_out", multiply, "CPU")

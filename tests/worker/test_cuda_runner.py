@@ -48,7 +48,7 @@ from worker_service.grammars import CompileThread, EpochGrammars
 from worker_service.models.communicator import SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
-from worker_service.models.operations import ExpertProduct, TorchOperations, multiply_all
+from worker_service.models.operations import ExpertProduct, Operations, multiply_all
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.rpc.wire import decode_request
 from worker_service.runner import ModelRunner
@@ -100,7 +100,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_checkpoint(root / family, family, seed=7) for family in FAMILIES}
 
 
-class DeviceOperations(TorchOperations):
+class DeviceOperations(Operations):
     """Plain torch as it is on a GPU, where nobody asks which experts are chosen."""
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:

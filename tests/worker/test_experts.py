@@ -11,7 +11,7 @@ from pagewire.kernels.experts import choose_experts, multiply_chosen
 from testing.checkpoints.families import make_checkpoint
 from worker_service.models.linear import ExpertLinear, stack
 from worker_service.models.loading import prepare_model
-from worker_service.models.operations import TorchOperations, multiply_all
+from worker_service.models.operations import Operations, multiply_all
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_products_are_those_of_the_specification(num_tokens, of_slots, has_biase
     torch.testing.assert_close(multiply_all(x, weights, ids, biases), expected)
     bias_of = [None] * 6 if biases is None else list(biases)
     products = [partial(F.linear, weight=weight, bias=bias) for weight, bias in zip(weights, bias_of, strict=True)]
-    torch.testing.assert_close(TorchOperations().join_experts(products)(x, ids), expected)
+    torch.testing.assert_close(Operations().join_experts(products)(x, ids), expected)
 
 
 def test_weights_that_are_neighbours_are_stacked_up_without_a_copy():
@@ -49,7 +49,7 @@ def test_experts_of_a_layer_are_loaded_into_one_memory(tmp_path, monkeypatch):
     def keep(self, weights, biases, computed):
         kept.append((weights, biases))
 
-    monkeypatch.setattr(TorchOperations, "prepare_experts", keep)
+    monkeypatch.setattr(Operations, "prepare_experts", keep)
     path = make_checkpoint(tmp_path, "mixtral", seed=3)
     model = prepare_model(path, dtype=torch.float32, device=CPU)
     memory = []

@@ -20,7 +20,7 @@ from worker_service.device.triton_operations import TritonOperations  # noqa: E4
 from worker_service.models.linear import ExpertLinear, Linear  # noqa: E402
 from worker_service.models.loading import load_model, prepare_model  # noqa: E402
 from worker_service.models.model import Model  # noqa: E402
-from worker_service.models.operations import DenseProduct, TorchOperations  # noqa: E402
+from worker_service.models.operations import DenseProduct, Operations  # noqa: E402
 
 # Made for inputs that are rounded, in blocks and in rows.
 ROUNDED = [fp8("FP8 in blocks of 128", (128, 128)), w8a8("W8A8, inputs rounded")]
@@ -32,7 +32,7 @@ HIDDEN, INTERMEDIATE = 64, 32  # of experts
 EPSILON = torch.finfo(torch.float32).eps
 
 
-class WideningOperations(TorchOperations):
+class WideningOperations(Operations):
     """Makes floats of codes, and leaves them as they are."""
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
@@ -91,7 +91,7 @@ def test_experts_are_products_of_codes(tmp_path: Path, name: str) -> None:
     seed = 19
     print(f"seed {seed}")
     path, plain_path = make_quantized(tmp_path, "qwen3_moe", BY_NAME[name], seed=seed, **SHAPES["qwen3_moe"])
-    plain = load_model(plain_path, dtype=torch.float32, device=DEVICE, operations=TorchOperations())
+    plain = load_model(plain_path, dtype=torch.float32, device=DEVICE, operations=Operations())
     generator = torch.Generator().manual_seed(seed)
     found = [(name, layer) for name, layer in load(path).named_modules() if isinstance(layer, ExpertLinear)]
     assert found

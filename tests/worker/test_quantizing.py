@@ -27,7 +27,7 @@ from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.loading import load_model, prepare_model
 from worker_service.models.model import Model
-from worker_service.models.operations import TorchOperations
+from worker_service.models.operations import Operations
 from worker_service.models.quantizing import tensors
 from worker_service.models.quantizing.tensors import QuantizingTensors
 from worker_service.models.source import weights_digest
@@ -471,7 +471,7 @@ def test_without_kernels_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_gpu_without_triton_is_refused() -> None:
     with pytest.raises(ValueError, match="--quantization is int4, which needs the Triton kernels of a GPU, but there "):
-        check_products("int4", TorchOperations(), torch.device("cuda"), torch.float16)
+        check_products("int4", Operations(), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

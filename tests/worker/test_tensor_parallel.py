@@ -20,7 +20,7 @@ from tests.worker.test_models import (
 )
 from worker_service.models.linear import Linear
 from worker_service.models.loading import load_model
-from worker_service.models.operations import TorchOperations
+from worker_service.models.operations import Operations
 
 VARIANTS = [
     *[(family, {}, 2) for family in FAMILIES],
@@ -132,7 +132,7 @@ class KeptProduct:
         self.weight, self.bias = weight, bias
 
 
-class KeepingOperations(TorchOperations):
+class KeepingOperations(Operations):
     """Products that only remember what they would multiply with."""
 
     def prepare_product(self, weight, bias, computed):

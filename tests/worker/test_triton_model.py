@@ -26,7 +26,7 @@ from worker_service.device.sampler import create_sampler  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
 from worker_service.models.config import ModelConfig  # noqa: E402
 from worker_service.models.loading import load_model  # noqa: E402
-from worker_service.models.operations import HeadPreparation, TorchOperations  # noqa: E402
+from worker_service.models.operations import HeadPreparation, Operations  # noqa: E402
 from worker_service.rows.table import TableLimits  # noqa: E402
 from worker_service.startup.loader import attention_shape  # noqa: E402
 
@@ -136,7 +136,7 @@ def test_operations_round_where_those_of_torch_do(dtype):
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
-    triton, plain = TritonOperations(DEVICE), TorchOperations()
+    triton, plain = TritonOperations(DEVICE), Operations()
     x, update, weight, gate_up, heads = normal(5, 96), normal(5, 96), normal(96), normal(5, 192), normal(5, 8, 32)
     query_weight, key_weight, cos, sin = normal(32), normal(32), normal(5, 32).cos(), normal(5, 32).sin()
     preparation = HeadPreparation(4, query_weight, key_weight, 1e-6, cos, sin)
@@ -166,7 +166,7 @@ def test_products_of_the_same_slots_sort_them_once(monkeypatch):
 
     assign_slots = experts.assign
     monkeypatch.setattr(experts, "assign", assign)
-    operations, plain = TritonOperations(DEVICE), TorchOperations()
+    operations, plain = TritonOperations(DEVICE), Operations()
     generator = torch.Generator().manual_seed(1)
     x, up, down = (torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((3, 16), (4, 8, 16), (4, 16, 8)))
     logits = torch.randn(2, 3, 4, generator=generator).to(DEVICE)

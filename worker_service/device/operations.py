@@ -5,7 +5,7 @@ import logging
 import torch
 
 from worker_service.models.config import ModelConfig
-from worker_service.models.operations import Operations, TorchOperations
+from worker_service.models.operations import Operations
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +17,9 @@ def create_device_operations(config: ModelConfig, device: torch.device) -> Opera
         from worker_service.device.triton_operations import TritonOperations
     except ImportError as error:
         logger.warning("the model is computed in plain torch, which is slower: triton cannot be imported (%s)", error)
-        return TorchOperations()
+        return Operations()
     reason = TritonOperations.refusal(config)
     if reason is None:
         return TritonOperations(device)
     logger.warning("the model is computed in plain torch, which is slower: the Triton kernels %s", reason)
-    return TorchOperations()
+    return Operations()

@@ -11,30 +11,30 @@ from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from pagewire.kernels.triton import experts, fused, linear, scaled
-from pagewire.kernels.triton.attention_arguments import FLOATS
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.device.products import PackedExpertProduct, PackedProduct, RoundedProduct
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import stack
 from worker_service.models.model import Attend
-from worker_service.models.operations import DenseProduct, ExpertProduct, Float32Product, Product, TorchOperations
+from worker_service.models.operations import DenseProduct, ExpertProduct, Float32Product, Operations, Product
 
 _MIN_FLOAT8_CAPABILITY = (8, 9)  # of a GPU that converts floats of 8 bits
 
 
-class TritonOperations:
-    """A launch each; intermediate results are rounded where `TorchOperations` rounds them."""
+class TritonOperations(Operations):
+    """A launch each; intermediate results are rounded where `Operations` rounds them."""
+
+    rms_norm = staticmethod(fused.rms_norm)
+    add_rms_norm = staticmethod(fused.add_rms_norm)
+    silu_mul = staticmethod(fused.silu_mul)
+    norm_rope = staticmethod(fused.norm_rope)
+    choose_experts = staticmethod(experts.choose_experts)
+    sum_slots = staticmethod(experts.sum_slots)
 
     def __init__(self, device: torch.device) -> None:
         """`device`: where quantised weights go, which are read on the host."""
         self._device = device
-        self.rms_norm = fused.rms_norm
-        self.add_rms_norm = fused.add_rms_norm
-        self.silu_mul = fused.silu_mul
-        self._torch = TorchOperations()
-        self.can_hold, self.quantize = self._torch.can_hold, self._torch.quantize
-        self.choose_experts, self.sum_slots = experts.choose_experts, experts.sum_slots
         self._assigned: tuple[Tensor, experts.Assignment] | None = None  # the last ids, and what became of them
 
     @staticmethod
@@ -56,13 +56,13 @@ class TritonOperations:
     def float32_product_of(self, product: Product) -> Float32Product | None:
         if isinstance(product, PackedProduct | RoundedProduct):
             return product.to_float32
-        return self._torch.float32_product_of(product)
+        return super().float32_product_of(product)
 
-    def holds_quantized(self, stored: QuantizedFormat | Float8Format, computed: torch.dtype) -> bool:
+    def holds_quantized(self, stored: QuantizedFormat | Float8Format) -> bool:
         """Floats of 8 bits need a GPU that converts them; the interpreter does."""
         if isinstance(stored, Float8Format) and self._device.type == "cuda":
             return torch.cuda.get_device_capability(self._device) >= _MIN_FLOAT8_CAPABILITY
-        return computed in FLOATS
+        return True
 
     def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
         return linear.num_bytes(stored, out_size, in_size)
@@ -84,9 +84,6 @@ class TritonOperations:
         return PackedProduct(linear.pack(weight, self._device), bias, computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        return False
-
-    def takes_rows(self, computed: torch.dtype) -> bool:
         return False
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
@@ -120,7 +117,7 @@ class TritonOperations:
         """Attend with rotated queries and keys. Where attention lets it, one launch turns the heads and writes keys and
         values to the cache."""
         if not isinstance(attend, CachedAttend):
-            return attend(layer, *fused.norm_rope(heads, preparation), sinks)
+            return super().attend_heads(attend, layer, heads, preparation, sinks)
         query = attend.caching.turn(heads, preparation, *attend.kv_cache[layer])
         return attend.attend_cached(layer, query, sinks)
 

@@ -22,7 +22,7 @@ from worker_service.models.families.family import Family, Weight
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
 from worker_service.models.model import Model
-from worker_service.models.operations import Operations, TorchOperations
+from worker_service.models.operations import Operations
 from worker_service.models.quantization import Quantization, WeightFormat
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
 from worker_service.models.quantizing.tensors import QuantizingTensors
@@ -108,7 +108,7 @@ def prepare_model(
     shard = Shard.of(load_config(path).serving(max_model_len), communicator.rank, communicator.size)
     checkpoint = DummyTensors() if is_dummy else _open(path, shard.config)
     family = BY_ARCHITECTURE[shard.config.architecture]
-    operations = operations or TorchOperations()
+    operations = operations or Operations()
     with torch.device("meta"):
         model = Decoder(shard.config, operations, communicator)
     table = tuple(_weights(family, shard.config, checkpoint))
@@ -121,7 +121,7 @@ def prepare_model(
     if not is_dummy:
         is_tied = _lacks_head(checkpoint, table, path, is_tied=is_tied)
     embedding_format = _quantized_embedding(model, checkpoint, table)
-    has_codes = embedding_format is not None and operations.holds_quantized(embedding_format, dtype)
+    has_codes = embedding_format is not None and operations.holds_quantized(embedding_format)
     if has_codes and shard.size == 1:
         # The embedding takes rows of the head, which has the codes, or of a layer of its own.
         holder = "head" if is_tied else model.embedding.hold_rows(operations)
@@ -139,7 +139,7 @@ def prepare_model(
     model.to(dtype)
     _keep_float32(model, device)
     hold_dtypes(model, checkpoint, table, held_dtype, lambda held: operations.can_hold(held, dtype))
-    keep_quantized(model, checkpoint, table, lambda stored: operations.holds_quantized(stored, dtype))
+    keep_quantized(model, checkpoint, table, operations.holds_quantized)
     targets = list_targets(model, table, shard)
     check_weights(model, checkpoint, targets, _ignored(family, shard.config))
     reading_bytes = working_bytes(checkpoint, targets)
@@ -243,7 +243,7 @@ class UnloadedModel:
             weights += tied_bytes
             products.append(tied_bytes)
             tied_bytes = 0
-        held = weights + (tied_bytes if packs and not self.operations.takes_rows(self.dtype) else 0)
+        held = weights + (tied_bytes if packs and not self.operations.takes_rows() else 0)
         copies = [*products, tied_bytes] if packs else []
         copies += [self._unpacked_bytes(module) for module, _ in self._quantized()]
         if self.device.type != "cpu":  # where experts are joined in one memory

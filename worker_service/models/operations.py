@@ -1,16 +1,14 @@
-"""The operations of a model, behind an interface that faster code can implement."""
+"""The operations of a model, which faster code can override."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
-from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.experts import choose_experts, multiply_chosen, sum_slots
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
@@ -33,26 +31,55 @@ Float32Product = Callable[[Tensor, Tensor | None], Tensor]
 ExpertProduct = Callable[[Tensor, Tensor], Tensor]
 
 
-class Operations(Protocol):
-    """All tensors are of the model's dtype; what is computed in float32 in between is rounded as transformers does."""
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseProduct:
+    """A product with a weight as it is."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Operations:
+    """The operations in plain torch, on any device; those in faster code are its subclasses.
+
+    All tensors are of the model's dtype; what is computed in float32 in between is rounded as transformers does.
+    """
+
+    choose_experts = staticmethod(choose_experts)
+    sum_slots = staticmethod(sum_slots)
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Whether a weight may stay in the dtype `held` of the checkpoint where the model computes in `computed`."""
+        return held == computed
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         """Lays a weight out for its product, of activations and to outputs of the dtype `computed`."""
+        assert weight.dtype == computed
+        if not self.packs(weight.dtype, weight.device):
+            return DenseProduct(weight, bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_NUM_ROWS)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     def float32_product_of(self, product: Product) -> Float32Product | None:
         """A product with the same weight, which has no bias, and float32 outputs; None: its own are to be converted."""
+        if not isinstance(product, DenseProduct) or product.weight.device.type not in FLOAT32_PRODUCT_DEVICES:
+            return None
+        return partial(_multiply_to_float32, product.weight.t())
 
-    def holds_quantized(self, stored: QuantizedFormat | Float8Format, computed: torch.dtype) -> bool:
+    def holds_quantized(self, stored: QuantizedFormat | Float8Format) -> bool:
         """Whether there are products over weights in such a format as they are."""
+        return False
 
     def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
         """Estimate the memory that `prepare_quantized` takes for a weight in a format that is held."""
+        raise NotImplementedError("weights are widened")
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
         """Makes codes of 8 or 4 bits of float32 [rows, columns]: see `pagewire.kernels.rounding`."""
+        return quantize(values, bits)
 
     def prepare_quantized(
         self,
@@ -64,40 +91,49 @@ class Operations(Protocol):
     ) -> Product:
         """Lays a quantised weight out for its product, where `holds_quantized`. `rounds_inputs`: it was made for inputs
         that are rounded as it is, which may be done."""
+        return self.prepare_product(weight.dequantized().to(computed), bias, computed)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         """Lays weights [num_experts, out_size, in_size], and biases [num_experts, out_size], out as `prepare_product`
         does. See `multiply_chosen` of `pagewire.kernels.experts`."""
+        multiply = multiply_chosen if weights.device.type == "cpu" else multiply_all
+        return lambda x, ids: multiply(x, weights, ids, biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
         """The product of experts of which each has one, of `prepare_quantized`, that nobody else needs any more."""
-
-    def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `choose_experts` of `pagewire.kernels.experts`."""
-
-    def sum_slots(self, slots: Tensor, weights: Tensor) -> Tensor:
-        """See `sum_slots` of `pagewire.kernels.experts`."""
+        return partial(multiply_each, products)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         """Whether `prepare_product` makes a copy of a weight on this device, in a layout of its own."""
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        is_native_bfloat16 = computed == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return computed == torch.float32 or is_native_bfloat16
 
-    def takes_rows(self, computed: torch.dtype) -> bool:
+    def takes_rows(self) -> bool:
         """Whether `embedding_of` finds rows in such a copy."""
+        return False
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         """Rows of the weight of a product by their indexes, [T] int64 -> [T, in_size]; None: not from this layout."""
+        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) in float32, rounded to the dtype of the weight, times that: [T, size] by [size].
 
         Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
         """
+        # Rounded to the weight's dtype before it is multiplied, as transformers does.
+        return (F.rms_norm(x.float(), x.shape[-1:], None, eps).to(weight.dtype) * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x += update in place, both [T, size]; returns `rms_norm` of the sum."""
+        return self.rms_norm(x.add_(update), weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: [T, 2 * size], gates first, to [T, size]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
     def attend_heads(
         self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
@@ -112,96 +148,6 @@ class Operations(Protocol):
         Returns:
             What `attend` gives: [T, num_heads, head_dim].
         """
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseProduct:
-    """A product with a weight as it is."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class TorchOperations:
-    """The operations in plain torch, on any device."""
-
-    def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        return held == computed
-
-    def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
-        assert weight.dtype == computed
-        if not self.packs(weight.dtype, weight.device):
-            return DenseProduct(weight, bias)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_NUM_ROWS)
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-    def float32_product_of(self, product: Product) -> Float32Product | None:
-        if not isinstance(product, DenseProduct) or product.weight.device.type not in FLOAT32_PRODUCT_DEVICES:
-            return None
-        return partial(_multiply_to_float32, product.weight.t())
-
-    def holds_quantized(self, stored: QuantizedFormat | Float8Format, computed: torch.dtype) -> bool:
-        return False
-
-    def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
-        raise NotImplementedError("weights are widened")
-
-    def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
-        return quantize(values, bits)
-
-    def prepare_quantized(
-        self,
-        weight: QuantizedWeight | Float8Weight,
-        bias: Tensor | None,
-        computed: torch.dtype,
-        *,
-        rounds_inputs: bool = False,
-    ) -> Product:
-        return self.prepare_product(weight.dequantized().to(computed), bias, computed)
-
-    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
-        multiply = multiply_chosen if weights.device.type == "cpu" else multiply_all
-        return lambda x, ids: multiply(x, weights, ids, biases)
-
-    def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        return partial(multiply_each, products)
-
-    def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-        return choose_experts(logits, choice, correction)
-
-    def sum_slots(self, slots: Tensor, weights: Tensor) -> Tensor:
-        return sum_slots(slots, weights)
-
-    def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        """Return whether weights are packed: they are where oneDNN computes this dtype natively on this CPU."""
-        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-            return False
-        is_native_bfloat16 = computed == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return computed == torch.float32 or is_native_bfloat16
-
-    def takes_rows(self, computed: torch.dtype) -> bool:
-        return False
-
-    def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
-        return None
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # Rounded to the weight's dtype before it is multiplied, as transformers does.
-        return (F.rms_norm(x.float(), x.shape[-1:], None, eps).to(weight.dtype) * weight).to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.rms_norm(x.add_(update), weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def attend_heads(
-        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
-    ) -> Tensor:
         return attend(layer, *self.norm_rope(heads, preparation), sinks)
 
     def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:

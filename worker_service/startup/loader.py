@@ -90,7 +90,7 @@ def _load_worker(
     host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
     operations = create_device_operations(model_config, device) if is_gpu else host_operations
     if config.quantization is not None:
-        check_products(config.quantization, operations, device, dtype)
+        check_products(config.quantization, operations, device)
     block_size = config.choose_block_size()
     attention = attention_shape(model_config, block_size, dtype, cache_dtype)
     backend = create_backend(config.attention_backend, device, attention, kernels)
@@ -189,9 +189,9 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def check_products(quantization: str, operations: Operations, device: torch.device, dtype: torch.dtype) -> None:
+def check_products(quantization: str, operations: Operations, device: torch.device) -> None:
     """Raises ValueError if nothing multiplies with the codes that weights were to become."""
-    if operations.holds_quantized(made_format(quantization), dtype):
+    if operations.holds_quantized(made_format(quantization)):
         return
     if device.type == "cpu":
         needed, reason = "the C kernels of a CPU", "PAGEWIRE_CPU_KERNELS is off, or they cannot be built"
