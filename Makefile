@@ -67,6 +67,7 @@ protos: .venv-protos/.ready  ## generate the stubs under protos/gen
 
 docs: $(READY)  ## write the pages of docs/ that say what the code says
 	$(BIN)/python -m docs.reference
+	$(BIN)/python -m tests.system.openai_api.document
 
 model: $(READY)  ## train the bundled model again
 	$(BIN)/python -m models.train_storyteller $(MODEL)

@@ -1,8 +1,9 @@
-"""Writes the pages that say what the code says: metrics, the APIs, the options of LLM.
+"""Writes the pages, or parts of pages, that say what the code says: metrics, the APIs, weights, other engines' options.
 
 `make docs`, or `python -m docs.reference`. A test sees that the pages are up to date.
 """
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 from prometheus_client.metrics_core import Metric
 
-from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES
+from pagewire.common.gguf import SERVED_TYPES
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.kernels.rounding import BITS
 from scheduler_service.core.plan import WorkerCapacity
@@ -29,7 +30,6 @@ from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.operations import CpuProducts
-from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.families.reading import DTYPES
 from worker_service.models.operations import Operations
 from worker_service.models.quantization import METHODS
@@ -71,26 +71,6 @@ WORKER_TITLE = """# The protocol between scheduler and worker
 Internal: no client needs it, and it may change with every release. Made from the comments of
 [worker.proto](../protos/pagewire/worker/v1/worker.proto). Which versions go together is said in
 [upgrading.md](upgrading.md)."""
-
-LLM_TITLE = """# Options of other engines
-
-For users of vLLM, nano-vllm and llama.cpp. `LLM(model, **options)` takes the options of `pagewire serve` under their
-names in YAML (`max_num_seqs=64`), many of which have vLLM's name and meaning: `dtype`, `max_model_len`,
-`max_num_seqs`, `max_num_batched_tokens`, `gpu_memory_utilization`, `tensor_parallel_size`, `block_size`,
-`kv_cache_dtype`, `enable_prefix_caching`, `load_format`, `served_model_name`, `swap_space` (a number is in GiB for
-`LLM`, and needs its unit as a flag). `seed` makes equal programs give equal outputs. Numbers may end in k or K:
-`--max-model-len 32k` is 32,000, and 32K 32,768.
-
-The tables say what happens to the others, as options of `LLM`, as flags of `pagewire serve` (`enable_lora` is
-`--enable-lora`) and as keys of its `--config` file. A name that is in none of them is an error, with the known name
-that it is a slip of."""
-
-FAMILIES_TITLE = """# Families, formats and devices
-
-What `architectures` of a `config.json`, or `general.architecture` of a GGUF file, may name. [models.md](models.md) says
-which models these are, and what is read of each."""
-FORMATS_TITLE = """What becomes of weights on each device, whatever the architecture. Those that stay as they are take
-no more memory than in the file; widened ones are of the dtype that the model computes in."""
 
 # Numbers of the fields in google/protobuf/descriptor.proto, of which the paths of comments are made.
 FILE_PACKAGE, FILE_MESSAGE, FILE_ENUM, FILE_SERVICE = 2, 4, 5, 6
@@ -154,27 +134,40 @@ def _described(source: str) -> FileDescriptorProto:
     return file
 
 
-def llm_page() -> str:
+def migrating_page() -> str:
+    return with_part((FOLDER / "migrating.md").read_text(encoding="utf-8"), "options", _options())
+
+
+def models_page() -> str:
+    return with_part((FOLDER / "models.md").read_text(encoding="utf-8"), "weights", _formats_table())
+
+
+def with_part(text: str, name: str, part: str) -> str:
+    """Returns a page written by hand whose part between `<!-- NAME -->` and `<!-- end of NAME -->` is replaced."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found or begin in after:
+        raise ValueError(f"the page has no single place for {name}")
+    return f"{before}{begin}\n{part}\n\n{end}{after}"
+
+
+def by_hand(text: str) -> str:
+    """Returns what of a page's text is written by hand."""
+    return "" if MADE in text else re.sub(r"<!-- (.+) -->\n.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+
+
+def _options() -> str:
     mapped = ["| theirs | ours |", "|---|---|"]
     # What 1 asks for: every option is mapped to the same ones, whatever its value.
     mapped += [f"| `{name}` | {', '.join(f'`{ours}`' for ours in convert(1))} |" for name, convert in MAPPED.items()]
-    short = ["| flag | option |", "|---|---|", *(f"| `{flag}` | `{name}` |" for flag, name in SYNONYMS.items())]
-    parts = [LLM_TITLE, MADE, "## Mapped to options of ours", "\n".join(mapped)]
-    parts += ["## Other names of flags", "\n".join(short)]
-    parts += ["## Other options", _foreign_table(FOREIGN)]
-    parts += ["## Fields of `SamplingParams` that are not ours", _foreign_table(SAMPLING_FIELDS)]
-    parts += ["## Fields of `StructuredOutputs` that are not ours", _foreign_table(STRUCTURED_OUTPUTS_FIELDS)]
-    return "\n\n".join(parts) + "\n"
-
-
-def families_page() -> str:
-    in_gguf = {name: key for key, each in ARCHITECTURES.items() for name in (each.in_config, *each.others)}
-    rows = ["| architecture | layers have | safetensors | GGUF |", "|---|---|---|---|"]
-    for name, family in BY_ARCHITECTURE.items():
-        has_experts = any("{expert}" in weight.target for weight in family.weights)
-        file = f"`{in_gguf[name]}`" if name in in_gguf else ""
-        rows.append(f"| `{name}` | {'experts' if has_experts else 'an MLP'} | yes | {file} |")
-    return "\n\n".join([FAMILIES_TITLE, MADE, "\n".join(rows), FORMATS_TITLE, _formats_table()]) + "\n"
+    short = ["| option | flag |", "|---|---|", *(f"| `{name}` | `{flag}` |" for flag, name in SYNONYMS.items())]
+    parts = ["### Mapped to options of ours", "\n".join(mapped)]
+    parts += ["### Other names of flags", "\n".join(short)]
+    parts += ["### Other options", _foreign_table(FOREIGN)]
+    parts += ["### Fields of `SamplingParams` that are not ours", _foreign_table(SAMPLING_FIELDS)]
+    parts += ["### Fields of `StructuredOutputs` that are not ours", _foreign_table(STRUCTURED_OUTPUTS_FIELDS)]
+    return "\n\n".join(parts)
 
 
 def _formats_table() -> str:
@@ -313,8 +306,8 @@ PAGES = {
     "metrics.md": metrics_page,
     "api.md": api_page,
     "worker_protocol.md": worker_page,
-    "llm_options.md": llm_page,
-    "families.md": families_page,
+    "migrating.md": migrating_page,
+    "models.md": models_page,
 }
 
 

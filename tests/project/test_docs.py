@@ -201,7 +201,7 @@ FOREIGN_FLAGS = {
 
 
 # These name flags of other programs, or flags that have gone.
-WITH_OTHER_FLAGS = ("CHANGELOG.md", "llm_options.md", "migrating.md")
+WITH_OTHER_FLAGS = ("CHANGELOG.md", "migrating.md")
 
 
 def test_flags_exist() -> None:

@@ -41,8 +41,6 @@ FACTS = [
     ("docs/upgrading.md", f"this worker speaks protocol version {PROTOCOL_VERSION - 1}, not {PROTOCOL_VERSION}"),
     ("docs/upgrading.md", f"smg {PINS['smg'].rpartition('.')[0]}, the version"),
     ("docs/openai.md", f"smg {PINS['smg']} (PyPI"),
-    ("docs/openai.md", f"the fields of `openai` {PINS['openai']}"),
-    ("docs/gateway.md", f"\n{PINS['smg']} hands no header"),
     ("docs/install.md", f"torch=={PINS['torch']} "),
     ("docs/gpu.md", f"torch {LEAST['torch']}\nor later"),
     ("docs/gpu.md", f"Triton {LEAST['triton']} or later"),
@@ -73,9 +71,9 @@ FACTS = [
     ("ARCHITECTURE.md", f"heartbeats ({liveness.MAX_SILENCE} s)"),
     ("ARCHITECTURE.md", f"exit code {EXIT_REFUSED} and one line"),
     ("ARCHITECTURE.md", f"`{'|'.join(name for name in VARIANTS if name != 'dotprod')}`"),
-    ("README.md", f"[{len(BY_ARCHITECTURE)} architectures](docs/families.md)"),
-    ("docs/choosing.md", f"[{len(BY_ARCHITECTURE)} architectures](families.md)"),
-    ("docs/openai.md", f"| `n` | honoured | {RANGES['n']} |"),
+    ("README.md", f"[{len(BY_ARCHITECTURE)} architectures](docs/models.md)"),
+    ("docs/choosing.md", f"[{len(BY_ARCHITECTURE)} architectures](models.md)"),
+    ("docs/openai_fields.md", f"| `n` | honoured | {RANGES['n']} |"),
 ]  # fmt: skip
 
 

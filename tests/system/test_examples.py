@@ -118,16 +118,6 @@ def test_grpcurl(url: str, tmp_path: Path) -> None:
     assert json.loads(f"{{{text.strip().rstrip(',')}}}")["text"] == expected(url, "The little fox", 40)
 
 
-def test_grpcurl_lines_of_the_documents(url: str, tmp_path: Path) -> None:
-    """One after the other, as they stand there: they submit a request, poll it, and attach to it."""
-    lines = [block for block in blocks("docs/migrating.md", "") if "grpcurl" in block]
-    (script,) = [block.replace(DEFAULT_URL, url) for block in lines]
-    grpcurl.install(tmp_path)
-    output = run(["sh", "-eu", "-c", script], programs=tmp_path)
-    assert output.count('"turtle-1"') >= 3
-    assert "FINISH_REASON_LENGTH" in output
-
-
 @pytest.mark.parametrize("path", ["README.md", "docs/python.md"])
 def test_python_of_the_documents(url: str, path: str) -> None:
     for block in blocks(path, "python"):

@@ -1,4 +1,4 @@
-"""Every row of docs/openai.md, sent to a gateway that `pagewire serve --gateway` runs."""
+"""Every row of docs/openai_fields.md, sent to a gateway that `pagewire serve --gateway` runs."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from testing.services import HOST, Service, children_of
 from tests.system import grpcurl
 from tests.system.openai_api.chat_completions import FORCED, MESSAGES
 from tests.system.openai_api.completions import PROMPT
-from tests.system.openai_api.document import DOCUMENT, OPENAI_ROUTES, ROUTES
+from tests.system.openai_api.document import OPENAI_ROUTES, ROUTES
 from tests.system.openai_api.field import COUNT, Body, Exchange, Field, Route, is_count, merged, without_absent
 from tests.system.openai_api.reply import Reply
 from tests.system.openai_api.sender import HttpSender, OpenAiSender, Sender
@@ -164,7 +164,7 @@ def test_a_client_at_the_gateways_port_hears_what_it_is(server: Server) -> None:
 
 
 def test_a_detached_request_is_fetched_by_the_documents_own_lines(server: Server) -> None:
-    submit, get_result, attach, abort = grpcurl.lines_of(DOCUMENT)
+    submit, get_result, attach, abort = grpcurl.lines_of(Path("docs/openai.md"))
     assert grpcurl.run(submit, server.url) == [{"request_id": "turtle-1"}]
     wait_until(lambda: grpcurl.run(get_result, server.url)[0]["state"] == "RESULT_STATE_FINISHED")
     (result,) = grpcurl.run(get_result, server.url)

@@ -1,10 +1,7 @@
-"""The tables of docs/openai.md, made of the routes' fields.
-
-`python -m tests.system.openai_api.document` writes them.
-"""
+"""docs/openai_fields.md, made of the routes' fields: `python -m tests.system.openai_api.document` writes it."""
 
 import json
-import re
+from importlib import metadata
 from pathlib import Path
 
 from tests.system.openai_api.chat_completions import CHAT_COMPLETIONS
@@ -13,9 +10,25 @@ from tests.system.openai_api.field import Field, Route, Verdict
 from tests.system.openai_api.generate import GENERATE
 from tests.system.openai_api.responses import RESPONSES
 
-DOCUMENT = Path("docs/openai.md")
+DOCUMENT = Path("docs/openai_fields.md")
 OPENAI_ROUTES = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES)
 ROUTES = (*OPENAI_ROUTES, GENERATE)
+_TITLE = f"""# Fields of the OpenAI API
+
+Every field of a request through the [gateway](openai.md), and what becomes of it. The tests send every row to a real
+gateway, over plain HTTP and with the `openai` client ({metadata.version("openai")}, of whose fields none is missing).
+
+| treatment | the field |
+|---|---|
+| honoured | does what OpenAI, vLLM or sglang document |
+| changed | does something else, which the note says |
+| refused | makes the request fail with the status shown and a message that names it; by Pagewire: in every front end |
+| ignored | counts as absent: the gateway drops it, so Pagewire cannot refuse it |
+
+`logit_bias`, beam search, prompt log-probabilities, priorities and cache salts, which the gateway drops, are fields of
+[`Generate`](api.md#generaterequest) over gRPC, and of `pagewire.Client`.
+
+<!-- Made by `make docs`; do not edit. -->"""
 _ORDER = list(Verdict)
 _UNKNOWN = {
     Verdict.IGNORED: "Every other name is ignored too.",
@@ -46,18 +59,10 @@ def block(route: Route) -> str:
     return f"Tested as additions to `{plain}`.\n\n{table(route)}\n\n{_UNKNOWN[route.unknown]}"
 
 
-def with_tables(text: str) -> str:
-    """`text` with every route's table between the comments that name it."""
-    for route in ROUTES:
-        begin, end = f"<!-- fields of {route.path} -->\n", f"<!-- end of {route.path} -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        parts = pattern.split(text)
-        if len(parts) != 2:
-            raise ValueError(f"the document has no single place for the fields of {route.path}")
-        before, after = parts
-        text = f"{before}{begin}\n{block(route)}\n\n{end}{after}"
-    return text
+def page() -> str:
+    routes = [f"## `{route.path}`\n\n{block(route)}" for route in ROUTES]
+    return "\n\n".join([_TITLE, *routes]) + "\n"
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))
+    DOCUMENT.write_text(page())

@@ -1,4 +1,4 @@
-"""A field of a request, what becomes of it, and what shows that. The tables of docs/openai.md are made of these."""
+"""A field of a request, what becomes of it, and what shows that. docs/openai_fields.md is made of these."""
 
 import json
 from collections.abc import Callable, Mapping
