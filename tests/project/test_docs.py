@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from docs.reference import FOLDER, PAGES
+from docs.reference import FOLDER, PAGES, by_hand
 from pagewire import options
 from pagewire.bench.command import VERBS as BENCH_VERBS
 from pagewire.cli.command import VERBS
@@ -26,6 +26,7 @@ TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, tex
 DOCUMENTS = sorted(Path(name) for name in TRACKED if name.endswith(".md"))
 SERVICES = ("serve", "scheduler", "worker", "frontend")
 MAX_README_LINES = 120
+MAX_WORDS = 18_500  # of the pages of docs/ for users but for what is made from code: one that grows shortens another
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
@@ -106,6 +107,15 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(read(Path("README.md")).splitlines()) <= MAX_README_LINES
+
+
+def test_pages_for_users_are_short() -> None:
+    assert sum(len(by_hand(page.read_text(encoding="utf-8")).split()) for page in FOLDER.glob("*.md")) <= MAX_WORDS
+
+
+def test_what_is_made_is_not_counted_as_written_by_hand() -> None:
+    assert by_hand("a b\n<!-- weights -->\nc d\n<!-- end of weights -->\ne").split() == ["a", "b", "e"]
+    assert not any(by_hand(PAGES[name]()) for name in ("api.md", "metrics.md", "worker_protocol.md"))
 
 
 # Commands
