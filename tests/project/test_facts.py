@@ -8,23 +8,27 @@ from pathlib import Path
 import pytest
 
 from pagewire import installation, options
-from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES
+from pagewire.common import template_sandbox
+from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES, model_file
+from pagewire.common.gguf.tokenizer_files import classes
 from pagewire.common.grammars import trial
 from pagewire.common.process import EXIT_REFUSED
 from pagewire.common.sampling_ranges import RANGES
-from pagewire.common.transport import addresses, health, link_secret, listening
+from pagewire.common.transport import addresses, health, link_secret, listening, queued_writer
+from pagewire.hosting import gateway, logs
 from pagewire.hosting.gateway import GatewayConfig
 from pagewire.hosting.logs import LogConfig
 from pagewire.kernels.cpu import VARIANTS
 from scheduler_service import metrics_server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.core.policy import POLICIES
 from scheduler_service.rpc.public import generate_request, shared_call, structured_output
 from scheduler_service.rpc.worker import liveness
 from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
 from scheduler_service.server import EXIT_FENCED
-from scheduler_service.serving import grammars
+from scheduler_service.serving import chat_template, grammars, recording
 from tests.project.test_docs import DOCUMENTS, ROOT, read
-from worker_service.config import WorkerConfig
+from worker_service.config import ATTENTION_BACKENDS, WorkerConfig
 from worker_service.models.config import MAX_EXPERTS
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.quantization import METHODS
@@ -45,6 +49,11 @@ FACTS = [
     ("docs/gpu.md", f"torch {LEAST['torch']}\nor later"),
     ("docs/gpu.md", f"Triton {LEAST['triton']} or later"),
     ("docs/models.md", f"At most {MAX_EXPERTS:,} experts are served"),
+    ("docs/models.md", f"a file of settings {model_file.MAX_SETTINGS_BYTES // MIB} MiB,"),
+    ("docs/models.md", f"the index of weights {model_file.MAX_LISTING_BYTES // MIB} MiB,"),
+    ("docs/models.md", f"{chat_template._MAX_NAMED} names and {template_sandbox.MAX_TEMPLATE_CHARS:,}\n"),
+    ("docs/models.md", f": {', '.join(f'`{name}`' for name in classes._BY_NAME)}; other"),
+    ("docs/openai.md", f"more than {gateway._BODY_BYTES_OF_PROMPT} bytes for each of `--max-prompt-bytes`"),
     ("docs/recovery.md", f"Given up after {liveness.MAX_SILENCE} s without a heartbeat"),
     ("docs/recovery.md", f"with exit code {EXIT_REFUSED}; a scheduler that was fenced"),
     ("docs/recovery.md", f"by a newer one ends with {EXIT_FENCED}."),
@@ -55,6 +64,10 @@ FACTS = [
     ("docs/serving.md", f"the same {link_secret._MIN_BYTES} to {link_secret._MAX_BYTES} bytes"),
     ("docs/serving.md", f"A path has at most {addresses.MAX_SOCKET_PATH_BYTES}\n"),
     ("docs/serving.md", f"within its tenant, in at most {MAX_NAMES['session_id']} characters"),
+    ("docs/serving.md", f"When {recording.MAX_WAITING_BYTES // MIB} MiB wait for the file"),
+    ("docs/tracing.md", f"in a queue of at most {queued_writer.MAX_WAITING_BYTES // MIB} MiB"),
+    ("docs/tracing.md", f"waits at most {logs.FLUSH_TIMEOUT:g} seconds"),
+    ("docs/structured_output.md", f"| {1000 * trial.MAX_MASK_SECONDS:g} ms each on average"),
     ("docs/structured_output.md", f"more than {structured_output.MAX_GRAMMAR_BYTES >> 10} KiB"),
     ("docs/structured_output.md", f"at most {round(1000 * trial.MAX_CPU_SECONDS)} ms of CPU time"),
     ("docs/structured_output.md", f"of CPU time and {trial.MAX_BYTES // MIB} MiB of memory"),
@@ -120,6 +133,30 @@ def test_lists_of_models_are_the_codes() -> None:
     assert set(types) == {element_type.name for element_type in SERVED_TYPES.values()}
     methods = page[page.index("| `quant_method` |") : page.index("For every architecture above")]
     assert set(re.findall(r"^\| `([\w-]+)` \|", methods, re.MULTILINE)) - {"quant_method"} == set(METHODS)
+
+
+def first_column(page: str, title: str) -> list[str]:
+    """Returns what is code in the first column of the table that begins with this title."""
+    text = read(Path(page))
+    table = text[text.index(f"| {title} |") :].partition("\n\n")[0]
+    return [name for line in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", line.split("|")[1])]
+
+
+def test_tables_have_all_rows() -> None:
+    assert first_column("docs/sizing.md", "`--policy`") == list(POLICIES)
+    overlays = [path.name for path in (ROOT / "deploy" / "overlays").iterdir()]
+    assert sorted(first_column("deploy/README.md", "overlay")) == sorted(overlays)
+
+
+def test_the_index_names_every_page() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert set(re.findall(r"\]\((\w+\.md)\)", read(Path("docs/README.md")))) == pages
+
+
+def test_values_of_flags_are_all_named() -> None:
+    backends = re.findall(r"`(\w+)`", row("docs/gpu.md", "`--attention-backend`"))
+    assert set(backends) == {*ATTENTION_BACKENDS} - {"cpu"}
+    assert {*VARIANTS, "native"} <= set(re.findall(r"`(\w+)`", row("docs/install.md", "`PAGEWIRE_CPU_VARIANT`")))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
