@@ -11,7 +11,7 @@ The noise is that of `pagewire.kernels.noise`.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -19,55 +19,55 @@ from torch import Tensor
 from pagewire.kernels.noise import gumbel_noise, noise_keys
 
 LARGEST = torch.finfo(torch.float32).max
-# What a row asks for in one number, as `SamplingColumns` names it: float32 and int32.
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-INTEGERS = ("top_k", "sample_indexes", "slots", "num_logprobs")
+Float32 = Annotated[Tensor, torch.float32]
+Int32 = Annotated[Tensor, torch.int32]
+Int64 = Annotated[Tensor, torch.int64]
 
 
 class SamplingColumns(NamedTuple):
     """The sampling parameters of R rows: one entry per row, contiguous, on the device of the logits.
 
     Attributes:
-        temperature: [R] float32; 0 takes the highest logit.
-        top_k: [R] int32; 0: all.
-        top_p: [R] float32 in (0, 1]; 1: all.
-        min_p: [R] float32 in [0, 1]; 0: all.
-        repetition_penalty, presence_penalty, frequency_penalty: [R] float32; 1, 0 and 0: none (Keskar et al., "CTRL",
-            2019, https://arxiv.org/abs/1909.05858). They need `token_counts`.
-        seeds: [R] int64, the 64 bits of each seed.
-        sample_indexes: [R] int32.
-        num_tokens: [R] int32, tokens before the one that is drawn: its position.
-        slots: [R] int32, each row's line of `token_counts`, no line twice; -1: none.
-        num_logprobs: [R] int32, how many of the most likely tokens a row reports; -1: no log-probabilities at all.
-        bias_token_ids, bias_values: [R, max_biases] int32 and float32, added to the logits; an id of -1 is vacant. An
-            infinite bias wins. Or both None.
-        stop_token_ids: [R, max_stops] int32, -inf while num_tokens < min_num_tokens; an id of -1, or one outside the
+        temperature: [R]; 0 takes the highest logit.
+        top_k: [R]; 0: all.
+        top_p: [R] in (0, 1]; 1: all.
+        min_p: [R] in [0, 1]; 0: all.
+        repetition_penalty, presence_penalty, frequency_penalty: [R]; 1, 0 and 0: none (Keskar et al., "CTRL", 2019,
+            https://arxiv.org/abs/1909.05858). They need `token_counts`.
+        seeds: [R], the 64 bits of each seed.
+        sample_indexes: [R].
+        num_tokens: [R], tokens before the one that is drawn: its position.
+        slots: [R], each row's line of `token_counts`, no line twice; -1: none.
+        num_logprobs: [R], how many of the most likely tokens a row reports; -1: no log-probabilities at all.
+        bias_token_ids, bias_values: [R, max_biases], added to the logits; an id of -1 is vacant. An infinite bias wins.
+            Or both None.
+        stop_token_ids: [R, max_stops], -inf while num_tokens < min_num_tokens; an id of -1, or one outside the
             vocabulary, is vacant. Or None.
-        min_num_tokens: [R] int32, or None with `stop_token_ids`.
-        masks: [M, ceil(vocab_size / 32)] int32, which tokens a row may take: token i by bit i % 32 of number i // 32,
-            the lowest bit first. All others are -inf, whatever their bias. Where all that are allowed are -inf, what
-            is taken means nothing. Or None.
-        mask_lines: [R] int32, each row's line of `masks`; -1: all tokens. None with `masks`.
+        min_num_tokens: [R], or None with `stop_token_ids`.
+        masks: [M, ceil(vocab_size / 32)], which tokens a row may take: token i by bit i % 32 of number i // 32, the
+            lowest bit first. All others are -inf, whatever their bias. Where all that are allowed are -inf, what is
+            taken means nothing. Or None.
+        mask_lines: [R], each row's line of `masks`; -1: all tokens. None with `masks`.
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition_penalty: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    seeds: Tensor
-    sample_indexes: Tensor
-    num_tokens: Tensor
-    slots: Tensor
-    num_logprobs: Tensor
-    bias_token_ids: Tensor | None = None
-    bias_values: Tensor | None = None
-    stop_token_ids: Tensor | None = None
-    min_num_tokens: Tensor | None = None
-    masks: Tensor | None = None
-    mask_lines: Tensor | None = None
+    temperature: Float32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    repetition_penalty: Float32
+    presence_penalty: Float32
+    frequency_penalty: Float32
+    seeds: Int64
+    sample_indexes: Int32
+    num_tokens: Int32
+    slots: Int32
+    num_logprobs: Int32
+    bias_token_ids: Int32 | None = None
+    bias_values: Float32 | None = None
+    stop_token_ids: Int32 | None = None
+    min_num_tokens: Int32 | None = None
+    masks: Int32 | None = None
+    mask_lines: Int32 | None = None
 
     @staticmethod
     def of(
@@ -77,6 +77,18 @@ class SamplingColumns(NamedTuple):
         name."""
         columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
+
+
+# The columns that are always there, and the others.
+DTYPES: dict[str, torch.dtype] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(SamplingColumns, include_extras=True).items()
+    if name not in SamplingColumns._field_defaults
+}
+OPTIONAL_COLUMNS = tuple(SamplingColumns._field_defaults)
+# What a row asks for in one number.
+FLOATS = tuple(name for name, dtype in DTYPES.items() if dtype is torch.float32)
+INTEGERS = tuple(name for name, dtype in DTYPES.items() if dtype is torch.int32 and name != "num_tokens")
 
 
 class TokenTarget(NamedTuple):

@@ -13,26 +13,18 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.paged import check
 from pagewire.kernels.cpu.sampling import Indexes, SeenTokens, TokenHistory, choose, report, sample
-from pagewire.kernels.sampling import SampledTokens, SamplingColumns
+from pagewire.kernels.sampling import DTYPES, FLOATS, INTEGERS, OPTIONAL_COLUMNS, SampledTokens, SamplingColumns
 
 _NAN, _OPEN = 1, 2  # of `statuses`
-_COLUMNS = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("top_k", "sample_indexes", "slots", "seeds"),
-)
-_DTYPES = {
-    **dict.fromkeys(("top_k", "sample_indexes", "slots"), torch.int32),
-    "seeds": torch.int64,
-}
-_LISTS = ("bias_token_ids", "bias_values", "stop_token_ids", "min_num_tokens", "masks", "mask_lines")
+_COLUMNS = (*FLOATS, *(name for name in INTEGERS if name != "num_logprobs"), "seeds")
 
 
 class SamplingStep(ctypes.Structure):
     """Mirrors `sampling_step` of source/sampler.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "entries", "highest", *_COLUMNS, "num_tokens", *_LISTS)),
-        *((name, ctypes.c_void_p) for name in ("history", "num_prompt_tokens")),
+        *((name, ctypes.c_void_p) for name in ("logits", "entries", "highest", *_COLUMNS, "num_tokens")),
+        *((name, ctypes.c_void_p) for name in (*OPTIONAL_COLUMNS, "history", "num_prompt_tokens")),
         *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size", "logits_stride", "max_biases", "max_stops")),
         *((name, ctypes.c_int64) for name in ("mask_stride", "history_stride", "num_threads")),
         *((name, ctypes.c_void_p) for name in ("scratch", "token_ids", "statuses")),
@@ -184,7 +176,7 @@ def _step(columns: SamplingColumns, history: TokenHistory) -> SamplingStep:
     step = SamplingStep()
     for name in _COLUMNS:
         column = getattr(columns, name)
-        check(name, column, _DTYPES.get(name, torch.float32), (len(columns.seeds),))
+        check(name, column, DTYPES[name], (len(columns.seeds),))
         setattr(step, name, column.data_ptr())
     tokens, num_prompt_tokens = history
     step.history = _address(tokens, np.int32, len(tokens))
@@ -223,7 +215,7 @@ def _put_lists(step: SamplingStep, columns: SamplingColumns) -> None:
         step.max_stops = columns.stop_token_ids.shape[1]
     if columns.masks is not None:
         step.mask_stride = columns.masks.shape[1]
-    for name in _LISTS:
+    for name in OPTIONAL_COLUMNS:
         column = getattr(columns, name)
         if column is not None:
             setattr(step, name, column.data_ptr())

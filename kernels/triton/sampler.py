@@ -20,7 +20,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from pagewire.kernels import noise, sampling
-from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
+from pagewire.kernels.sampling import DTYPES, SampledTokens, SamplingColumns, TokenTarget
 from pagewire.kernels.triton.strided import Strided
 
 MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
@@ -151,7 +151,7 @@ def _check(logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None
     num_rows, vocab_size = logits.shape
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler takes 1 to {MAX_VOCAB_SIZE}")
-    for name, dtype in _COLUMN_DTYPES.items():
+    for name, dtype in DTYPES.items():
         column = getattr(columns, name)
         if column.dtype != dtype or column.shape != (num_rows,) or not column.is_contiguous():
             raise ValueError(
@@ -165,14 +165,6 @@ def _check(logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None
             raise ValueError(f"token_counts has {token_counts.shape[1]} columns; the logits have {vocab_size}")
     if max_logprobs is not None and max_logprobs < 0:
         raise ValueError(f"max_logprobs is {max_logprobs}; make it at least 0, or None for no log-probabilities")
-
-
-_COLUMN_DTYPES = {
-    **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), torch.float32),
-    **dict.fromkeys(("top_k", "sample_indexes", "num_tokens", "slots", "num_logprobs"), torch.int32),
-    "seeds": torch.int64,
-}
 
 
 def _check_lists(columns: SamplingColumns, ids_name: str, other_name: str, num_rows: int) -> None:
