@@ -23,9 +23,9 @@ from google.protobuf.descriptor_pb2 import (
 from prometheus_client.metrics_core import Metric
 
 from pagewire.common.gguf import SERVED_TYPES
+from pagewire.common.messages import WorkerCapacity
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.kernels.rounding import BITS
-from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations

@@ -21,7 +21,6 @@ from pagewire.kernels.noise import gumbel_noise, noise_keys
 LARGEST = torch.finfo(torch.float32).max
 Float32 = Annotated[Tensor, torch.float32]
 Int32 = Annotated[Tensor, torch.int32]
-Int64 = Annotated[Tensor, torch.int64]
 
 
 class SamplingColumns(NamedTuple):
@@ -57,7 +56,7 @@ class SamplingColumns(NamedTuple):
     repetition_penalty: Float32
     presence_penalty: Float32
     frequency_penalty: Float32
-    seeds: Int64
+    seeds: Annotated[Tensor, torch.int64]
     sample_indexes: Int32
     num_tokens: Int32
     slots: Int32
@@ -79,13 +78,12 @@ class SamplingColumns(NamedTuple):
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 
 
-# The columns that are always there, and the others.
+# The columns that are always there.
 DTYPES: dict[str, torch.dtype] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(SamplingColumns, include_extras=True).items()
     if name not in SamplingColumns._field_defaults
 }
-OPTIONAL_COLUMNS = tuple(SamplingColumns._field_defaults)
 # What a row asks for in one number.
 FLOATS = tuple(name for name, dtype in DTYPES.items() if dtype is torch.float32)
 INTEGERS = tuple(name for name, dtype in DTYPES.items() if dtype is torch.int32 and name != "num_tokens")

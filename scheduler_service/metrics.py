@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduler_service.core.plan import GrammarKind, RowStatus, StepParts, StepResult, WorkerCapacity
+from pagewire.common.messages import GrammarKind, RowStatus, StepParts, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     SESSION_AGES_S,
     EndReason,

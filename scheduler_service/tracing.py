@@ -16,8 +16,8 @@ from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from pagewire.common.messages import Pooling
 from pagewire.common.transport.otlp import tracer_provider
-from scheduler_service.core.plan import Pooling
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.serving.observer import ENDED_WELL, Observer
 

@@ -4,16 +4,15 @@ The arithmetic is the simulated worker's of the core's tests; this file adds the
 """
 
 import asyncio
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import grpc.aio
 
 from pagewire.common.grammars import version
+from pagewire.common.messages import AddedGrammar, GrammarReport, Logprobs, RowStatus, StepPlan, StepResult
+from pagewire.common.worker_wire import decode_request, encode_response
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_service.core.plan import Logprobs, RowStatus, StepResult
 from testing.simulated_worker import SimulatedWorker
-from worker_service.rpc import wire as worker_wire
-from worker_service.step import AddedGrammar, GrammarReport, StepPlan
 
 HEARTBEAT_INTERVAL = 0.2
 
@@ -124,7 +123,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, epoch: int, worker: SimulatedWorker, context: grpc.aio.ServicerContext, beside: set[asyncio.Task[None]]
     ) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
-            plan = worker_wire.decode_request(request)
+            plan = decode_request(request)
             self.opened_grammar_ids += [opening.grammar_id for opening in plan.openings]
             self.grammars += plan.added_grammars
             beside |= {asyncio.create_task(self._report(epoch, grammar, context)) for grammar in plan.added_grammars}
@@ -136,12 +135,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self.num_steps += 1
             if self.is_silent:
                 await asyncio.Event().wait()
-            await self._send(encode_result(result), context)
+            await self._send(encode_response(result), context)
 
     async def _report(self, epoch: int, grammar: AddedGrammar, context: grpc.aio.ServicerContext) -> None:
         await self.reports_grammars.wait()
         report = GrammarReport(epoch, grammar.grammar_id, self.bad_grammars.get(grammar.text, ""))
-        await self._send(worker_wire.encode_response(report), context)
+        await self._send(encode_response(report), context)
 
     async def _send(self, response: worker_pb2.ExecuteResponse, context: grpc.aio.ServicerContext) -> None:
         if self.garbage:
@@ -168,7 +167,7 @@ def execute(worker: SimulatedWorker, plan: StepPlan, *, apply_moves: bool = True
     lengths |= dict(zip(plan.fork_target_slots, forked, strict=True))
     for slot in plan.append_token_slots:
         lengths[slot] += 1
-    result = worker.execute(plan, apply_moves)  # the two services' plans have the same fields
+    result = worker.execute(plan, apply_moves)
     sampled = [row for slot, row in sorted(worker.rows.items()) if len(row.token_ids) > lengths[slot]]
     num_tops = [row.opening.sampling.num_logprobs for row in sampled if row.opening.sampling.num_logprobs is not None]
     prompts = []
@@ -184,8 +183,3 @@ def with_top(logprobs: Logprobs, num_tops: list[int]) -> Logprobs:
     top_token_ids = tuple(rank for num_top in num_tops for rank in range(num_top))
     top_logprobs = tuple(-1.0 - rank for rank in top_token_ids)
     return replace(logprobs, top_token_ids=top_token_ids, top_logprobs=top_logprobs)
-
-
-def encode_result(result: StepResult) -> worker_pb2.ExecuteResponse:
-    columns = asdict(result) | {"statuses": [status.value for status in result.statuses]}
-    return worker_pb2.ExecuteResponse(result=worker_pb2.StepResult(**columns))

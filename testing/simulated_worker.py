@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd
 
-from scheduler_service.core.plan import (
+from pagewire.common.messages import (
     AddedGrammar,
     Candidates,
     Logprobs,
@@ -103,7 +103,7 @@ class Row:
 
     @property
     def pooling(self) -> Pooling:
-        return Pooling(self.opening.sampling.pooling.value)  # either service's
+        return self.opening.sampling.pooling
 
     def fork(self) -> "Row":
         return replace(

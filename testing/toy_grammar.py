@@ -8,7 +8,7 @@ output has a token at `step`.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from scheduler_service.core.plan import RowStatus, SamplingParams
+from pagewire.common.messages import RowStatus, SamplingParams
 
 _FAULTS = {
     "failed": RowStatus.GRAMMAR_FAILED,

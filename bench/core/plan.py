@@ -3,12 +3,11 @@
 import statistics
 import time
 
+from pagewire.common.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
+from pagewire.common.worker_wire import decode_request, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
-from scheduler_service.core.plan import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.rpc.worker import wire as scheduler_wire
-from worker_service.rpc import wire as worker_wire
 
 NUM_STEPS = 1000
 VOCAB_SIZE = 32000
@@ -47,9 +46,9 @@ def measure(num_sequences: int = 256) -> dict[str, float]:
     sizes, encode_us, decode_us = [], [], []
     for plan in steady_plans(num_sequences):
         start = time.perf_counter_ns()
-        data = scheduler_wire.encode_plan(plan).SerializeToString()
+        data = encode_request(plan).SerializeToString()
         encoded = time.perf_counter_ns()
-        decoded = worker_wire.decode_request(worker_pb2.ExecuteRequest.FromString(data))
+        decoded = decode_request(worker_pb2.ExecuteRequest.FromString(data))
         done = time.perf_counter_ns()
         assert decoded.step == plan.step
         sizes.append(len(data))

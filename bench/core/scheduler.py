@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.core import plan as plan_costs
+from pagewire.common.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.policy import POLICIES, create_policy
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pagewire.common.messages import StepPlan, StepResult
 from testing.plans import PlannedStep, Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.startup.loader import load_worker
-from worker_service.step import StepPlan, StepResult
 
 DEPTH = 2
 # Steps in which every row decodes before the first one that is timed.

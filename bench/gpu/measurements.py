@@ -25,10 +25,10 @@ from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
 from pagewire.bench.target import new_cache_salt
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
+from pagewire.common.messages import StepPlan
 from testing import services
 from testing.part import Case, UnavailableError
 from worker_service.runner.profile import NUM_STEPS_BEFORE
-from worker_service.step import StepPlan
 
 
 @dataclass(frozen=True)

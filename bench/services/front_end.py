@@ -171,8 +171,8 @@ class Arm:
 
 async def run_steps(worker: str) -> None:
     """Runs a step loop, whose requests come by lines of "streams tokens"."""
+    from pagewire.common.messages import SamplingParams
     from pagewire.common.transport.dialling import Dialler
-    from scheduler_service.core.plan import SamplingParams
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
     from scheduler_service.metrics import Metrics

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from bench.services.end_counter import EndCounter
@@ -51,45 +50,21 @@ class LocalLink:
         self._session = EngineSession(lambda outcome: self._loop.call_soon_threadsafe(self._take, outcome))
 
     async def begin(self) -> None:
-        from scheduler_service.core.plan import WorkerCapacity
-
         begun = asyncio.Event()
         self._engine.begin(self._session, 1, lambda: self._loop.call_soon_threadsafe(begun.set))
         await begun.wait()
-        self._events.worker_ready(WorkerCapacity(**asdict(self._engine.ready)), 1, self)
+        self._events.worker_ready(self._engine.ready, 1, self)
 
     def send(self, plan) -> None:
-        from worker_service import step
-
-        openings = tuple(
-            step.RowOpening(**{**fields(opening), "sampling": _worker_sampling(opening.sampling)})
-            for opening in plan.openings
-        )
-        self._engine.submit(self._session, step.StepPlan(**{**fields(plan), "openings": openings}))
+        self._engine.submit(self._session, plan)
 
     def close(self, reason: str) -> None:
         raise RuntimeError(reason)
 
     def _take(self, outcome) -> None:
-        from scheduler_service.core.plan import StepParts, StepResult
-
         if isinstance(outcome, Exception):
             raise outcome
-        columns = {**fields(outcome), "statuses": (), "prompt_logprobs": ()}
-        assert not outcome.statuses
-        columns["parts"] = StepParts(**fields(columns["parts"]))
-        self._events.result(StepResult(**columns))
-
-
-def _worker_sampling(sampling):
-    from worker_service import step
-
-    return step.SamplingParams(**{**fields(sampling), "pooling": step.Pooling(sampling.pooling.value)})
-
-
-def fields(value) -> dict:
-    """Returns the fields of a flat dataclass, without the deep copies of asdict."""
-    return {name: getattr(value, name) for name in value.__slots__}
+        self._events.result(outcome)
 
 
 @asynccontextmanager
@@ -145,7 +120,7 @@ async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
 
 
 async def run_injected(arguments, arm) -> None:
-    from scheduler_service.core.plan import SamplingParams
+    from pagewire.common.messages import SamplingParams
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
     from scheduler_service.serving.step_loop import StepLoop

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.paged import check
 from pagewire.kernels.cpu.sampling import Indexes, SeenTokens, TokenHistory, choose, report, sample
-from pagewire.kernels.sampling import DTYPES, FLOATS, INTEGERS, OPTIONAL_COLUMNS, SampledTokens, SamplingColumns
+from pagewire.kernels.sampling import DTYPES, FLOATS, INTEGERS, SampledTokens, SamplingColumns
 
 _NAN, _OPEN = 1, 2  # of `statuses`
 _COLUMNS = (*FLOATS, *(name for name in INTEGERS if name != "num_logprobs"), "seeds")
@@ -24,7 +24,7 @@ class SamplingStep(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "entries", "highest", *_COLUMNS, "num_tokens")),
-        *((name, ctypes.c_void_p) for name in (*OPTIONAL_COLUMNS, "history", "num_prompt_tokens")),
+        *((name, ctypes.c_void_p) for name in (*SamplingColumns._field_defaults, "history", "num_prompt_tokens")),
         *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size", "logits_stride", "max_biases", "max_stops")),
         *((name, ctypes.c_int64) for name in ("mask_stride", "history_stride", "num_threads")),
         *((name, ctypes.c_void_p) for name in ("scratch", "token_ids", "statuses")),
@@ -215,7 +215,7 @@ def _put_lists(step: SamplingStep, columns: SamplingColumns) -> None:
         step.max_stops = columns.stop_token_ids.shape[1]
     if columns.masks is not None:
         step.mask_stride = columns.masks.shape[1]
-    for name in OPTIONAL_COLUMNS:
+    for name in SamplingColumns._field_defaults:
         column = getattr(columns, name)
         if column is not None:
             setattr(step, name, column.data_ptr())

@@ -1,8 +1,8 @@
 """Which requests are taken at all: those that can run on what is there, while the queue has room."""
 
+from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.cache_manager import Allocation, CacheManager
 from scheduler_service.core.lifecycle import Lifecycle
-from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
 
 

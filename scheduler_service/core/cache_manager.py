@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
+from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.cache import (
     BlockPool,
     Move,
@@ -16,7 +17,6 @@ from scheduler_service.core.cache import (
     no_owner,
     no_worth,
 )
-from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
+from pagewire.common.messages import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.cache_manager import CacheManager, Match
 from scheduler_service.core.cost import CostModel
 from scheduler_service.core.grammars import NeededGrammars
-from scheduler_service.core.plan import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanDraft, PlannedRow, RowSlots
 from scheduler_service.core.sequence import DropCount, Sequence, SequenceGroup, StepCount
 
@@ -303,7 +303,10 @@ class Epoch:
             )
         )
         plan = draft.freeze(
-            self.number, self.slots.take_released(), self.grammars.take_released(), self.slots.patch(rows)
+            self.number,
+            released_slots=self.slots.take_released(),
+            released_grammar_ids=self.grammars.take_released(),
+            patches_of_work=self.slots.patch(rows),
         )
         for row in rows:
             sequence = row.sequence

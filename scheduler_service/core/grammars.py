@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from scheduler_service.core.plan import AddedGrammar, Grammar
+from pagewire.common.messages import AddedGrammar
+from scheduler_service.core.request import Grammar
 
 # Bytes of grammars that one plan may carry.
 _MAX_PLAN_BYTES = 4 * 1024 * 1024

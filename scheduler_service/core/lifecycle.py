@@ -21,7 +21,6 @@ from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.beam_group import BeamGroup
 from scheduler_service.core.cache import RootKey
 from scheduler_service.core.epoch import Epoch
-from scheduler_service.core.plan import Grammar
 from scheduler_service.core.plans import PlanDraft
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.quarantine import Quarantine
@@ -29,6 +28,7 @@ from scheduler_service.core.request import (
     NUM_SESSION_AGES,
     SESSION_AGES_S,
     EndReason,
+    Grammar,
     Hypothesis,
     Request,
     SequenceEnd,

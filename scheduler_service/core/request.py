@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from scheduler_service.core.plan import Grammar, SamplingParams
+from pagewire.common.messages import GrammarKind, SamplingParams
 
 
 class EarlyStopping(Enum):
@@ -30,6 +30,15 @@ class OutputMode(Enum):
     STREAMED = "streamed"  # as it comes; that of a beam search is known only at its end
     WHOLE = "whole"  # at its end
     DETACHED = "detached"  # it is kept, until somebody asks
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must match. One of the end tokens ends it."""
+
+    kind: GrammarKind
+    text: str
+    end_token_ids: tuple[int, ...]  # at least one, rising
 
 
 @dataclass(frozen=True, slots=True)

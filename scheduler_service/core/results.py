@@ -1,8 +1,8 @@
 """Processes a step's result: tokens that continue their samples, candidates of beams, rows that failed."""
 
+from pagewire.common.messages import RowStatus
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
-from scheduler_service.core.plan import RowStatus
 from scheduler_service.core.plans import Dispatch, PlannedRow, ResolvedResult, SampledRow
 from scheduler_service.core.request import EndReason, TokenLogprobs, TokenOutputs
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup

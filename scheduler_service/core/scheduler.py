@@ -16,6 +16,7 @@ requests are taken, `openings.py` who gets rows, `results.py` what comes of a re
 
 from collections.abc import Callable
 
+from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from scheduler_service.core import invariants
 from scheduler_service.core.admission import Admission
 from scheduler_service.core.cache_manager import CacheManager
@@ -23,13 +24,13 @@ from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.openings import Openings
-from scheduler_service.core.plan import Grammar, StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.plans import PlanDraft, WorkerProtocolError, read_result
+from scheduler_service.core.plans import PlanDraft, read_result
 from scheduler_service.core.policy import Policy, create_policy
 from scheduler_service.core.request import (
     BlockStored,
     CacheCleared,
     EndReason,
+    Grammar,
     KvEvent,
     KvEventCounts,
     Request,
@@ -39,8 +40,6 @@ from scheduler_service.core.request import (
 from scheduler_service.core.results import Results
 from scheduler_service.core.retention import Expectation, Recency
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
-
-__all__ = ["Scheduler", "WorkerProtocolError"]
 
 
 class Scheduler:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from pagewire.common.messages import Pooling
 from scheduler_service.core.cache import Cursor, Node, RootKey
-from scheduler_service.core.plan import Pooling
 from scheduler_service.core.request import OutputMode, Request
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from scheduler_service.core.plan import WorkerCapacity
+from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.request import OutputMode
 from scheduler_service.serving.clock import Clock
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.gguf import is_whole, shown, token_ids_of, unserved
+from pagewire.common.messages import SamplingParams
 from pagewire.common.sampling_ranges import RANGES
-from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.sampling_options import API_DEFAULTS, CHECKPOINTS_OPTIONS, SUPPRESSING_BIAS
 
 # What engines write who have no range without a low end: no limit of tokens, and the most likely token alone.

@@ -18,7 +18,7 @@ from pagewire.common.gguf import (
     unserved,
 )
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
-from scheduler_service.core.plan import SamplingParams
+from pagewire.common.messages import SamplingParams
 from scheduler_service.serving import generation_config
 from scheduler_service.serving.chat_template import ChatTemplate, chat_template_of, read_chat_template
 from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-from scheduler_service.core.plan import StepResult, WorkerCapacity
+from pagewire.common.messages import StepResult, WorkerCapacity
 from scheduler_service.core.request import EndReason, KvEventCounts, Request, SchedulerStats, SequenceEnd
 
 # Ends that are no failure of the request: a client that left, or an operator that stops, is none.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.gguf import GgufFile, ModelFileError, read_settings, read_text
-from scheduler_service.core.plan import Pooling
+from pagewire.common.messages import Pooling
 
 _MODULES_FILE = "modules.json"
 _MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}

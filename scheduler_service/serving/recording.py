@@ -28,10 +28,10 @@ from typing import IO, Any
 
 from xxhash import xxh3_64_hexdigest
 
+from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity
 from pagewire.common.strict_json import StrictEncoder
 from pagewire.common.transport.queued_writer import QueuedWriter, descriptor_writer
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, create_policy
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.retention import EXPECTATIONS

@@ -1,6 +1,6 @@
 """What requests mean that leave numbers of their sampling unset, and which of them a beam search turns off."""
 
-from scheduler_service.core.plan import SamplingParams
+from pagewire.common.messages import SamplingParams
 
 # Of a random choice: a beam search makes none, and takes the values that turn them off.
 FILTERS = ("temperature", "top_k", "top_p", "min_p")

@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.lifecycle import Lifecycle
-from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import Request, TokenOutputs
-from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
+from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_event_log import KvEventLog

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from pagewire.common.messages import SamplingParams, WorkerCapacity
 from scheduler_service.core.explain import stats
-from scheduler_service.core.plan import SamplingParams, WorkerCapacity
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.request import (
     AdmissionError,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scheduler_service.core.plan import StepPlan, StepResult
+from pagewire.common.messages import StepPlan, StepResult
 from scheduler_service.simulation.speed import WorkerSpeed
 
 

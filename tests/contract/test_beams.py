@@ -9,8 +9,8 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from pagewire.common.messages import SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.request import BeamParams, EarlyStopping, Request
 from testing.scheduler_stack import (
     EOS,

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from pagewire.common.messages import RowStatus
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.plan import RowStatus
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 
 PROMPT = [5, 6, 7, 8, 9]

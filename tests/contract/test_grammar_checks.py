@@ -12,7 +12,8 @@ import pytest
 
 from pagewire.common.grammars import version
 from pagewire.common.grammars.trial import Trials
-from scheduler_service.core.plan import Grammar, GrammarKind, WorkerCapacity
+from pagewire.common.messages import GrammarKind, WorkerCapacity
+from scheduler_service.core.request import Grammar
 from scheduler_service.serving import grammars
 from scheduler_service.serving.grammars import (
     GrammarChecks,

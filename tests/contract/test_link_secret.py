@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from pagewire.common.messages import PROTOCOL_VERSION
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.tls import server_files
@@ -21,7 +22,6 @@ from tests.contract.certificates import Authority
 from tests.contract.test_worker_link import Listener
 from worker_service.engine import Engine, LoadedWorker
 from worker_service.rpc.servicer import WorkerServicer
-from worker_service.rpc.session import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")

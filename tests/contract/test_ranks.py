@@ -8,16 +8,15 @@ from pathlib import Path
 import grpc
 import pytest
 
+from pagewire.common.messages import AddedGrammar, GrammarKind, StepPlan
 from pagewire.common.transport.dialling import Dialler
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.core.plan import AddedGrammar, GrammarKind, StepPlan
 from scheduler_service.rpc.worker.worker_link import FencedError, WorkerLink
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import expected_tokens, request, serve
 from tests.contract.test_worker_link import SWAP_OUT, WORK, Listener, opening
-from worker_service.step import AddedGrammar as WorkersGrammar
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -141,7 +140,7 @@ async def test_a_rank_that_dies_ends_the_epoch_of_all_and_they_begin_together(nu
 class RepeatingWorker(FakeWorker):
     """Tells of each grammar twice."""
 
-    async def _report(self, epoch: int, grammar: WorkersGrammar, context: grpc.aio.ServicerContext) -> None:
+    async def _report(self, epoch: int, grammar: AddedGrammar, context: grpc.aio.ServicerContext) -> None:
         await super()._report(epoch, grammar, context)
         await super()._report(epoch, grammar, context)
 

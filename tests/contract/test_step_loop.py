@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from pagewire.common.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, WorkerCapacity
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics

@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 
 from pagewire.common.grammars import version
+from pagewire.common.messages import GrammarKind, RowStatus
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.core.plan import RowStatus
 from scheduler_service.rpc.public.structured_output import MAX_GRAMMAR_BYTES
 from scheduler_service.serving import grammars
 from scheduler_service.serving.grammars import GrammarChecks
@@ -23,7 +23,6 @@ from testing.scheduler_stack import Stack, details, expected_tokens, make_checkp
 from tests.contract.shared_stream import SharedStream
 from tests.contract.test_front_end import FrontEnd, serve_front_end
 from tests.contract.test_tenants import credentials, write_tenants
-from worker_service.step import GrammarKind
 
 END = 0  # of the tokenizer
 PROMPT = [5, 6, 7, 8, 9]

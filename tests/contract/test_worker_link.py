@@ -12,12 +12,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire.common.transport.dialling import Dialler
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_service import server
-from scheduler_service.config import SchedulerConfig
-from scheduler_service.core.plan import (
+from pagewire.common.messages import (
+    PROTOCOL_VERSION,
     AddedGrammar,
     GrammarKind,
     RowOpening,
@@ -26,15 +22,18 @@ from scheduler_service.core.plan import (
     StepResult,
     WorkerCapacity,
 )
+from pagewire.common.transport.dialling import Dialler
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_service import server
+from scheduler_service.config import SchedulerConfig
 from scheduler_service.rpc.worker.epochs import Epochs, EpochsExhausted
 from scheduler_service.rpc.worker.liveness import Liveness
-from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
 from scheduler_service.rpc.worker.worker_link import WorkerLink
 from scheduler_service.rpc.worker.worker_session import Session
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, request, serve
-from worker_service.step import AddedGrammar as WorkersGrammar
 
 PROMPT = [5, 6, 7, 8, 9]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -363,7 +362,7 @@ def opening(num_computed_tokens: int = 0) -> RowOpening:
 class MistakenWorker(FakeWorker):
     """Tells of grammars of another epoch."""
 
-    async def _report(self, epoch: int, grammar: WorkersGrammar, context: grpc.aio.ServicerContext) -> None:
+    async def _report(self, epoch: int, grammar: AddedGrammar, context: grpc.aio.ServicerContext) -> None:
         await super()._report(epoch + 1, grammar, context)
 
 

@@ -3,17 +3,17 @@
 import random
 from pathlib import Path
 
-from scheduler_service.core.plan import Grammar, GrammarKind, SamplingParams, StepPlan, WorkerCapacity
+from pagewire.common.messages import GrammarKind, SamplingParams, StepPlan, WorkerCapacity, WorkerProtocolError
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import (
     AdmissionError,
     BeamParams,
     EarlyStopping,
+    Grammar,
     OutputMode,
     Request,
     TokenOutputs,
 )
-from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
 from testing.simulated_worker import SimulatedWorker
 

@@ -8,21 +8,21 @@ from random import Random
 
 import pytest
 
-from scheduler_service.core import explain
-from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import (
-    Grammar,
+from pagewire.common.messages import (
     GrammarKind,
     Logprobs,
     RowStatus,
     SamplingParams,
     StepResult,
     WorkerCapacity,
+    WorkerProtocolError,
 )
+from scheduler_service.core import explain
+from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plans.dispatch import _read_logprobs
 from scheduler_service.core.policy import create_policy
-from scheduler_service.core.request import AdmissionError, EndReason, Request
-from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
+from scheduler_service.core.request import AdmissionError, EndReason, Grammar, Request
+from scheduler_service.core.scheduler import Scheduler
 from testing.simulated_worker import SimulatedWorker
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+", (2,))

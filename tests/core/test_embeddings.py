@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from pagewire.common.messages import Pooling, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import Pooling
 from scheduler_service.core.request import AdmissionError, EndReason
-from scheduler_service.core.scheduler import WorkerProtocolError
 from testing.simulated_worker import reference_embedding
 from tests.core.test_scheduler import VOCAB, System, prompt_of
 

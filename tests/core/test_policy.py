@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from scheduler_service.core.plan import SamplingParams
+from pagewire.common.messages import SamplingParams
 from scheduler_service.core.policy import POLICIES, FairPolicy, Standing, create_policy
 from scheduler_service.core.request import Request
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.cli.replay import main
-from scheduler_service.core.plan import Logprobs, PromptLogprobs, SamplingParams, StepResult
+from pagewire.common.messages import Logprobs, PromptLogprobs, SamplingParams, StepResult
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pagewire.common.messages import Pooling, RowStatus, SamplingParams, StepResult, WorkerCapacity, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import Pooling, RowStatus, SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     AdmissionError,
     AdmissionReason,
@@ -24,7 +24,7 @@ from scheduler_service.core.request import (
     Request,
     TokenOutputs,
 )
-from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
+from scheduler_service.core.scheduler import Scheduler
 from testing.simulated_worker import SimulatedWorker, candidates, digest_all, reference, reference_embedding
 
 VOCAB = 97

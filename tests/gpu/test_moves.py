@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
+from pagewire.common.messages import StepPlan
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.cuda import CudaDevice
-from worker_service.step import StepPlan
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,31 +8,14 @@ import pytest
 from tests.project import counts
 from tests.project.sources import PACKAGES, sources
 
-_WORKER_WIRE = "both sides of the wire between scheduler and worker have the message as a type of their own"
 _PUBLIC_WIRE = "the client has its own type of a message that the scheduler makes of its own"
 # Why a name is defined more than once.
 TWICE = {
-    "AddedGrammar": _WORKER_WIRE,
-    "Candidates": _WORKER_WIRE,
-    "GrammarKind": _WORKER_WIRE,
-    "GrammarReport": _WORKER_WIRE,
-    "Heartbeat": _WORKER_WIRE,
-    "Logprobs": _WORKER_WIRE,
-    "Pooling": _WORKER_WIRE,
-    "PromptLogprobs": _WORKER_WIRE,
-    "Refusal": _WORKER_WIRE,
-    "RefusalReason": _WORKER_WIRE,
-    "RowOpening": _WORKER_WIRE,
-    "RowStatus": _WORKER_WIRE,
-    "SamplingParams": _WORKER_WIRE,
-    "StepPlan": _WORKER_WIRE,
-    "StepParts": _WORKER_WIRE,
-    "StepResult": _WORKER_WIRE,
-    "WorkerCapacity": _WORKER_WIRE,
     "BlockHolder": _PUBLIC_WIRE,
     "BlockMap": _PUBLIC_WIRE,
     "RequestReport": _PUBLIC_WIRE,
     "TokenLogprobs": _PUBLIC_WIRE,
+    "SamplingParams": "what users write, and what a row is told, in which every value is set",
     "Session": "an epoch, as each side of the wire between scheduler and worker sees it",
 }
 

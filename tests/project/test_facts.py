@@ -12,6 +12,7 @@ from pagewire.common import template_sandbox
 from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES, model_file
 from pagewire.common.gguf.tokenizer_files import classes
 from pagewire.common.grammars import trial
+from pagewire.common.messages import PROTOCOL_VERSION
 from pagewire.common.process import EXIT_REFUSED
 from pagewire.common.sampling_ranges import RANGES
 from pagewire.common.transport import addresses, health, link_secret, listening, queued_writer
@@ -24,7 +25,6 @@ from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.rpc.public import generate_request, shared_call, structured_output
 from scheduler_service.rpc.worker import liveness
-from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
 from scheduler_service.server import EXIT_FENCED
 from scheduler_service.serving import chat_template, grammars, recording
 from tests.project.test_docs import DOCUMENTS, ROOT, read
@@ -32,7 +32,6 @@ from worker_service.config import ATTENTION_BACKENDS, WorkerConfig
 from worker_service.models.config import MAX_EXPERTS
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.quantization import METHODS
-from worker_service.rpc import session
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = dict(line.split("==") for lines in PROJECT["optional-dependencies"].values() for line in lines if "==" in line)
@@ -95,8 +94,7 @@ def test_a_page_says_what_the_code_says(page: str, text: str) -> None:
     assert text in read(Path(page))
 
 
-def test_both_sides_speak_one_version() -> None:
-    assert PROTOCOL_VERSION == session.PROTOCOL_VERSION
+def test_two_ports_take_as_many_connections() -> None:
     assert metrics_server.MAX_CONNECTIONS == health.MAX_PROBES, "docs/sizing.md has one number for both"
 
 

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from scheduler_service.core.plan import WorkerCapacity
+from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from tests.project.manifests import DEPLOY, documents

@@ -6,7 +6,7 @@ an undisturbed run is, every end with the reason it claims, and nothing may come
 
 from collections.abc import Callable
 
-from scheduler_service.core.plan import Pooling, RowStatus
+from pagewire.common.messages import Pooling, RowStatus
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.token_stream import Delta, Outlet
 from testing.simulated_worker import digest, digest_all, next_token, reference_embedding

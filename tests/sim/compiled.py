@@ -18,6 +18,8 @@ from tests.sim.campaign import run_seeds
 ROOT = Path(__file__).parents[2]
 _PACKAGES = ("scheduler_service/core", "tests/sim")
 _MODULES = (
+    "pagewire/common/__init__.py",
+    "pagewire/common/messages.py",
     "scheduler_service/__init__.py",
     "scheduler_service/serving/__init__.py",
     "scheduler_service/serving/availability.py",
@@ -30,7 +32,6 @@ _MODULES = (
     "worker_service/__init__.py",
     "worker_service/rpc/__init__.py",
     "worker_service/rpc/session.py",
-    "worker_service/step.py",
     "tests/__init__.py",
     "testing/__init__.py",
     "testing/simulated_worker.py",
@@ -65,6 +66,7 @@ def build() -> Path:
         for path in sources():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, folder / path)
+        (folder / "pagewire" / "__init__.py").touch()  # the package itself is the client
         print("compiling the simulator, which takes one or two minutes, once", flush=True)
         _compile(folder)
         os.rename(folder, target)

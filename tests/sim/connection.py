@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from scheduler_service.core.plan import StepPlan
+from pagewire.common.messages import StepPlan
 
 NEVER = float("inf")
 

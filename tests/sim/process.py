@@ -7,14 +7,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pagewire.common.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Refusal,
+    RowStatus,
+    StepPlan,
+    WorkerCapacity,
+    WorkerProtocolError,
+)
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import RowStatus, StepPlan, WorkerCapacity
 from testing.simulated_worker import BAD, SimulatedWorker
 from testing.toy_grammar import is_deadly
 from tests.sim.connection import Connection
 from tests.sim.scenario import BAD_TOKEN
-from worker_service.rpc.session import PROTOCOL_VERSION, Session, SessionRegister
-from worker_service.step import Hello, ProtocolError, Refusal
+from worker_service.rpc.session import Session, SessionRegister
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
@@ -269,7 +276,7 @@ class WorkerProcess:
         before = session.last_planned_step
         try:
             session.plan(epoch, step)
-        except ProtocolError:
+        except WorkerProtocolError:
             assert session.last_planned_step == before, "S9: a refused plan moved the session on"
             return
         raise AssertionError(f"S9: step {step} of epoch {epoch} was taken in epoch {session.epoch} after {before}")

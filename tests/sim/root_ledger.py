@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from scheduler_service.core.plan import StepPlan
+from pagewire.common.messages import StepPlan
 from tests.sim.client import Client
 from tests.sim.move_ledger import first_needed_block
 

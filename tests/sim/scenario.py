@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
+from pagewire.common.messages import GrammarKind, Pooling, SamplingParams, WorkerCapacity
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import Grammar, GrammarKind, Pooling, SamplingParams, WorkerCapacity
 from scheduler_service.core.policy import POLICIES
-from scheduler_service.core.request import BeamParams, EarlyStopping, OutputMode, Request
+from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, OutputMode, Request
 
 VOCAB_SIZE = 97
 BAD_TOKEN = VOCAB_SIZE - 1  # in a prompt: no good logits ever come of it

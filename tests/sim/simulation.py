@@ -14,19 +14,19 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
+from pagewire.common.messages import RowStatus, StepPlan, StepResult, WorkerProtocolError
 from scheduler_service.core import explain
-from scheduler_service.core.plan import Grammar, RowStatus, StepPlan, StepResult
 from scheduler_service.core.plans import Dispatch
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import (
     AdmissionError,
     AdmissionReason,
     BlockUse,
+    Grammar,
     OutputMode,
     Request,
 )
 from scheduler_service.core.retention import EXPECTATIONS
-from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.core.sequence import GroupState, SequenceGroup
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.step_loop import RefusedError, StepLoop

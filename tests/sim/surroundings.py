@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from scheduler_service.core.plan import StepPlan
+from pagewire.common.messages import StepPlan
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.observer import Observer

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagewire.common.messages import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
 from pagewire.kernels.cpu.sampler import CpuSampler, TorchSampler
 from pagewire.kernels.cpu.sampling import TokenHistory
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.sampling import SamplingTable
-from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire.common.messages import RowOpening, SamplingParams, StepPlan
 from pagewire.kernels.cpu import PagedRows
 from worker_service.host.batch import BatchBuilder, HostBatch
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 from worker_service.startup.cpu_kernels import load_cpu_kernels
-from worker_service.step import RowOpening, SamplingParams, StepPlan
 
 LIMITS = TableLimits(
     max_num_seqs=4, max_num_batched_tokens=32, max_model_len=20, block_size=4, num_device_blocks=10, vocab_size=100

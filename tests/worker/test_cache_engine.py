@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from pagewire.common.messages import StepPlan, WorkerProtocolError
 from pagewire.kernels.cache_rows import read_rows, write_rows
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.startup.loader import log_size
-from worker_service.step import ProtocolError, StepPlan
 
 GIB = 1 << 30
 SHAPE = CacheShape(num_layers=3, block_size=4, num_kv_heads=2, head_dim=5, dtype=torch.bfloat16)
@@ -192,7 +192,7 @@ def test_random_moves_and_copies(seed: int) -> None:
     ],
 )  # fmt: skip
 def test_bad_moves_and_copies(columns: dict[str, Any], text: str) -> None:
-    with pytest.raises(ProtocolError, match=text):
+    with pytest.raises(WorkerProtocolError, match=text):
         numbered_cache().check(StepPlan(1, 1, **columns))
 
 
@@ -246,7 +246,7 @@ def test_positions_are_spoilt_and_no_others(dtype: torch.dtype, is_head_major: b
 
 def test_moves_without_a_host_pool_are_refused() -> None:
     cache = numbered_cache(num_host_blocks=0)
-    with pytest.raises(ProtocolError, match="swap_out writes blocks 1 to 1; there are none"):
+    with pytest.raises(WorkerProtocolError, match="swap_out writes blocks 1 to 1; there are none"):
         cache.check(StepPlan(1, 1, swap_out_device_blocks=(1,), swap_out_host_blocks=(1,)))
     assert cache.measure_bandwidth() == 0.0
 

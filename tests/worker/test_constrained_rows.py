@@ -10,24 +10,24 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.common.grammars import GrammarCompiler
+from pagewire.common.messages import (
+    AddedGrammar,
+    GrammarKind,
+    GrammarReport,
+    Pooling,
+    RowOpening,
+    RowStatus,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerProtocolError,
+)
 from tests.worker.late_queue import LateQueue
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.rows import StepWatch, WorkingRows
 from worker_service.runner import ModelRunner
 from worker_service.startup.loader import load_worker
-from worker_service.step import (
-    AddedGrammar,
-    GrammarKind,
-    GrammarReport,
-    Pooling,
-    ProtocolError,
-    RowOpening,
-    RowStatus,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-)
 
 STORYTELLER = Path("models/storyteller")
 TOKENIZER = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
@@ -331,15 +331,15 @@ def test_a_grammar_that_takes_too_much_ends_its_row_alone(driver: Driver) -> Non
 def test_a_row_opens_with_a_grammar_that_is_there_or_not_at_all(driver: Driver) -> None:
     for grammar_id, reason in ((5, "it was never added"), (1, "it was released before")):
         released = (1,) if grammar_id == 1 else ()
-        with pytest.raises(ProtocolError, match=reason):
+        with pytest.raises(WorkerProtocolError, match=reason):
             driver.run(openings=(opening(0, grammar_id=grammar_id),), released_grammar_ids=released)
         driver.begin()
     embedding = opening(0, grammar_id=1, sampling=SamplingParams(pooling=Pooling.MEAN))
-    with pytest.raises(ProtocolError, match="pooling and a grammar"):
+    with pytest.raises(WorkerProtocolError, match="pooling and a grammar"):
         driver.run(openings=(embedding,))
 
 
 def test_grammars_die_with_their_epoch(driver: Driver) -> None:
     driver.runner.reset(2)
-    with pytest.raises(ProtocolError, match="it was never added"):
+    with pytest.raises(WorkerProtocolError, match="it was never added"):
         driver.runner.execute(StepPlan(2, 1, openings=(opening(0, grammar_id=1),)))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire.common.messages import RowOpening, SamplingParams
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.cpu.sampler import CpuSampler, TorchSampler
@@ -16,7 +17,6 @@ from pagewire.kernels.cpu.sampling import TokenHistory, choose
 from pagewire.kernels.sampling import LARGEST, SampledTokens, SamplingColumns
 from tests.kernels.variants import load_variant
 from worker_service.rows.sampling import SamplingTable
-from worker_service.step import RowOpening, SamplingParams
 
 MAX_NUM_TOKENS = 60
 SPECIAL = (math.nan, math.inf, -math.inf, LARGEST, -LARGEST)

@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,12 +23,33 @@ from torch import Tensor
 
 from pagewire.common.grammars import GrammarCompiler
 from pagewire.common.grammars.matcher import MaskPace
+from pagewire.common.messages import (
+    Candidates,
+    GrammarKind,
+    GrammarReport,
+    Logprobs,
+    Pooling,
+    RowOpening,
+    RowStatus,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+    WorkerProtocolError,
+)
+from pagewire.common.worker_wire import decode_request, encode_request
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
-from scheduler_service.core import plan as core_plan
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, EndReason, Request, TokenOutputs
-from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
-from scheduler_service.rpc.worker.wire import encode_plan
+from scheduler_service.core.request import (
+    AdmissionError,
+    BeamParams,
+    EarlyStopping,
+    EndReason,
+    Grammar,
+    Request,
+    TokenOutputs,
+)
+from scheduler_service.core.scheduler import Scheduler
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.plans import GREEDY, Row, plan_steps
 from tests.worker.device_attention import DeviceAttention
@@ -50,23 +71,10 @@ from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.models.operations import ExpertProduct, Operations, multiply_all
 from worker_service.rows.table import TableLimits, WorkingRows
-from worker_service.rpc.wire import decode_request
 from worker_service.runner import ModelRunner
 from worker_service.startup import loader
 from worker_service.startup.loader import attention_shape, load_worker
-from worker_service.step import (
-    Candidates,
-    GrammarReport,
-    LaunchedStep,
-    Logprobs,
-    ProtocolError,
-    RowOpening,
-    RowStatus,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    WorkerCapacity,
-)
+from worker_service.step import LaunchedStep
 from worker_service.streams import Operation
 
 VOCAB_SIZE = 151
@@ -217,18 +225,11 @@ def possible(logprobs: Logprobs) -> list[int]:
     return [token_id for token_id, logprob in pairs if logprob > -math.inf]
 
 
-def as_workers(plan: core_plan.StepPlan) -> StepPlan:
-    """The same in the worker's words."""
-    received = decode_request(encode_plan(plan))
+def received_plan(plan: StepPlan) -> StepPlan:
+    """The same as the worker gets it: with float32 numbers."""
+    received = decode_request(encode_request(plan))
     assert isinstance(received, StepPlan)
     return received
-
-
-def as_core(result: StepResult) -> core_plan.StepResult:
-    """The same in the scheduler's words, without what it took."""
-    columns = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "parts"}
-    columns["statuses"] = tuple(core_plan.RowStatus(status.value) for status in result.statuses)
-    return core_plan.StepResult(**columns | {"duration_us": 1000})
 
 
 class History:
@@ -245,7 +246,7 @@ class History:
             grammar_version="g",
             **limits,
         )
-        capacity = core_plan.WorkerCapacity(
+        capacity = WorkerCapacity(
             worker_id="w",
             model_digest=b"m",
             vocab_size=VOCAB_SIZE,
@@ -270,7 +271,7 @@ class History:
         self.num_tokens = 0
         self.num_embeddings = self.num_late = 0
         self.outputs: defaultdict[int, list[int]] = defaultdict(list)
-        self.grammars: dict[int, core_plan.Grammar] = {}  # by sequence
+        self.grammars: dict[int, Grammar] = {}  # by sequence
 
     def run(self, arrivals: Sequence[tuple[float, Request]]) -> None:
         """`arrivals`: in order, when each request comes; a step takes 0.01."""
@@ -286,7 +287,7 @@ class History:
                     if request.grammar is not None:
                         self.grammars |= dict.fromkeys(sequence_ids, request.grammar)
             while (plan := self.scheduler.schedule(now)) is not None:
-                received = as_workers(plan)
+                received = received_plan(plan)
                 self.under_way.append(self.pair.launch(received))
                 for grammar_id in self.pair.prepared(received):
                     assert not self.scheduler.grammar_ready(grammar_id, "", now).ended
@@ -298,7 +299,7 @@ class History:
                 self.num_tokens += len(result.token_ids)
                 self.num_embeddings += len(result.embeddings)
                 self.num_late += result.statuses.count(RowStatus.LATE)
-                self._take(self.scheduler.complete(as_core(result), now))
+                self._take(self.scheduler.complete(replace(result, duration_us=1000), now))
             self.scheduler.check()
 
     def _take(self, outputs: TokenOutputs) -> None:
@@ -309,7 +310,7 @@ class History:
         assert {end.reason for end in outputs.ended} <= {EndReason.STOP, EndReason.LENGTH}
 
 
-def random_sampling(rng: random.Random, *, is_beam: bool) -> core_plan.SamplingParams:
+def random_sampling(rng: random.Random, *, is_beam: bool) -> SamplingParams:
     """Any mix of what a request may ask for; half of them are plain."""
     fields: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.0, 1.3])}
     if rng.random() < 0.5:
@@ -328,7 +329,7 @@ def random_sampling(rng: random.Random, *, is_beam: bool) -> core_plan.SamplingP
         fields["num_logprobs"] = rng.choice([0, 1, 4])
     if rng.random() < 0.2:
         fields["num_prompt_logprobs"] = rng.choice([0, 2])
-    return core_plan.SamplingParams(**fields)
+    return SamplingParams(**fields)
 
 
 def random_request(rng: random.Random, index: int) -> Request:
@@ -353,9 +354,9 @@ def random_request(rng: random.Random, index: int) -> Request:
     )
 
 
-def random_embedding(rng: random.Random, pooling: core_plan.Pooling) -> Request:
+def random_embedding(rng: random.Random, pooling: Pooling) -> Request:
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 20, 60])))
-    return Request(pooling.name, "", prompt, core_plan.SamplingParams(pooling=pooling), max_tokens=0)
+    return Request(pooling.name, "", prompt, SamplingParams(pooling=pooling), max_tokens=0)
 
 
 def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode | None = None, **options: Any) -> Pair:
@@ -366,7 +367,7 @@ def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode
     history = History(pair, depth, preemption=preemption or rng.choice(list(PreemptionMode)))
     arrivals = sorted((rng.choice([0.0, 0.2, 0.4]), index) for index in range(8))
     requests = [(at, random_request(rng, index)) for at, index in arrivals]
-    poolings = (core_plan.Pooling.LAST, core_plan.Pooling.MEAN)
+    poolings = (Pooling.LAST, Pooling.MEAN)
     requests += [(rng.choice([0.0, 0.2]), random_embedding(rng, pooling)) for pooling in poolings]
     history.run(sorted(requests, key=itemgetter(0)))
     assert history.num_tokens > len(arrivals)
@@ -461,7 +462,7 @@ def bound(rng: random.Random, request: Request) -> Request:
     if rng.random() < 0.3:
         return request
     text = rng.choice(["[a-e]{3,20}", "([a-d]{2} ?)+!", "x?[0-9]{4}(-[0-9]{2}){1,5}"])
-    grammar = core_plan.Grammar(core_plan.GrammarKind.REGEX, text, (END_TOKEN_ID,))
+    grammar = Grammar(GrammarKind.REGEX, text, (END_TOKEN_ID,))
     sampling = request.sampling
     if sampling.num_candidates is not None:
         sampling = replace(sampling, num_candidates=sampling.num_candidates + 1)
@@ -552,7 +553,7 @@ def test_bad_plan_raises_before_anything_is_launched(checkpoints: dict[str, Path
         {"openings": (good,), "copy_source_blocks": (1,), "copy_target_blocks": (4,)},
         {"openings": (good,), "swap_in_host_blocks": (1,), "swap_in_device_blocks": (9,)},
     ):
-        with pytest.raises(ProtocolError) as raised:
+        with pytest.raises(WorkerProtocolError) as raised:
             pair.runner.launch(StepPlan(1, 1, work_slots=(0,), work_num_tokens=(3,), **columns))
         assert not pair.runner.is_fatal(raised.value)
         pair.runner.reset(2)

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from pagewire.common.messages import GrammarReport, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.engine import engine as engine_module
-from worker_service.step import GrammarReport, ProtocolError, StepPlan, StepResult, WorkerCapacity
 
 READY = WorkerCapacity("w", b"m", 9, 64, 16, 8, 1, 4, 64, "cuda", "float32", "none")
 TIMEOUT_S = 20
@@ -149,7 +149,7 @@ def test_next_epoch_begins_when_every_launched_step_is_done() -> None:
 def test_plan_that_cannot_be_launched_is_told_of_after_the_steps_before() -> None:
     system = System()
     session, outcomes = system.begin(1)
-    error = ProtocolError("slot 3 is vacant")
+    error = WorkerProtocolError("slot 3 is vacant")
     system.runner.launch_errors[2] = error
     for step in (1, 2, 3):
         system.engine.submit(session, StepPlan(1, step))

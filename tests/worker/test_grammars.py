@@ -11,10 +11,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.common.grammars import GrammarCompiler, Matcher, version
+from pagewire.common.messages import AddedGrammar, GrammarKind, GrammarReport, StepPlan, WorkerProtocolError
 from testing.checkpoints.gguf_files import write_gguf
 from worker_service.grammars import CompileThread, EpochGrammars, epoch_grammars
 from worker_service.startup.grammars import GrammarStart
-from worker_service.step import AddedGrammar, GrammarKind, GrammarReport, ProtocolError, StepPlan
 
 STORYTELLER = Path("models/storyteller")
 TOKENIZER = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
@@ -82,7 +82,7 @@ def test_each_grammar_is_reported_once_and_gives_matchers_that_go_their_own_way(
     first.consume(A)
     first.consume([0])
     assert (first.end_token_id, second.end_token_id) == (0, None)
-    with pytest.raises(ProtocolError, match="grammar 7, but it cannot be used"):
+    with pytest.raises(WorkerProtocolError, match="grammar 7, but it cannot be used"):
         epochs.grammars.matcher(7)
     assert epochs.reports.empty()
 
@@ -91,7 +91,7 @@ def test_a_grammar_that_is_not_ready_opens_no_row_and_nobody_waits_for_it(epochs
     epochs.compiler.is_held = True
     epochs.grammars.add(regex(1))
     assert epochs.compiler.begun.get(timeout=TIMEOUT_S) == "a+"
-    with pytest.raises(ProtocolError, match="grammar 1, but it is not ready"):
+    with pytest.raises(WorkerProtocolError, match="grammar 1, but it is not ready"):
         epochs.grammars.matcher(1)
     epochs.compiler.may_go.release()
     assert epochs.report() == GrammarReport(1, 1, "")
@@ -110,7 +110,7 @@ def test_a_grammar_that_was_released_is_neither_prepared_nor_reported(epochs: Ep
     assert epochs.compiler.begun.get_nowait() == "c"
     assert epochs.reports.empty()
     for grammar_id in (1, 2):
-        with pytest.raises(ProtocolError, match=f"grammar {grammar_id}, but it was released before"):
+        with pytest.raises(WorkerProtocolError, match=f"grammar {grammar_id}, but it was released before"):
             epochs.grammars.matcher(grammar_id)
 
 
@@ -121,7 +121,7 @@ def test_reports_go_to_the_epoch_that_added_the_grammar_and_to_no_later_one(epoc
     later: SimpleQueue[GrammarReport] = SimpleQueue()
     epochs.grammars.begin(2, later.put)
     epochs.grammars.add(regex(1, "b"))
-    with pytest.raises(ProtocolError, match="not ready"):
+    with pytest.raises(WorkerProtocolError, match="not ready"):
         epochs.grammars.matcher(1)
     epochs.compiler.may_go.release(2)
     assert later.get(timeout=TIMEOUT_S) == GrammarReport(2, 1, "")
@@ -141,21 +141,21 @@ def test_reports_go_to_the_epoch_that_added_the_grammar_and_to_no_later_one(epoc
 def test_what_may_not_be_added_is_a_protocol_error(epochs: Epochs, added: AddedGrammar, reason: str) -> None:
     epochs.ready(regex(1), regex(2), regex(5))
     epochs.grammars.release(2)
-    with pytest.raises(ProtocolError, match=reason):
+    with pytest.raises(WorkerProtocolError, match=reason):
         epochs.grammars.add(added)
-    with pytest.raises(ProtocolError, match="a row opens with grammar 6, but it was never added"):
+    with pytest.raises(WorkerProtocolError, match="a row opens with grammar 6, but it was never added"):
         epochs.grammars.matcher(6)
 
 
 def test_what_is_not_there_cannot_be_released(epochs: Epochs) -> None:
     epochs.ready(regex(1))
-    with pytest.raises(ProtocolError, match="grammar 2 is released, but it was never added"):
+    with pytest.raises(WorkerProtocolError, match="grammar 2 is released, but it was never added"):
         epochs.grammars.release(2)
     # Released before added, as the phases of a plan say.
-    with pytest.raises(ProtocolError, match="grammar 2 is released"):
+    with pytest.raises(WorkerProtocolError, match="grammar 2 is released"):
         epochs.grammars.apply(StepPlan(1, 2, added_grammars=(regex(2),), released_grammar_ids=(2,)))
     epochs.grammars.release(1)
-    with pytest.raises(ProtocolError, match="grammar 1 is released, but it was released before"):
+    with pytest.raises(WorkerProtocolError, match="grammar 1 is released, but it was released before"):
         epochs.grammars.release(1)
 
 
@@ -190,7 +190,7 @@ def test_the_thread_gives_way_to_those_that_compute(epochs: Epochs) -> None:
 
 def test_a_worker_without_a_tokenizer_takes_no_grammar() -> None:
     grammars = EpochGrammars(None, 1024)
-    with pytest.raises(ProtocolError, match="no tokenizer"):
+    with pytest.raises(WorkerProtocolError, match="no tokenizer"):
         grammars.add(regex(1))
     grammars.close()
 
@@ -224,5 +224,5 @@ def test_without_a_tokenizer_that_can_be_read_grammars_alone_are_refused(
     (said,) = caplog.messages
     assert said.startswith("requests for structured output will be refused: ")
     assert reason in said
-    with pytest.raises(ProtocolError, match="no tokenizer"):
+    with pytest.raises(WorkerProtocolError, match="no tokenizer"):
         grammars.add(regex(1))

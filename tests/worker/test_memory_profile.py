@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from pagewire.common.messages import StepPlan, StepResult
 from worker_service.startup.device_memory import DeviceMemory, StepSize
 from worker_service.startup.memory_profile import measure_memory
-from worker_service.step import StepPlan, StepResult
 
 MIB, GIB = 1 << 20, 1 << 30
 BLOCK_BYTES, TOKEN_BYTES, BUFFER_BYTES = 2 * MIB, MIB // 8, 50 * MIB

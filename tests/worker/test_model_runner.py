@@ -12,6 +12,18 @@ import torch
 import transformers
 
 from pagewire.common.memory_size import describe_memory
+from pagewire.common.messages import (
+    Candidates,
+    Logprobs,
+    PromptLogprobs,
+    RowOpening,
+    RowStatus,
+    SamplingParams,
+    StepParts,
+    StepPlan,
+    StepResult,
+    WorkerProtocolError,
+)
 from pagewire.common.process import EXIT_WITH_PARENT, MEMORY_PREFIX
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.plans import Row, num_blocks_needed, plan_steps
@@ -22,18 +34,6 @@ from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.device_memory import StepSize
 from worker_service.startup.loader import load_worker
 from worker_service.startup.memory_profile import largest_step
-from worker_service.step import (
-    Candidates,
-    Logprobs,
-    PromptLogprobs,
-    ProtocolError,
-    RowOpening,
-    RowStatus,
-    SamplingParams,
-    StepParts,
-    StepPlan,
-    StepResult,
-)
 
 VOCAB_SIZE = 151
 GREEDY = SamplingParams()
@@ -275,7 +275,7 @@ def test_bad_plan_raises_before_anything_is_written(checkpoints: dict[str, Path]
     worker = load(checkpoints["qwen2"], num_device_blocks=3)
     before = worker.runner._cache.storage.clone()
     plan = StepPlan(1, 1, openings=(opening(0, [1, 2, 3], 0, (4,)),), work_slots=(0,), work_num_tokens=(3,))
-    with pytest.raises(ProtocolError, match="ids are 1 to 3"):
+    with pytest.raises(WorkerProtocolError, match="ids are 1 to 3"):
         worker.runner.execute(plan)
     assert torch.equal(worker.runner._cache.storage.view(torch.int32), before.view(torch.int32))
 
@@ -562,7 +562,7 @@ def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]
     bad_row = {"openings": (opening(0, [1, 2, 3], 0, (4,)),)}
     bad_copy = {"copy_source_blocks": (1,), "copy_target_blocks": (4,)}
     for columns in (bad_row, bad_copy):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(WorkerProtocolError):
             worker.runner.execute(StepPlan(1, 1, **swap_in, **columns))
         worker.runner.reset(1)
     after = (cache.storage, cache.host_block(1), cache.host_block(2))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.common.messages import StepPlan
 from tests.worker.fake_device import FakeDevice, Guard
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.cache.stream_moves import _find_runs, num_staging_blocks
-from worker_service.step import StepPlan
 
 SHAPE = CacheShape(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 24, 16

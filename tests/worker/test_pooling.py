@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from pagewire.common.gguf import GgufFile
-from scheduler_service.core import plan as core_plan
+from pagewire.common.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, WorkerProtocolError
 from scheduler_service.serving.pooling_config import read_gguf_pooling
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
@@ -21,7 +21,6 @@ from tests.worker.test_model_runner import load
 from worker_service.engine import LoadedWorker
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.rows.pooling import PooledChunk, Pooler
-from worker_service.step import Pooling, ProtocolError, RowOpening, RowStatus, SamplingParams, StepPlan
 
 VOCAB_SIZE = 151
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma3_text")
@@ -134,7 +133,7 @@ def test_what_a_row_with_pooling_cannot_be_asked_breaks_the_protocol(
 ) -> None:
     worker = load(checkpoints["qwen3"])
     worker.runner.reset(1)
-    with pytest.raises(ProtocolError, match=text):
+    with pytest.raises(WorkerProtocolError, match=text):
         worker.runner.execute(plan)
 
 
@@ -214,10 +213,10 @@ def test_a_checkpoint_without_the_prefix_of_its_names_is_read_as_it_is(
 
 @pytest.mark.parametrize(
     ("pooling_type", "pooling"),
-    [(None, core_plan.Pooling.LAST), (0, core_plan.Pooling.LAST), (1, core_plan.Pooling.MEAN)],
+    [(None, Pooling.LAST), (0, Pooling.LAST), (1, Pooling.MEAN)],
 )
 def test_a_gguf_file_says_how_it_is_pooled(
-    checkpoints: dict[str, Path], tmp_path: Path, pooling_type: int | None, pooling: core_plan.Pooling
+    checkpoints: dict[str, Path], tmp_path: Path, pooling_type: int | None, pooling: Pooling
 ) -> None:
     settings = {} if pooling_type is None else {"qwen3.pooling_type": pooling_type}
     path = write_gguf(tmp_path / "model.gguf", checkpoints["qwen3"], "F32", settings=settings)

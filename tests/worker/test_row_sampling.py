@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagewire.common.messages import Pooling, RowOpening, SamplingParams
 from pagewire.kernels.sampling import FLOATS, INTEGERS
 from worker_service.rows.sampling import SamplingTable
-from worker_service.step import Pooling, RowOpening, SamplingParams
 
 VOCAB_SIZE = 50
 # Fields that change what a row without them would give, each with what it needs beside it.

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagewire.common.messages import RowOpening, SamplingParams, StepPlan, WorkerProtocolError
 from testing.plans import Row, plan_steps
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
-from worker_service.step import ProtocolError, RowOpening, SamplingParams, StepPlan
 
 LIMITS = TableLimits(
     max_num_seqs=4, max_num_batched_tokens=12, max_model_len=20, block_size=4, num_device_blocks=10, vocab_size=50
@@ -80,7 +80,7 @@ def test_row_may_fill_the_model_length_but_not_go_beyond() -> None:
     table = SequenceTable(LIMITS)
     full = opening(token_ids=(1,) * 20, num_prompt_tokens=20, num_computed_tokens=15, block_ids=(1, 2, 3, 4, 5))
     assert step(table, openings=(full,), work_slots=(0,), work_num_tokens=(5,)) == [(0, 15, 5, True)]
-    with pytest.raises(ProtocolError, match="20 positions"):
+    with pytest.raises(WorkerProtocolError, match="20 positions"):
         apply(table)
 
 
@@ -204,12 +204,12 @@ def test_blocks_out_of_the_window_may_be_holes(num_computed: int, block_ids: tup
     if is_good:
         apply(table, openings=(row,))
         return
-    with pytest.raises(ProtocolError, match="slot 0 gets block"):
+    with pytest.raises(WorkerProtocolError, match="slot 0 gets block"):
         apply(table, openings=(row,))
 
 
 def test_there_are_no_holes_without_a_window() -> None:
-    with pytest.raises(ProtocolError, match="slot 0 gets block 0; ids are 1 to 10"):
+    with pytest.raises(WorkerProtocolError, match="slot 0 gets block 0; ids are 1 to 10"):
         apply(SequenceTable(LIMITS), openings=(opening(num_computed_tokens=5, block_ids=(0, 2)),))
 
 
@@ -286,7 +286,7 @@ def test_bad_plans(phases: dict[str, Any], text: str) -> None:
     """Row 0 is open and decoding."""
     table = SequenceTable(LIMITS)
     step(table, openings=(opening(),), work_slots=(0,), work_num_tokens=(6,))
-    with pytest.raises(ProtocolError, match=text):
+    with pytest.raises(WorkerProtocolError, match=text):
         apply(table, **phases)
 
 
@@ -311,7 +311,7 @@ def test_mutated_plans_never_get_out_of_range() -> None:
             plan = mutate(plan, rng) if rng.random() < 0.3 else plan
             try:
                 working = table.apply(plan)
-            except ProtocolError:
+            except WorkerProtocolError:
                 num_refused += 1
                 break
             check_in_range(table, working)

@@ -1,7 +1,7 @@
 import pytest
 
-from worker_service.rpc.session import PROTOCOL_VERSION, Session, SessionRegister
-from worker_service.step import Hello, ProtocolError, Refusal, RefusalReason
+from pagewire.common.messages import PROTOCOL_VERSION, Hello, Refusal, RefusalReason, WorkerProtocolError
+from worker_service.rpc.session import Session, SessionRegister
 
 NOW = 1.8e9  # seconds of Unix time
 
@@ -45,7 +45,7 @@ def test_other_protocol_version_is_refused_and_takes_no_epoch() -> None:
 
 @pytest.mark.parametrize("bad", [hello(1, pipeline_depth=0), hello(1, instance_id="")])
 def test_hello_that_no_scheduler_sends(bad: Hello) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(WorkerProtocolError):
         SessionRegister().hello(bad, NOW)
 
 
@@ -53,13 +53,13 @@ def test_plans_come_in_order_and_no_deeper_than_the_pipeline() -> None:
     session = Session(3, "a", pipeline_depth=2)
     session.plan(3, 1)
     session.plan(3, 2)
-    with pytest.raises(ProtocolError, match="2 plans are unfinished"):
+    with pytest.raises(WorkerProtocolError, match="2 plans are unfinished"):
         session.plan(3, 3)
     session.answer(1)
     session.plan(3, 3)
     session.answer(2)
     session.answer(3)
     for epoch, step, text in ((3, 3, "next step is 4"), (3, 5, "next step is 4"), (4, 4, "this session is epoch 3")):
-        with pytest.raises(ProtocolError, match=text):
+        with pytest.raises(WorkerProtocolError, match=text):
             session.plan(epoch, step)
     session.plan(3, 4)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire.common.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 from testing.checkpoints.families import make_checkpoint
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, as_kernel
@@ -23,7 +24,6 @@ from worker_service.models.loading import load_model
 from worker_service.rows.parts import run_in_parts
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
-from worker_service.step import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 
 BLOCK_SIZE = 4
 

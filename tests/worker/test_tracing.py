@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pagewire.common.messages import StepPlan
 from testing.plans import Row, plan_steps
 from testing.trace_collector import attributes, collecting
 from worker_service.config import WorkerConfig
 from worker_service.engine.tracing import StepTracing
-from worker_service.step import StepPlan
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"

@@ -12,6 +12,7 @@ from tests.kernels.triton.device import choose_device
 DEVICE = choose_device()
 
 from pagewire.common.grammars import GrammarCompiler  # noqa: E402
+from pagewire.common.messages import SamplingParams  # noqa: E402
 from testing.plans import Row, plan_steps  # noqa: E402
 from tests.worker.fake_device import FakeDevice  # noqa: E402
 from tests.worker.float32_products import float32_products  # noqa: E402
@@ -20,7 +21,6 @@ from tests.worker.letters import letters_tokenizer  # noqa: E402
 from tests.worker.triton_runner import BLOCK_SIZE, CONFIG, make_runner  # noqa: E402
 from worker_service.grammars import CompileThread, EpochGrammars  # noqa: E402
 from worker_service.startup.warm_up import warm_up  # noqa: E402
-from worker_service.step import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake device is the host")
 

@@ -19,6 +19,16 @@ import torch
 import transformers
 
 from pagewire.common.grammars import version
+from pagewire.common.messages import (
+    PROTOCOL_VERSION,
+    AddedGrammar,
+    GrammarKind,
+    GrammarReport,
+    RowOpening,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+)
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.config import SchedulerConfig
@@ -28,18 +38,8 @@ from tests.contract.certificates import Authority
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker
 from worker_service.rpc.servicer import BEGIN_TIMEOUT_S, WorkerServicer
-from worker_service.rpc.session import PROTOCOL_VERSION
 from worker_service.startup.loader import load_worker
-from worker_service.step import (
-    AddedGrammar,
-    FinishedStep,
-    GrammarKind,
-    GrammarReport,
-    RowOpening,
-    StepPlan,
-    StepResult,
-    WorkerCapacity,
-)
+from worker_service.step import FinishedStep
 
 READY = WorkerCapacity("w", b"d", 100, 64, 16, 8, 1024, 4, 32, "cpu", "float32", "torch")
 

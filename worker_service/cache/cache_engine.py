@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagewire.common.messages import StepPlan, WorkerProtocolError
 from pagewire.kernels.cache_rows import row_size
 from worker_service.attention import LayerCache
 from worker_service.cache.host_moves import HostMoves
 from worker_service.cache.stream_moves import StreamMoves
-from worker_service.step import ProtocolError, StepPlan
 from worker_service.streams import Device
 
 _MEASURED_BYTES = 32 << 20  # that one move of the measurement takes at most
@@ -94,7 +94,7 @@ class CacheEngine:
         return self._moves.host_block(host_block).view(self.shape.dtype).view(self.storage.shape[1:])
 
     def check(self, plan: StepPlan) -> None:
-        """Raises ProtocolError for a move or copy that names no block, writes one twice, or undoes another."""
+        """Raises WorkerProtocolError for a move or copy that names no block, writes one twice, or undoes another."""
         num_device_blocks, num_host_blocks = self.num_device_blocks, self.num_host_blocks
         for name, sources, num_sources, targets, num_targets in (
             ("swap_out", plan.swap_out_device_blocks, num_device_blocks, plan.swap_out_host_blocks, num_host_blocks),
@@ -104,11 +104,11 @@ class CacheEngine:
             if not sources and not targets:
                 continue
             if len(sources) != len(targets):
-                raise ProtocolError(f"{name} names {len(sources)} blocks to read and {len(targets)} to write")
+                raise WorkerProtocolError(f"{name} names {len(sources)} blocks to read and {len(targets)} to write")
             _check_ids(f"{name} reads", sources, num_sources)
             _check_ids(f"{name} writes", targets, num_targets)
             if len(set(targets)) != len(targets):
-                raise ProtocolError(f"{name} writes a block twice")
+                raise WorkerProtocolError(f"{name} writes a block twice")
         _check_moved_once("device", plan.swap_out_device_blocks, plan.swap_in_device_blocks)
         _check_moved_once("host", plan.swap_out_host_blocks, plan.swap_in_host_blocks)
 
@@ -172,11 +172,11 @@ class CacheEngine:
 def _check_ids(what: str, block_ids: Sequence[int], num_blocks: int) -> None:
     if min(block_ids) < 1 or max(block_ids) > num_blocks:
         ids = f"ids are 1 to {num_blocks}" if num_blocks else "there are none"
-        raise ProtocolError(f"{what} blocks {min(block_ids)} to {max(block_ids)}; {ids}")
+        raise WorkerProtocolError(f"{what} blocks {min(block_ids)} to {max(block_ids)}; {ids}")
 
 
 def _check_moved_once(where: str, swapped_out: Sequence[int], swapped_in: Sequence[int]) -> None:
     """Both ends of a move are held until it is done: no other may write what it reads, or read what it writes."""
     both = swapped_out and swapped_in and set(swapped_out).intersection(swapped_in)
     if both:
-        raise ProtocolError(f"{where} block {min(both)} is swapped out and in by one plan")
+        raise WorkerProtocolError(f"{where} block {min(both)} is swapped out and in by one plan")

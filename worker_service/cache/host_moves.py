@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from worker_service.step import StepPlan
+from pagewire.common.messages import StepPlan
 
 
 class HostMoves:

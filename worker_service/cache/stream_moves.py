@@ -25,8 +25,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagewire.common.messages import StepPlan
 from worker_service.cache.block_operations import create_block_operations
-from worker_service.step import StepPlan
 from worker_service.streams import Device, DeviceEvent, Stream
 
 _MAX_STAGING_BYTES = 32 << 20

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagewire.common.messages import StepParts, StepResult
 from worker_service.attention import AttentionBackend, LayerCache
 from worker_service.device.graphs import DecodeBuffers, DecodeGraphs, graph_sizes
 from worker_service.device.inputs import DeviceBatch, StepInputs
@@ -48,7 +49,7 @@ from worker_service.rows import (
     prompt_chunks,
     read_embeddings,
 )
-from worker_service.step import FinishedStep, LaunchedStep, StepParts, StepResult
+from worker_service.step import FinishedStep, LaunchedStep
 from worker_service.streams import Device, DeviceEvent
 
 

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagewire.common.messages import RowOpening, StepPlan
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns, TokenTarget
 from worker_service.device.sampler import Sampler
 from worker_service.device.staging import Upload
 from worker_service.rows import SequenceTable, TableLimits, has_penalties
-from worker_service.step import RowOpening, StepPlan
 
 # Changes the table, given the step's packed upload. Carried out on the compute stream.
 Edit = Callable[[Tensor], None]

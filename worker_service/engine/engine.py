@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from queue import Empty, Queue, SimpleQueue
 from typing import NoReturn, Protocol
 
-from worker_service.step import GrammarReport, LaunchedStep, ProtocolError, StepPlan, StepResult, WorkerCapacity
+from pagewire.common.messages import GrammarReport, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
+from worker_service.step import LaunchedStep
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Runner(Protocol):
         on any thread, for each grammar that its plans add."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start to carry out one plan, behind those that were launched before. Raises ProtocolError for a bad one."""
+        """Start to carry out one plan, behind those launched before. Raises WorkerProtocolError for a bad one."""
 
     def last_moved_step(self) -> int:
         """The moves of all plans up to this step are done."""
@@ -224,7 +225,7 @@ class Engine:
         assert self._loaded is not None
         had_ended = session.has_ended
         session.end()
-        if not isinstance(error, ProtocolError):
+        if not isinstance(error, WorkerProtocolError):
             logger.error("%s failed", what, exc_info=error)
         if self._loaded.runner.is_fatal(error):
             exit_process("the device is in an error state that only a new process gets out of")

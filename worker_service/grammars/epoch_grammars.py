@@ -7,8 +7,8 @@ from itertools import pairwise
 from threading import Lock
 
 from pagewire.common.grammars import GrammarError, MaskQueue, Matcher
+from pagewire.common.messages import AddedGrammar, GrammarReport, StepPlan, WorkerProtocolError
 from worker_service.grammars.compile_thread import Compile, CompileThread
-from worker_service.step import AddedGrammar, GrammarReport, ProtocolError, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +46,19 @@ class EpochGrammars:
             self._grammars, self._last_id = {}, 0
 
     def apply(self, plan: StepPlan) -> None:
-        """Release and add what a plan says. Raises ProtocolError."""
+        """Release and add what a plan says. Raises WorkerProtocolError."""
         for grammar_id in plan.released_grammar_ids:
             self.release(grammar_id)
         for added in plan.added_grammars:
             self.add(added)
 
     def add(self, added: AddedGrammar) -> None:
-        """Begin to prepare a grammar. Raises ProtocolError."""
+        """Begin to prepare a grammar. Raises WorkerProtocolError."""
         if self._thread is None:
-            raise ProtocolError(f"grammar {added.grammar_id} is added, but this worker has no tokenizer for it")
+            raise WorkerProtocolError(f"grammar {added.grammar_id} is added, but this worker has no tokenizer for it")
         _check(added, self._vocab_size)
         if added.grammar_id <= self._last_id:
-            raise ProtocolError(f"grammar {added.grammar_id} is added after {self._last_id}; ids rise, from 1")
+            raise WorkerProtocolError(f"grammar {added.grammar_id} is added after {self._last_id}; ids rise, from 1")
         self._last_id = added.grammar_id
         grammar = _Grammar(added, self._epoch, self._report)
         with self._lock:
@@ -66,14 +66,14 @@ class EpochGrammars:
         self._thread.submit(lambda compile: self._prepare(grammar, compile))
 
     def release(self, grammar_id: int) -> None:
-        """Forget a grammar, also one that is not ready. Raises ProtocolError for one that is not there."""
+        """Forget a grammar, also one that is not ready. Raises WorkerProtocolError for one that is not there."""
         with self._lock:
             grammar = self._grammars.pop(grammar_id, None)
         if grammar is None:
-            raise ProtocolError(f"grammar {grammar_id} is released, but {self._absence(grammar_id)}")
+            raise WorkerProtocolError(f"grammar {grammar_id} is released, but {self._absence(grammar_id)}")
 
     def matcher(self, grammar_id: int) -> Matcher:
-        """Return a new matcher at the beginning of a grammar. Raises ProtocolError for one that is not ready."""
+        """Return a new matcher at the beginning of a grammar. Raises WorkerProtocolError for one that is not ready."""
         with self._lock:
             grammar = self._grammars.get(grammar_id)
             matcher = grammar and grammar.matcher
@@ -83,7 +83,7 @@ class EpochGrammars:
             reason = self._absence(grammar_id)
         else:
             reason = "it cannot be used" if grammar.has_failed else "it is not ready"
-        raise ProtocolError(f"a row opens with grammar {grammar_id}, but {reason}")
+        raise WorkerProtocolError(f"a row opens with grammar {grammar_id}, but {reason}")
 
     def close(self) -> None:
         """End the threads."""
@@ -144,12 +144,14 @@ class _Grammar:
 
 
 def _check(added: AddedGrammar, vocab_size: int) -> None:
-    """Raises ProtocolError for what no grammar may be."""
+    """Raises WorkerProtocolError for what no grammar may be."""
     ends = added.end_token_ids
     if not ends or any(first >= second for first, second in pairwise(ends)):
-        raise ProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; they rise, and there is at least one")
+        raise WorkerProtocolError(
+            f"grammar {added.grammar_id} has end tokens {ends}; they rise, and there is at least one"
+        )
     if not 0 <= ends[0] <= ends[-1] < vocab_size:
-        raise ProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; ids are below {vocab_size}")
+        raise WorkerProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; ids are below {vocab_size}")
 
 
 def _tell_nobody(report: GrammarReport) -> None:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagewire.common.messages import PromptLogprobs, RowStatus
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TorchSampler
 from pagewire.kernels.cpu.sampling import TokenHistory, highest_logits
@@ -29,7 +30,7 @@ from worker_service.rows import (
     read_embeddings,
     row_statuses,
 )
-from worker_service.step import FinishedStep, PromptLogprobs, RowStatus
+from worker_service.step import FinishedStep
 
 
 class HostComputation:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagewire.common.grammars import GrammarDeadEndError, GrammarLimitError, MaskJob, MaskQueue, Matcher
-from worker_service.step import ProtocolError, RowStatus
+from pagewire.common.messages import RowStatus, WorkerProtocolError
 
 IntArray = NDArray[np.int64]
 
@@ -100,14 +100,14 @@ class StepMasks:
 
 
 def _no_matcher(grammar_id: int) -> Matcher:
-    raise ProtocolError(f"a row opens with grammar {grammar_id}, but this worker has none")
+    raise WorkerProtocolError(f"a row opens with grammar {grammar_id}, but this worker has none")
 
 
 class RowMasks:
     """The grammars of all rows, by slot.
 
     Attributes:
-        matcher_of: gives a matcher of its own for a row, by the number of its grammar. Raises ProtocolError.
+        matcher_of: gives a matcher of its own for a row, by the number of its grammar. Raises WorkerProtocolError.
         queue: computes masks, as soon as it is known behind which tokens.
         waits_for_all: no row is ever late.
         is_constrained: [num_slots], the row has a grammar.
@@ -137,7 +137,7 @@ class RowMasks:
         self.is_constrained[:] = False
 
     def open(self, slot: int, grammar_id: int, output_token_ids: Sequence[int]) -> None:
-        """A row moves in, with a grammar or without (0). Raises ProtocolError for one that there is not."""
+        """A row moves in, with a grammar or without (0). Raises WorkerProtocolError for one that there is not."""
         self.release(slot)
         if grammar_id:
             matcher, mask_bytes = self.matcher_of(grammar_id), self._masks.strides[0]

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagewire.common.messages import Pooling, RowStatus
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.sampling import Samples
 from worker_service.rows.table import SequenceTable, WorkingRows
-from worker_service.step import Pooling, RowStatus
 
 # Positions that are widened to float64 at the same time: bounds their memory.
 _MAX_POSITIONS = 128

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagewire.common.messages import Logprobs, PromptLogprobs
 from pagewire.kernels.sampling import logprob_columns
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.table import SequenceTable, WorkingRows
-from worker_service.step import Logprobs, PromptLogprobs
 
 # Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
 MAX_LOGITS_POSITIONS = 128

@@ -1,14 +1,11 @@
 """A step's result: of a step that was computed in one, and of one whose parts are put together again."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any
 
-from worker_service.rows.parts import StepPart
-from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
-from worker_service.rows.sampling import Samples
-from worker_service.rows.table import SequenceTable, WorkingRows
-from worker_service.rows.watch import StepWatch
-from worker_service.step import (
+from pagewire.common.messages import (
     Candidates,
     Logprobs,
     Pooling,
@@ -19,8 +16,14 @@ from worker_service.step import (
     StepPlan,
     StepResult,
 )
+from worker_service.rows.parts import StepPart
+from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
+from worker_service.rows.sampling import Samples
+from worker_service.rows.table import SequenceTable, WorkingRows
+from worker_service.rows.watch import StepWatch
 
 _PART_NAMES = tuple(field.name for field in fields(StepParts))
+_SAMPLE_COLUMNS = tuple(field.name for field in fields(Samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,7 @@ class BegunStep:
         return StepResult(
             epoch=self.plan.epoch,
             step=self.plan.step,
-            statuses=samples.statuses,
-            token_ids=samples.token_ids,
-            logprobs=samples.logprobs,
-            candidates=samples.candidates,
-            embeddings=samples.embeddings,
+            **{name: getattr(samples, name) for name in _SAMPLE_COLUMNS},
             prompt_logprobs=prompt_logprobs,
             duration_us=duration_us,
             last_moved_step=self.last_moved_step,
@@ -77,18 +76,9 @@ def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart
             chunks.setdefault(chunk.slot, []).append(chunk.logprobs)
     failed = Samples((RowStatus.OUT_OF_MEMORY,))
     in_order = [samples.get(slot, failed) for slot in outline.sampling]
-    statuses = tuple(status for sample in in_order for status in sample.statuses)
-    joined = Samples(
-        statuses=statuses if set(statuses) - {RowStatus.OK} else (),
-        token_ids=tuple(token_id for sample in in_order for token_id in sample.token_ids),
-        logprobs=_joined([sample.logprobs for sample in in_order]),
-        candidates=Candidates(
-            tuple(token_id for sample in in_order for token_id in sample.candidates.token_ids),
-            tuple(logprob for sample in in_order for logprob in sample.candidates.logprobs),
-            tuple(count for sample in in_order for count in sample.candidates.counts),
-        ),
-        embeddings=tuple(embedding for sample in in_order for embedding in sample.embeddings),
-    )
+    joined = _joined(Samples(()), in_order)
+    if not set(joined.statuses) - {RowStatus.OK}:
+        joined = replace(joined, statuses=())
     duration_us = sum(part.result.duration_us for part in parts)
     times = {name: sum(getattr(part.result.parts, name) for part in parts) for name in _PART_NAMES}
     prompt_logprobs = tuple(_prompt_logprobs(outline, chunks))
@@ -134,17 +124,17 @@ def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple
 def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) -> Iterator[PromptLogprobs]:
     """One chunk of each row that owes one. Positions that were not computed have NaN, as with logits that are."""
     for chunk in outline.prompt_chunks:
-        found = _joined(chunks.get(chunk.slot, []))
+        found = _joined(Logprobs(), chunks.get(chunk.slot, []))
         num_missing, nan = chunk.num - len(found.chosen), float("nan")
         num_tops = num_missing * chunk.num_top
         missing = Logprobs((nan,) * num_missing, (0,) * num_missing, (0,) * num_tops, (nan,) * num_tops)
-        yield PromptLogprobs(chunk.slot, chunk.first, _joined([found, missing]))
+        yield PromptLogprobs(chunk.slot, chunk.first, _joined(Logprobs(), [found, missing]))
 
 
-def _joined(parts: Sequence[Logprobs]) -> Logprobs:
-    return Logprobs(
-        tuple(value for part in parts for value in part.chosen),
-        tuple(rank for part in parts for rank in part.ranks),
-        tuple(token_id for part in parts for token_id in part.top_token_ids),
-        tuple(value for part in parts for value in part.top_logprobs),
-    )
+def _joined(empty: Any, parts: Sequence[Any]) -> Any:
+    """The columns of all parts, one part behind the other. `empty` has the same columns without entries."""
+    joined: dict[str, Any] = {}
+    for field in fields(empty):
+        nothing, found = getattr(empty, field.name), [getattr(part, field.name) for part in parts]
+        joined[field.name] = tuple(chain(*found)) if isinstance(nothing, tuple) else _joined(nothing, found)
+    return type(empty)(**joined)

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagewire.common.messages import Candidates, Logprobs, Pooling, RowOpening, RowStatus, SamplingParams
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns
 from worker_service.rows.masks import StepMasks
 from worker_service.rows.reading import ValueReader
-from worker_service.step import Candidates, Logprobs, Pooling, RowOpening, RowStatus, SamplingParams
 
 IntArray = NDArray[np.int64]
 

@@ -1,24 +1,33 @@
 """The worker's running sequences, one row per slot, patched by plans and advanced by steps.
 
 The table is the wall between the wire and memory: whatever a plan says, no row that it hands out reads or writes a
-position that its blocks do not hold. A plan that breaks a rule raises ProtocolError; the session ends, and the next one
-starts from an empty table.
+position that its blocks do not hold. A plan that breaks a rule raises WorkerProtocolError; the session ends, and the
+next one starts from an empty table.
 
 Numbers stand in arrays by slot, so that a step costs a few vector operations and not a loop over rows. Tokens are one
 int32 array [max_num_seqs, max_model_len + 1]; the system gives it memory only where rows were written.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pagewire.common.messages import (
+    PHASES,
+    Pooling,
+    RowOpening,
+    SamplingParams,
+    StepPlan,
+    WorkerProtocolError,
+    illegal_values,
+)
 from worker_service.rows.masks import RowMasks
 from worker_service.rows.sampling import SamplingTable, StepSampling
-from worker_service.step import Pooling, ProtocolError, RowOpening, SamplingParams, StepPlan
 
 IntArray = NDArray[np.int64]
+Column = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +115,22 @@ class SequenceTable:
         self.masks.clear()
 
     def apply(self, plan: StepPlan) -> WorkingRows:
-        """Patch the table and return the step's work. Raises ProtocolError."""
+        """Patch the table and return the step's work. Raises WorkerProtocolError."""
         for slot in plan.released_slots:
             self._release(slot)
         for opening in plan.openings:
             self._open(opening)
-        if plan.fork_source_slots or plan.fork_target_slots:
-            self._fork(plan)
-        if plan.append_slots or plan.append_block_ids:
-            self._append_blocks(plan)
-        if plan.set_block_slots or plan.set_block_indexes or plan.set_block_ids:
-            self._set_blocks(plan)
-        if plan.append_token_slots or plan.append_token_ids:
-            self._append_tokens(plan)
-        if plan.work_slots or plan.work_num_tokens:
-            self._patch_work(plan)
+        for phase, change in (
+            ("forks", self._fork),
+            ("appended_blocks", self._append_blocks),
+            ("set_blocks", self._set_blocks),
+            ("appended_tokens", self._append_tokens),
+            ("patches_of_work", self._patch_work),
+        ):
+            columns = [getattr(plan, name) for name in PHASES[phase]]
+            if any(columns):
+                _check_lengths(phase, columns)
+                change(*columns)
         return self._working_rows()
 
     def advance(self, rows: WorkingRows) -> None:
@@ -155,12 +165,12 @@ class SequenceTable:
 
     def _check_slot(self, slot: int, *, occupied: bool) -> None:
         if not 0 <= slot < self.limits.max_num_seqs:
-            raise ProtocolError(f"slot {slot} is out of range: there are {self.limits.max_num_seqs}")
+            raise WorkerProtocolError(f"slot {slot} is out of range: there are {self.limits.max_num_seqs}")
         if self.occupied[slot] != occupied:
-            raise ProtocolError(f"slot {slot} is {'vacant' if occupied else 'occupied'}")
+            raise WorkerProtocolError(f"slot {slot} is {'vacant' if occupied else 'occupied'}")
 
     def _occupied_slots(self, slots: tuple[int, ...]) -> IntArray:
-        """The slots as an array. Raises ProtocolError if one is out of range or vacant."""
+        """The slots as an array. Raises WorkerProtocolError if one is out of range or vacant."""
         array = _as_array(slots)
         self._check_range(array)
         _refuse_any(~self.occupied[array], lambda i: f"slot {array[i]} is vacant")
@@ -216,13 +226,12 @@ class SequenceTable:
         self.has_failed[slot] = False
         self.sampling.open(opening)
 
-    def _fork(self, plan: StepPlan) -> None:
-        _check_lengths("forks", plan.fork_source_slots, plan.fork_target_slots)
-        sources = self._occupied_slots(plan.fork_source_slots)
+    def _fork(self, source_slots: Column, target_slots: Column) -> None:
+        sources = self._occupied_slots(source_slots)
         self._refuse_pooled(sources, "is forked")
-        targets = _as_array(plan.fork_target_slots)
+        targets = _as_array(target_slots)
         self._check_range(targets)
-        _check_distinct("forks have the same target", plan.fork_target_slots)
+        _check_distinct("forks have the same target", target_slots)
         # An array that is indexed by an array is copied: every source is read before a target is written.
         num_tokens = self.num_tokens[sources].max()
         self.token_ids[targets, :num_tokens] = self.token_ids[sources, :num_tokens]
@@ -234,12 +243,11 @@ class SequenceTable:
         self.masks.copy(sources, targets)
         self.work[targets] = 0
 
-    def _append_blocks(self, plan: StepPlan) -> None:
-        _check_lengths("appended blocks", plan.append_slots, plan.append_block_ids)
-        slots, block_ids = self._occupied_slots(plan.append_slots), _as_array(plan.append_block_ids)
+    def _append_blocks(self, row_slots: Column, ids: Column) -> None:
+        slots, block_ids = self._occupied_slots(row_slots), _as_array(ids)
         self._check_block_ids(slots, block_ids)
         indexes = self.num_blocks[slots]
-        if len(set(plan.append_slots)) < len(slots):
+        if len(set(row_slots)) < len(slots):
             indexes += _earlier_equals(slots)
         _refuse_any(
             indexes >= self.limits.max_num_blocks,
@@ -248,21 +256,18 @@ class SequenceTable:
         self.block_tables[slots, indexes] = block_ids
         np.maximum.at(self.num_blocks, slots, indexes + 1)
 
-    def _set_blocks(self, plan: StepPlan) -> None:
-        _check_lengths("set blocks", plan.set_block_slots, plan.set_block_indexes, plan.set_block_ids)
-        slots, indexes = self._occupied_slots(plan.set_block_slots), _as_array(plan.set_block_indexes)
-        block_ids = _as_array(plan.set_block_ids)
+    def _set_blocks(self, row_slots: Column, places: Column, ids: Column) -> None:
+        slots, indexes, block_ids = self._occupied_slots(row_slots), _as_array(places), _as_array(ids)
         self._check_block_ids(slots, block_ids)
         num_blocks = self.num_blocks[slots]
         is_beyond = (indexes < 0) | (indexes >= num_blocks)
         _refuse_any(is_beyond, lambda i: f"slot {slots[i]} gets block {indexes[i]} set; it has {num_blocks[i]}")
         self.block_tables[slots, indexes] = block_ids
 
-    def _append_tokens(self, plan: StepPlan) -> None:
-        _check_lengths("appended tokens", plan.append_token_slots, plan.append_token_ids)
-        slots, token_ids = self._occupied_slots(plan.append_token_slots), _as_array(plan.append_token_ids)
+    def _append_tokens(self, row_slots: Column, ids: Column) -> None:
+        slots, token_ids = self._occupied_slots(row_slots), _as_array(ids)
         self._refuse_pooled(slots, "gets a token")
-        _check_distinct("tokens are appended to the same slot", plan.append_token_slots)
+        _check_distinct("tokens are appended to the same slot", row_slots)
         num_tokens, vocab_size = self.num_tokens[slots], self.limits.vocab_size
         is_beyond = (token_ids < 0) | (token_ids >= vocab_size)
         _refuse_any(is_beyond, lambda i: f"slot {slots[i]} gets token {token_ids[i]}; ids are below {vocab_size}")
@@ -274,10 +279,9 @@ class SequenceTable:
         self.num_tokens[slots] = num_tokens + 1
         self.masks.append(slots, token_ids)
 
-    def _patch_work(self, plan: StepPlan) -> None:
-        _check_lengths("patches of work", plan.work_slots, plan.work_num_tokens)
-        slots, num_tokens = self._occupied_slots(plan.work_slots), _as_array(plan.work_num_tokens)
-        _check_distinct("patches of work name the same slot", plan.work_slots)
+    def _patch_work(self, row_slots: Column, counts: Column) -> None:
+        slots, num_tokens = self._occupied_slots(row_slots), _as_array(counts)
+        _check_distinct("patches of work name the same slot", row_slots)
         most = self.limits.max_num_batched_tokens
         _refuse_any(
             (num_tokens < 0) | (num_tokens > most),
@@ -294,7 +298,7 @@ class SequenceTable:
         num_tokens = self.num_tokens[slots]
         num_step_tokens = int(num_new_tokens.sum())
         if num_step_tokens > limits.max_num_batched_tokens:
-            raise ProtocolError(
+            raise WorkerProtocolError(
                 f"a step is to compute {num_step_tokens} tokens; it computes at most {limits.max_num_batched_tokens}"
             )
         num_positions = self.num_blocks[slots] * limits.block_size
@@ -311,19 +315,21 @@ def _as_array(values: tuple[int, ...]) -> IntArray:
 
 
 def _refuse_any(is_bad: NDArray[np.bool_], describe: Callable[[int], str]) -> None:
-    """Raises ProtocolError for the first entry that is bad."""
+    """Raises WorkerProtocolError for the first entry that is bad."""
     if is_bad.any():
-        raise ProtocolError(describe(int(is_bad.argmax())))
+        raise WorkerProtocolError(describe(int(is_bad.argmax())))
 
 
-def _check_lengths(what: str, *columns: tuple[int, ...]) -> None:
-    if len({len(column) for column in columns}) > 1:
-        raise ProtocolError(f"{what}: the columns have {', '.join(str(len(column)) for column in columns)} entries")
+def _check_lengths(phase: str, columns: Sequence[Column]) -> None:
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) > 1:
+        what = phase.replace("_", " ")
+        raise WorkerProtocolError(f"{what}: the columns have {', '.join(map(str, lengths))} entries")
 
 
 def _check_distinct(what: str, values: tuple[int, ...]) -> None:
     if len(set(values)) != len(values):
-        raise ProtocolError(f"two {what}")
+        raise WorkerProtocolError(f"two {what}")
 
 
 def _earlier_equals(values: IntArray) -> IntArray:
@@ -347,23 +353,25 @@ def _check_ends(slots: IntArray, ends: IntArray, limits: IntArray, what: str) ->
 def _check_opening(opening: RowOpening, token_ids: IntArray, limits: TableLimits) -> None:
     slot, num_tokens = opening.slot, len(token_ids)
     if not 1 <= num_tokens <= limits.max_model_len:
-        raise ProtocolError(f"slot {slot} opens with {num_tokens} tokens; a row has 1 to {limits.max_model_len}")
+        raise WorkerProtocolError(f"slot {slot} opens with {num_tokens} tokens; a row has 1 to {limits.max_model_len}")
     if not (token_ids.min() >= 0 and token_ids.max() < limits.vocab_size):
-        raise ProtocolError(
+        raise WorkerProtocolError(
             f"slot {slot} opens with tokens {token_ids.min()} to {token_ids.max()}; ids are below {limits.vocab_size}"
         )
     if not 1 <= opening.num_prompt_tokens <= num_tokens:
-        raise ProtocolError(f"slot {slot} opens with {num_tokens} tokens, {opening.num_prompt_tokens} of them prompt")
+        raise WorkerProtocolError(
+            f"slot {slot} opens with {num_tokens} tokens, {opening.num_prompt_tokens} of them prompt"
+        )
     if not 0 <= opening.num_computed_tokens < num_tokens:
-        raise ProtocolError(
+        raise WorkerProtocolError(
             f"slot {slot} opens with {opening.num_computed_tokens} of {num_tokens} tokens computed; one must be left"
         )
     if len(opening.block_ids) > limits.max_num_blocks:
-        raise ProtocolError(
+        raise WorkerProtocolError(
             f"slot {slot} opens with {len(opening.block_ids)} blocks; max_model_len takes {limits.max_num_blocks}"
         )
     if opening.num_computed_tokens > len(opening.block_ids) * limits.block_size:
-        raise ProtocolError(
+        raise WorkerProtocolError(
             f"slot {slot} opens with {opening.num_computed_tokens} computed tokens in {len(opening.block_ids)} blocks "
             f"of {limits.block_size}"
         )
@@ -374,24 +382,22 @@ def _check_pooling(opening: RowOpening) -> None:
     if sampling.pooling is Pooling.NONE:
         return
     if sampling.num_candidates is not None:
-        raise ProtocolError(f"slot {opening.slot} opens with pooling and num_candidates; a row has one of them")
+        raise WorkerProtocolError(f"slot {opening.slot} opens with pooling and num_candidates; a row has one of them")
     if opening.grammar_id:
-        raise ProtocolError(f"slot {opening.slot} opens with pooling and a grammar; a row has one of them")
+        raise WorkerProtocolError(f"slot {opening.slot} opens with pooling and a grammar; a row has one of them")
     if sampling.pooling is Pooling.MEAN and opening.num_computed_tokens:
-        raise ProtocolError(
+        raise WorkerProtocolError(
             f"slot {opening.slot} opens with {opening.num_computed_tokens} tokens computed; a mean needs all of them"
         )
 
 
 def _check_sampling(slot: int, sampling: SamplingParams, vocab_size: int) -> None:
-    for field in fields(sampling):
-        value = getattr(sampling, field.name)
-        if field.metadata and not field.metadata["is_legal"](value):
-            raise ProtocolError(f"slot {slot} opens with {field.name} {value}, which is out of range")
+    for name, value in illegal_values(sampling):
+        raise WorkerProtocolError(f"slot {slot} opens with {name} {value}, which is out of range")
     token_ids = sampling.logit_bias_token_ids
     if not all(0 <= token_id < vocab_size for token_id in token_ids):
-        raise ProtocolError(f"slot {slot} opens with logit_bias_token_ids {token_ids}, which is out of range")
+        raise WorkerProtocolError(f"slot {slot} opens with logit_bias_token_ids {token_ids}, which is out of range")
     if len(token_ids) != len(sampling.logit_bias_values):
-        raise ProtocolError(
+        raise WorkerProtocolError(
             f"slot {slot} opens with {len(sampling.logit_bias_values)} biases for {len(token_ids)} tokens"
         )

@@ -2,7 +2,7 @@
 
 import time
 
-from worker_service.step import StepParts
+from pagewire.common.messages import StepParts
 
 
 class StepWatch:

@@ -10,23 +10,23 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from pagewire.common.transport.draining import cancel
-from pagewire.common.transport.link_secret import LinkSecret, shows_one
-from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
-from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from worker_service.engine import Engine, EngineSession, Outcome, exit_process
-from worker_service.rpc.session import Session, SessionRegister
-from worker_service.rpc.wire import decode_request, encode_response
-from worker_service.step import (
+from pagewire.common.messages import (
     GrammarReport,
     Heartbeat,
     Hello,
-    ProtocolError,
     Refusal,
     StepPlan,
     StepResult,
     WorkerCapacity,
+    WorkerProtocolError,
 )
+from pagewire.common.transport.draining import cancel
+from pagewire.common.transport.link_secret import LinkSecret, shows_one
+from pagewire.common.worker_wire import decode_request, encode_response
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from worker_service.engine import Engine, EngineSession, Outcome, exit_process
+from worker_service.rpc.session import Session, SessionRegister
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         try:
             await self._serve(context)
-        except ProtocolError as error:
+        except WorkerProtocolError as error:
             logger.error("protocol error: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _SessionEnded as end:
@@ -110,14 +110,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(end.code, str(end))
 
     async def _serve(self, context: grpc.aio.ServicerContext) -> None:
-        """One stream to its end. Raises ProtocolError, _SessionEnded."""
+        """One stream to its end. Raises WorkerProtocolError, _SessionEnded."""
         self._check_peer(context)
         request = await context.read()
         if request is grpc.aio.EOF:
             return
         hello = decode_request(request)
         if not isinstance(hello, Hello):
-            raise ProtocolError("the first message is a plan, not hello")
+            raise WorkerProtocolError("the first message is a plan, not hello")
         if self._is_closing:
             raise _SessionEnded(*_SHUTTING_DOWN)
         session = self._register.hello(hello, self._clock())
@@ -196,7 +196,7 @@ class _Stream:
         self._session = session
         self._engine = engine
         self._outgoing: asyncio.Queue[StepResult | Heartbeat | GrammarReport] = asyncio.Queue()
-        self._end: asyncio.Future[_SessionEnded | ProtocolError] = self.loop.create_future()
+        self._end: asyncio.Future[_SessionEnded | WorkerProtocolError] = self.loop.create_future()
         self._may_write = True
         self._written = asyncio.Event()  # no write is under way
         self._written.set()
@@ -248,7 +248,7 @@ class _Stream:
         while (request := await self.context.read()) is not grpc.aio.EOF:
             plan = decode_request(request)
             if not isinstance(plan, StepPlan):
-                raise ProtocolError("hello came twice on one stream")
+                raise WorkerProtocolError("hello came twice on one stream")
             self._session.plan(plan.epoch, plan.step)
             self._engine.submit(self.engine_session, plan)
 
@@ -292,12 +292,12 @@ class _Stream:
     def _take(self, outcome: Outcome) -> None:
         if isinstance(outcome, StepResult):
             self._outgoing.put_nowait(outcome)
-        elif isinstance(outcome, ProtocolError):
+        elif isinstance(outcome, WorkerProtocolError):
             self._finish(outcome)
         else:
             self.end(grpc.StatusCode.INTERNAL, f"a step failed: {outcome}")
 
-    def _finish(self, end: _SessionEnded | ProtocolError) -> None:
+    def _finish(self, end: _SessionEnded | WorkerProtocolError) -> None:
         self.engine_session.end()
         if not self._end.done():
             self._end.set_result(end)

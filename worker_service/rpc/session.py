@@ -5,9 +5,7 @@ a scheduler that was replaced is turned away for good. They are milliseconds of 
 scheduler needs one of the future, and a worker that takes none cannot be told the highest there is and be lost to all.
 """
 
-from worker_service.step import Hello, ProtocolError, Refusal, RefusalReason
-
-PROTOCOL_VERSION = 6
+from pagewire.common.messages import PROTOCOL_VERSION, Hello, Refusal, RefusalReason, WorkerProtocolError
 
 _EPOCH_SHIFT = 20
 _MAX_LEAD_S = 24 * 3600.0  # that a scheduler's clock may have
@@ -24,14 +22,14 @@ class Session:
         self.last_answered_step = 0
 
     def plan(self, epoch: int, step: int) -> None:
-        """A plan has arrived. Raises ProtocolError if it is not the next one of this epoch, or one too many."""
+        """A plan has arrived. Raises WorkerProtocolError if it is not the next one of this epoch, or one too many."""
         if epoch != self.epoch:
-            raise ProtocolError(f"a plan is of epoch {epoch}, this session is epoch {self.epoch}")
+            raise WorkerProtocolError(f"a plan is of epoch {epoch}, this session is epoch {self.epoch}")
         if step != self.last_planned_step + 1:
-            raise ProtocolError(f"a plan is step {step}, the next step is {self.last_planned_step + 1}")
+            raise WorkerProtocolError(f"a plan is step {step}, the next step is {self.last_planned_step + 1}")
         num_unfinished = self.last_planned_step - self.last_answered_step
         if num_unfinished >= self.pipeline_depth:
-            raise ProtocolError(
+            raise WorkerProtocolError(
                 f"step {step} came while {num_unfinished} plans are unfinished, the pipeline depth is "
                 f"{self.pipeline_depth}"
             )
@@ -51,15 +49,15 @@ class SessionRegister:
         self.instance_id = ""
 
     def hello(self, hello: Hello, now: float) -> Session | Refusal:
-        """Open an epoch, or say why not; `now` is seconds of Unix time. Raises ProtocolError for a hello that no
+        """Open an epoch, or say why not; `now` is seconds of Unix time. Raises WorkerProtocolError for a hello that no
         scheduler may send."""
         if hello.protocol_version != PROTOCOL_VERSION:
             message = f"this worker speaks protocol version {PROTOCOL_VERSION}, not {hello.protocol_version}"
             return Refusal(RefusalReason.PROTOCOL_VERSION, self.last_epoch, self.instance_id, message)
         if hello.pipeline_depth < 1:
-            raise ProtocolError("pipeline_depth is 0; it must be at least 1")
+            raise WorkerProtocolError("pipeline_depth is 0; it must be at least 1")
         if not hello.instance_id:
-            raise ProtocolError("instance_id is empty; a scheduler must name itself")
+            raise WorkerProtocolError("instance_id is empty; a scheduler must name itself")
         if hello.epoch >> _EPOCH_SHIFT > int((now + _MAX_LEAD_S) * 1000):
             message = f"epoch {hello.epoch} is more than a day ahead of this worker's clock; set the clocks of both"
             return Refusal(RefusalReason.FUTURE_EPOCH, self.last_epoch, self.instance_id, message)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pagewire.common.messages import GrammarReport, StepPlan, StepResult, WorkerProtocolError
 from worker_service.cache import CacheEngine
 from worker_service.device import is_fatal, is_out_of_memory
 from worker_service.grammars import EpochGrammars
@@ -28,7 +29,7 @@ from worker_service.rows import (
     join_results,
     run_in_parts,
 )
-from worker_service.step import GrammarReport, LaunchedStep, ProtocolError, StepPlan, StepResult
+from worker_service.step import LaunchedStep
 
 
 class Computation(Protocol):
@@ -100,7 +101,7 @@ class ModelRunner:
         self._grammars.begin(epoch, report_grammar)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """See `Runner.launch`. Raises ProtocolError before any block is touched if the plan breaks a rule."""
+        """See `Runner.launch`. Raises WorkerProtocolError before any block is touched if the plan breaks a rule."""
         if self._must_capture:  # the ranks have all answered to the epoch by its first plan, and meet now
             self.computation.capture_graphs(self._communicator.all_reduce)
             self._must_capture = False
@@ -132,7 +133,7 @@ class ModelRunner:
 
     def is_fatal(self, error: Exception) -> bool:
         """Whether the device is in an error state that stays: then waiting for it fails too."""
-        if isinstance(error, ProtocolError):
+        if isinstance(error, WorkerProtocolError):
             return False
         try:
             self.computation.synchronize()

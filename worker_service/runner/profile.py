@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from pagewire.common.messages import GrammarReport, StepPlan
 from worker_service.engine import Runner
-from worker_service.step import GrammarReport, LaunchedStep, StepPlan
+from worker_service.step import LaunchedStep
 
 logger = logging.getLogger(__name__)
 

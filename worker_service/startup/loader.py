@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from pagewire.common.memory_size import describe_memory
+from pagewire.common.messages import WorkerCapacity
 from pagewire.common.process import announce_memory
 from pagewire.kernels.cpu import BuildError, CpuKernels
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
@@ -49,7 +50,6 @@ from worker_service.startup.preflight import choose_max_model_len
 from worker_service.startup.progress import LoadProgress
 from worker_service.startup.vector_math import begin_vector_math
 from worker_service.startup.warm_up import warm_up
-from worker_service.step import WorkerCapacity
 
 logger = logging.getLogger(__name__)
 

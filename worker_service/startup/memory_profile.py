@@ -6,11 +6,11 @@ from typing import Protocol
 
 import torch
 
+from pagewire.common.messages import SamplingParams, StepPlan
 from worker_service.device import is_out_of_memory
 from worker_service.runner import ModelRunner
 from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
 from worker_service.startup.trial_step import TrialRow, plan_trial
-from worker_service.step import SamplingParams, StepPlan
 
 _NUM_LOGPROBS = 20  # the most that a request can ask for
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker_service.step import RowOpening, SamplingParams, StepPlan
+from pagewire.common.messages import RowOpening, SamplingParams, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

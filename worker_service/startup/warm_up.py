@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from pagewire.common.messages import AddedGrammar, GrammarKind, SamplingParams
 from worker_service.grammars import EpochGrammars
 from worker_service.rows import MAX_LOGITS_POSITIONS, TableLimits
 from worker_service.runner import ModelRunner
 from worker_service.startup.trial_step import TrialRow, plan_trial
-from worker_service.step import AddedGrammar, GrammarKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,7 @@
 """A step's plan while it is made, and what is remembered of it until its result is there."""
 
 from scheduler_service.core.plans.decode_batch import DecodeBatch
-from scheduler_service.core.plans.dispatch import (
-    Dispatch,
-    PlannedRow,
-    ResolvedResult,
-    SampledRow,
-    WorkerProtocolError,
-    read_result,
-)
+from scheduler_service.core.plans.dispatch import Dispatch, PlannedRow, ResolvedResult, SampledRow, read_result
 from scheduler_service.core.plans.draft import PlanDraft
 from scheduler_service.core.plans.row_slots import RowSlots
 
@@ -20,6 +13,5 @@ __all__ = [
     "ResolvedResult",
     "RowSlots",
     "SampledRow",
-    "WorkerProtocolError",
     "read_result",
 ]

@@ -10,14 +10,10 @@ from math import inf
 from operator import attrgetter, gt, itemgetter
 from typing import NamedTuple
 
-from scheduler_service.core.plan import Candidates, Logprobs, Pooling, RowStatus, StepResult
+from pagewire.common.messages import Candidates, Logprobs, Pooling, RowStatus, StepResult, WorkerProtocolError
 from scheduler_service.core.plans.decode_batch import DecodeColumns
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-
-
-class WorkerProtocolError(Exception):
-    """The worker broke the protocol. The session must end."""
 
 
 class PlannedRow(NamedTuple):

@@ -1,9 +1,10 @@
 """A plan while it is being made."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
-from scheduler_service.core.plan import AddedGrammar, RowOpening, StepPlan
+from pagewire.common.messages import PHASES, AddedGrammar, RowOpening, StepPlan
 from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import PlannedRow
 from scheduler_service.core.sequence import Sequence
@@ -65,49 +66,14 @@ class PlanDraft:
         self.rows.append(row)
         self.num_row_tokens += row.num_tokens
 
-    def freeze(
-        self,
-        epoch: int,
-        released_slots: tuple[int, ...],
-        released_grammar_ids: tuple[int, ...],
-        patches: list[tuple[int, int]],
-    ) -> StepPlan:
-        """Make the plan of it, with the slots of rows that end, the grammars that nobody needs, and the (slot, number
-        of tokens) that change."""
-        swap_out_device_blocks, swap_out_host_blocks = _columns(self.swaps_out, 2)
-        swap_in_host_blocks, swap_in_device_blocks = _columns(self.swaps_in, 2)
-        copy_source_blocks, copy_target_blocks = _columns(self.copies, 2)
-        fork_source_slots, fork_target_slots = _columns(self.forks, 2)
-        append_slots, append_block_ids = _columns(self.appended_blocks, 2)
-        set_block_slots, set_block_indexes, set_block_ids = _columns(self.set_blocks, 3)
-        append_token_slots, append_token_ids = _columns(self.appended_tokens, 2)
-        work_slots, work_num_tokens = _columns(patches, 2)
-        return StepPlan(
-            epoch=epoch,
-            step=self.step,
-            released_slots=released_slots,
-            swap_out_device_blocks=swap_out_device_blocks,
-            swap_out_host_blocks=swap_out_host_blocks,
-            swap_in_host_blocks=swap_in_host_blocks,
-            swap_in_device_blocks=swap_in_device_blocks,
-            copy_source_blocks=copy_source_blocks,
-            copy_target_blocks=copy_target_blocks,
-            openings=tuple(self.openings),
-            fork_source_slots=fork_source_slots,
-            fork_target_slots=fork_target_slots,
-            append_slots=append_slots,
-            append_block_ids=append_block_ids,
-            set_block_slots=set_block_slots,
-            set_block_indexes=set_block_indexes,
-            set_block_ids=set_block_ids,
-            append_token_slots=append_token_slots,
-            append_token_ids=append_token_ids,
-            work_slots=work_slots,
-            work_num_tokens=work_num_tokens,
-            added_grammars=tuple(self.added_grammars),
-            released_grammar_ids=released_grammar_ids,
-        )
-
-
-def _columns(entries: Iterable[tuple[int, ...]], width: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(zip(*entries, strict=True)) or ((),) * width
+    def freeze(self, epoch: int, **others: Collection[Any]) -> StepPlan:
+        """Make the plan of it. `others` are the phases that are known last: the slots of rows that end, the grammars
+        that no request needs, and the (slot, number of tokens) that change."""
+        columns: dict[str, tuple[Any, ...]] = {}
+        for phase, names in PHASES.items():
+            entries = others[phase] if phase in others else getattr(self, phase)
+            if entries and len(names) > 1:
+                columns.update(zip(names, zip(*entries, strict=True), strict=True))
+            elif entries:
+                columns[phase] = tuple(entries)
+        return StepPlan(epoch, self.step, **columns)

@@ -2,10 +2,10 @@
 
 import json
 
+from pagewire.common.messages import GrammarKind, Pooling
 from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.plan import Grammar, GrammarKind, Pooling
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Grammar, Request
 from scheduler_service.rpc.public.generate_request import SAME_NUMBERS
 from scheduler_service.serving.sampling_options import FILTERS_OFF, SUPPRESSING_BIAS
 

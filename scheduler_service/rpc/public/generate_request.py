@@ -9,10 +9,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pagewire.common.messages import SamplingParams
 from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.plan import Grammar, SamplingParams
-from scheduler_service.core.request import BeamParams, Request
+from scheduler_service.core.request import BeamParams, Grammar, Request
 from scheduler_service.rpc.public.beam_search import check_beam_search, num_candidates, resolve_beam
 from scheduler_service.rpc.public.prompt_text import too_many_tokens
 from scheduler_service.rpc.public.structured_output import check_structured_output, resolve_grammar

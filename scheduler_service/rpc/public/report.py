@@ -5,8 +5,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pagewire.common.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import BlockMap, RequestReport, SchedulerStats
 from scheduler_service.serving.model_info import ModelInfo
 

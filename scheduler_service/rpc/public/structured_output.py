@@ -4,8 +4,9 @@ import json
 
 import grpc
 
+from pagewire.common.messages import GrammarKind
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.plan import Grammar, GrammarKind
+from scheduler_service.core.request import Grammar
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.serving.grammars import (
     GrammarChecks,

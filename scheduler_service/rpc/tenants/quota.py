@@ -7,7 +7,7 @@ from functools import partial
 
 import grpc
 
-from scheduler_service.core.plan import WorkerCapacity
+from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.tenant_file import Quota

@@ -5,9 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.scheduler import WorkerProtocolError
-from scheduler_service.rpc.worker import wire
+from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
+from pagewire.common.worker_wire import encode_request
 from scheduler_service.rpc.worker.worker_session import Session, SessionEnded
 from scheduler_service.serving.step_loop import StepLoop
 
@@ -50,7 +49,7 @@ class RankedSession:
             self._failed_grammars.discard(grammar_id)
         for added in plan.added_grammars:
             self._silent_ranks[added.grammar_id] = set(range(len(self.sessions)))
-        message = wire.encode_plan(plan)
+        message = encode_request(plan)
         self._on_plan_sent(message.ByteSize())
         for session in self.sessions:
             session.pass_on(plan, message)

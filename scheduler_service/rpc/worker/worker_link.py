@@ -13,15 +13,21 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
+from pagewire.common.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Refusal,
+    RefusalReason,
+    WorkerCapacity,
+    WorkerProtocolError,
+)
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.draining import cancel
 from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.wrong_port import RightPort
+from pagewire.common.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.rpc.waiting import Outdated, Waiting
-from scheduler_service.rpc.worker import wire
 from scheduler_service.rpc.worker.epochs import Epochs
 from scheduler_service.rpc.worker.ranked_session import RankedSession
 from scheduler_service.rpc.worker.worker_session import Session, SessionEnded, WorkerHangs, read, write
@@ -138,7 +144,8 @@ class WorkerLink:
         call = execute(wait_for_ready=True)
         try:
             async with self._waiting.for_connection(self._diallers[rank], execute, self._step_loop.worker_missing):
-                await write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
+                hello = Hello(PROTOCOL_VERSION, self._instance_id, session.epoch, self._pipeline_depth)
+                await write(call, encode_request(hello))
             # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
             async with asyncio.timeout(_READY_TIMEOUT):
                 answer = await read(call)
@@ -180,9 +187,9 @@ class WorkerLink:
             self._restart_worker(rank, reason)
         return _Ended(reason)
 
-    def _admit(self, rank: int, answer: wire.WorkerMessage) -> WorkerCapacity:
+    def _admit(self, rank: int, answer: Response) -> WorkerCapacity:
         """Return the worker's capacity if it fits what this scheduler serves. Raises SessionEnded, FencedError."""
-        if isinstance(answer, wire.Refusal):
+        if isinstance(answer, Refusal):
             self._take_refusal(answer)
             raise SessionEnded(f"refused: {answer.message}")
         if not isinstance(answer, WorkerCapacity):
@@ -206,9 +213,9 @@ class WorkerLink:
                 )
         return answer
 
-    def _take_refusal(self, refusal: wire.Refusal) -> None:
+    def _take_refusal(self, refusal: Refusal) -> None:
         """Give up a worker that somebody else holds, or count on from its epoch. Raises FencedError, WorkerTaken."""
-        if refusal.reason is not wire.RefusalReason.STALE_EPOCH:
+        if refusal.reason is not RefusalReason.STALE_EPOCH:
             return
         if self._first_capacities and refusal.instance_id != self._instance_id:
             reason = f"scheduler {refusal.instance_id} has taken the worker in epoch {refusal.epoch}"

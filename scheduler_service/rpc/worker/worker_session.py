@@ -8,11 +8,10 @@ from typing import Any, NoReturn, Protocol
 import grpc
 import grpc.aio
 
+from pagewire.common.messages import GrammarReport, Heartbeat, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from pagewire.common.transport.draining import cancel
+from pagewire.common.worker_wire import Response, decode_response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
-from scheduler_service.core.plan import GrammarReport, StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.scheduler import WorkerProtocolError
-from scheduler_service.rpc.worker import wire
 from scheduler_service.rpc.worker.liveness import Liveness
 
 _JUDGE_INTERVAL = 0.1
@@ -56,7 +55,7 @@ class Session:
         self._last_moved_step = 0
 
     def send(self, plan: StepPlan) -> None:
-        message = wire.encode_plan(plan)
+        message = encode_request(plan)
         self._on_plan_sent(message.ByteSize())
         self.pass_on(plan, message)
 
@@ -91,7 +90,7 @@ class Session:
             message = await read(call)
             now = time.monotonic()
             self._liveness.heard(now)
-            if not isinstance(message, StepResult | wire.Heartbeat | GrammarReport):
+            if not isinstance(message, StepResult | Heartbeat | GrammarReport):
                 raise WorkerProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
             if message.epoch != self.epoch:
                 raise WorkerProtocolError(f"a {type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
@@ -118,12 +117,12 @@ class Session:
                 raise WorkerHangs(verdict)
 
 
-async def read(call: grpc.aio.StreamStreamCall) -> wire.WorkerMessage:
+async def read(call: grpc.aio.StreamStreamCall) -> Response:
     """Read the next message. Raises SessionEnded, WorkerProtocolError, AioRpcError."""
     message = await call.read()
     if message is grpc.aio.EOF:
         raise await _ended(call)
-    return wire.decode_worker_message(message)
+    return decode_response(message)
 
 
 async def write(call: grpc.aio.StreamStreamCall, message: worker_pb2.ExecuteRequest) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from pagewire.common.messages import SamplingParams
 from pagewire.kernels import sampling
 from pagewire.kernels.cpu.sampler import TorchSampler
 from pagewire.kernels.triton import sampler
@@ -26,7 +27,6 @@ from testing.kernel_checks.sampler import (
     single_rows,
 )
 from tests.worker.drawing import SamplingRow, draw
-from worker_service.step import SamplingParams
 
 FILTERED = (Row(top_k=7, seed=1), Row(top_p=0.9, seed=2), Row(top_k=40, top_p=0.5, min_p=0.02, seed=3))
 

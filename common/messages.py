@@ -1,10 +1,38 @@
-"""The messages between the scheduler and a worker, as frozen data.
+"""The messages between the scheduler and a worker, as frozen data: what either service makes, the other takes.
 
-`rpc/wire.py` translates these to and from `pagewire.worker.v1`; the comments there give units and ranges.
+`worker_wire.py` translates them to and from `pagewire.worker.v1`, whose comments give units and ranges.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
+
+# Rises with every change of meaning. Both sides must speak the same one.
+PROTOCOL_VERSION = 6
+
+
+class WorkerProtocolError(Exception):
+    """The other side broke the worker protocol. The session must end; the text says what was expected and what came."""
+
+
+def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
+    """A field, with what its values must fulfil; NaN fulfils none of it."""
+    return field(default=default, metadata={"is_legal": is_legal})
+
+
+def illegal_values(message: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields whose values are out of range, each with its value."""
+    for each in fields(message):
+        value = getattr(message, each.name)
+        if "is_legal" in each.metadata and not each.metadata["is_legal"](value):
+            yield each.name, value
+
+
+def _column(phase: str) -> Any:
+    """A column of a plan's phase: the i-th entries of all its columns belong together."""
+    return field(default=(), metadata={"phase": phase})
 
 
 class Pooling(Enum):
@@ -19,22 +47,23 @@ class Pooling(Enum):
 class SamplingParams:
     """How a row chooses its tokens. Every value is explicit: defaults were resolved before."""
 
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _legal(0.0, lambda value: 0.0 <= value < math.inf)  # 0 is greedy
+    top_k: int = _legal(0, lambda value: value >= 0)  # 0 is off
+    top_p: float = _legal(1.0, lambda value: 0.0 < value <= 1.0)
+    min_p: float = _legal(0.0, lambda value: 0.0 <= value <= 1.0)
+    repetition_penalty: float = _legal(1.0, lambda value: 0.0 < value < math.inf)
+    presence_penalty: float = _legal(0.0, math.isfinite)
+    frequency_penalty: float = _legal(0.0, math.isfinite)
     logit_bias_token_ids: tuple[int, ...] = ()
-    logit_bias_values: tuple[float, ...] = ()
-    min_tokens: int = 0
+    logit_bias_values: tuple[float, ...] = _legal((), lambda values: not any(map(math.isnan, values)))
+    min_tokens: int = _legal(0, lambda value: value >= 0)
     stop_token_ids: tuple[int, ...] = ()
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    # Not None: the row reports its most likely tokens instead of choosing one, and waits to be told how it goes on.
-    num_candidates: int | None = None
-    pooling: Pooling = Pooling.NONE  # any other: the row reports an embedding instead
+    num_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
+    num_prompt_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
+    # A row of a beam: it reports its most likely tokens instead of choosing one, and waits to be told how it goes on.
+    num_candidates: int | None = _legal(None, lambda value: value is None or value >= 1)
+    # Any other: the row reports an embedding instead of choosing a token.
+    pooling: Pooling = field(default=Pooling.NONE, metadata={"is_legal": lambda value: isinstance(value, Pooling)})
 
     @property
     def chooses_tokens(self) -> bool:
@@ -53,22 +82,13 @@ class GrammarKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
-    """What an output must match. One of the end tokens ends it."""
-
-    kind: GrammarKind
-    text: str
-    end_token_ids: tuple[int, ...]  # at least one, rising
-
-
-@dataclass(frozen=True, slots=True)
 class AddedGrammar:
-    """A grammar with the number by which an epoch knows it, from 1."""
+    """What an output must match, and the number by which an epoch knows it, from 1. One of the end tokens ends it."""
 
     grammar_id: int
     kind: GrammarKind
     text: str
-    end_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]  # at least one, rising
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +119,41 @@ class StepPlan:
     step: int
     released_slots: tuple[int, ...] = ()
     # Moves: device block swap_out_device_blocks[i] to host block swap_out_host_blocks[i], and the other way round.
-    swap_out_device_blocks: tuple[int, ...] = ()
-    swap_out_host_blocks: tuple[int, ...] = ()
-    swap_in_host_blocks: tuple[int, ...] = ()
-    swap_in_device_blocks: tuple[int, ...] = ()
+    swap_out_device_blocks: tuple[int, ...] = _column("swaps_out")
+    swap_out_host_blocks: tuple[int, ...] = _column("swaps_out")
+    swap_in_host_blocks: tuple[int, ...] = _column("swaps_in")
+    swap_in_device_blocks: tuple[int, ...] = _column("swaps_in")
     # Copies from device block to device block.
-    copy_source_blocks: tuple[int, ...] = ()
-    copy_target_blocks: tuple[int, ...] = ()
+    copy_source_blocks: tuple[int, ...] = _column("copies")
+    copy_target_blocks: tuple[int, ...] = _column("copies")
     openings: tuple[RowOpening, ...] = ()
     # Slot fork_target_slots[i] becomes a copy of row fork_source_slots[i], and is paused. A target may be occupied.
-    fork_source_slots: tuple[int, ...] = ()
-    fork_target_slots: tuple[int, ...] = ()
-    append_slots: tuple[int, ...] = ()
-    append_block_ids: tuple[int, ...] = ()
+    fork_source_slots: tuple[int, ...] = _column("forks")
+    fork_target_slots: tuple[int, ...] = _column("forks")
+    append_slots: tuple[int, ...] = _column("appended_blocks")
+    append_block_ids: tuple[int, ...] = _column("appended_blocks")
     # Entry set_block_indexes[i] of the table of slot set_block_slots[i] becomes set_block_ids[i].
-    set_block_slots: tuple[int, ...] = ()
-    set_block_indexes: tuple[int, ...] = ()
-    set_block_ids: tuple[int, ...] = ()
-    append_token_slots: tuple[int, ...] = ()
-    append_token_ids: tuple[int, ...] = ()
-    work_slots: tuple[int, ...] = ()
-    work_num_tokens: tuple[int, ...] = ()
+    set_block_slots: tuple[int, ...] = _column("set_blocks")
+    set_block_indexes: tuple[int, ...] = _column("set_blocks")
+    set_block_ids: tuple[int, ...] = _column("set_blocks")
+    append_token_slots: tuple[int, ...] = _column("appended_tokens")
+    append_token_ids: tuple[int, ...] = _column("appended_tokens")
+    work_slots: tuple[int, ...] = _column("patches_of_work")
+    work_num_tokens: tuple[int, ...] = _column("patches_of_work")
     added_grammars: tuple[AddedGrammar, ...] = ()
     released_grammar_ids: tuple[int, ...] = ()
+
+
+def _phases() -> dict[str, tuple[str, ...]]:
+    phases: dict[str, tuple[str, ...]] = {}
+    for each in fields(StepPlan):
+        if each.default == ():
+            phase = each.metadata.get("phase", each.name)
+            phases[phase] = (*phases.get(phase, ()), each.name)
+    return phases
+
+
+PHASES = _phases()  # the names of each phase's columns
 
 
 class RowStatus(Enum):
@@ -211,18 +243,31 @@ class GrammarReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Hello:
+    """Opens an epoch."""
+
+    protocol_version: int
+    instance_id: str
+    epoch: int
+    pipeline_depth: int
+
+
+_COUNT = {"is_legal": lambda value: value >= 1}
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """The capacity that a worker reported when it joined."""
+    """The capacity that a worker reports when an epoch begins."""
 
     worker_id: str
     model_digest: bytes
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    num_device_blocks: int  # usable ones; their ids are 1..num_device_blocks
+    vocab_size: int = field(metadata=_COUNT)
+    max_model_len: int = field(metadata=_COUNT)
+    block_size: int = field(metadata=_COUNT)
+    num_device_blocks: int = field(metadata=_COUNT)  # usable ones; their ids are 1..num_device_blocks
     block_bytes: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_seqs: int = field(metadata=_COUNT)
+    max_num_batched_tokens: int = field(metadata=_COUNT)
     device: str
     dtype: str
     attention_backend: str
@@ -230,10 +275,39 @@ class WorkerCapacity:
     swap_bandwidth: float = 0.0  # bytes per second between device and host, measured; 0 without host blocks
     sliding_window: int = 0  # the widest window of all layers, in tokens; 0 if one has none
     tensor_parallel_rank: int = 0
-    tensor_parallel_size: int = 1  # ranks that share the model out; `block_bytes` are those of one of them
+    # Ranks that share the model out; each says `block_bytes` and `weight_bytes` of its own part.
+    tensor_parallel_size: int = field(default=1, metadata=_COUNT)
     quantization: str = ""  # what the weights were made into while they loaded
     grammar_version: str = ""  # of the library that reads grammars; empty: rows have none
     gates_grammars: bool = False  # rows with a grammar rest when they have sampled
-    tables_digest: str = ""  # of what the worker computed of the model's configuration as it loaded
+    tables_digest: str = ""  # SHA-256 over what was computed of the model's configuration as it loaded
     weight_format: str = ""  # in words
-    weight_bytes: int = 0  # that the model takes, on all ranks together
+    weight_bytes: int = 0  # that the model takes
+
+
+class RefusalReason(Enum):
+    """Why a worker does not serve an epoch."""
+
+    STALE_EPOCH = 1
+    PROTOCOL_VERSION = 2
+    FUTURE_EPOCH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the worker does not serve an epoch, and who holds it."""
+
+    reason: RefusalReason
+    epoch: int
+    instance_id: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """How far the worker is, whatever it is doing."""
+
+    epoch: int
+    last_started_step: int
+    last_finished_step: int
+    last_moved_step: int = 0
