@@ -55,7 +55,7 @@ def _announce(line: str) -> None:
 
 @cache
 def _output() -> QueuedWriter:
-    """What writes to standard output: nobody may be reading that, or nobody any more."""
+    """What writes to standard output: that may not be read, or not any more."""
     writer = QueuedWriter(stream_writer(lambda: sys.stdout), lambda num_dropped: b"")
     atexit.register(writer.flush, _FLUSH_TIMEOUT_S)
     return writer

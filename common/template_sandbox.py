@@ -346,7 +346,7 @@ class _Metering(NodeTransformer):
 
 
 class _Namespace(Namespace):
-    """Does not write out what is in it, which nobody paid for."""
+    """Does not write out what is in it, which is not in the budget."""
 
     def __repr__(self) -> str:
         return "<namespace>"
@@ -381,7 +381,7 @@ def _num_own_chars(body: Iterable[nodes.Node]) -> int:
     return total
 
 
-@pass_context  # else Jinja2 would finalize constants once and for all, and nobody would pay for them
+@pass_context  # else Jinja2 would finalize constants once and for all, and without the budget
 def _finalize(context: Context, value: Any) -> str:
     """The text of what is written out."""
     assert isinstance(context.environment, _Environment)

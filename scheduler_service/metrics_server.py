@@ -60,7 +60,7 @@ def serve_metrics(collector: Collector, config: SchedulerConfig | FrontEndConfig
 
 class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a silent connection holds nobody up
+    block_on_close = False  # a silent connection does not hold up the end
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self.registry = registry

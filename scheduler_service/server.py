@@ -64,7 +64,7 @@ async def run(
     """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
 
     `ready` gets the server's URL once, when it first serves. `restart_worker` ends the process of a rank that
-    hangs, or that another scheduler has taken, and another one takes its place; None: somebody else runs the worker.
+    hangs, or that another scheduler has taken, and another one takes its place; None: the worker is run elsewhere.
     `num_log_lines_dropped` is for the metrics.
     """
     try:

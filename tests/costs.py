@@ -40,7 +40,7 @@ class Costs:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         path, _, _ = report.nodeid.partition("::")
         cpu, wall = self.of_file.get(path, (0.0, 0.0))
-        # Of a process that died there is a report, but nobody measured.
+        # Of a process that died there is a report, but no measurement.
         self.of_file[path] = cpu + getattr(report, "cpu", 0.0), wall + report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

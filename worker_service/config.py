@@ -25,7 +25,7 @@ class WorkerConfig:
     socket: str | None = option(
         None,
         "path of a Unix socket to listen on instead of --host and --port, which a scheduler dials by --worker "
-        "unix:PATH; whoever may write to it, or to its directory, commands the worker",
+        "unix:PATH; who may write to it, or to its directory, commands the worker",
     )
     device: str = option(
         "auto", "where to compute; auto: cuda if there is a GPU, otherwise cpu", choices=("auto", "cpu", "cuda")
@@ -146,7 +146,7 @@ class WorkerConfig:
     link_secret_file: str | None = option(
         None,
         "file with the secret that a scheduler must show, which has a file with the same one; read whenever one "
-        "connects (default: whoever connects may command the worker, if it has the certificate that is asked for)",
+        "connects (default: who connects may command the worker, with the certificate that is asked for)",
     )
     otlp_traces_endpoint: str | None = option(
         None, "where to send traces: http://HOST:PORT of a collector, OTLP over gRPC; needs the extra `tracing`", URL

@@ -128,7 +128,7 @@ class Pipeline:
 
 
 def capacity(num_sequences: int, max_model_len: int) -> WorkerCapacity:
-    """Returns a pool that holds every sequence twice over, so that nobody is preempted and cached prompts stay."""
+    """Returns a pool that holds every sequence twice over, so that none is preempted and cached prompts stay."""
     return WorkerCapacity(
         worker_id="bench",
         model_digest=b"",

@@ -1,4 +1,4 @@
-"""Requests of a step loop of which only the end matters, since nobody is there to read what comes of them."""
+"""Requests of a step loop of which only the end matters, since nothing reads what comes of them."""
 
 import asyncio
 

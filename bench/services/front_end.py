@@ -2,10 +2,10 @@
 
     python -m bench.services.front_end
 
-Arms take turns; figures are medians. `steps` is the step loop with nobody to deliver to: what an arm costs beyond it
+Arms take turns; figures are medians. `steps` is the step loop with no receiver: what an arm costs beyond it
 with as many streams is delivery. `bare` is a gRPC server that does nothing but send messages of the same tokens, made
 beforehand, at the same pace: the same streams cannot be served for less in Python. Front ends take tokens alone, over
-16 connections, with GenerateMany; `idle` has 1,000 more such calls open that nobody uses. Raw numbers go to
+16 connections, with GenerateMany; `idle` has 1,000 more such calls open and unused. Raw numbers go to
 bench/results/front_end.json.
 """
 

@@ -56,7 +56,7 @@ async def run_round(client: Client, index: int, num_requests: int) -> dict[str, 
         prompts = [prefix + random_tokens(rng, SUFFIX_LENGTH) for _ in range(num_requests)]
         figures[name] = await burst(client, prompts)
         if name == "first":
-            # A third more than the device holds: the prefix, which nobody uses meanwhile, goes first.
+            # A third more than the device holds: the prefix, which is not used meanwhile, goes first.
             num_others = NUM_DEVICE_BLOCKS * 16 * 4 // 3 // OTHER_LENGTH
             for _ in range(num_others):
                 await burst(client, [random_tokens(rng, OTHER_LENGTH)])

@@ -53,7 +53,7 @@ RECORDS = {"type": "array", "items": RECORD, "minItems": 1000}
 
 
 def new_schema(rng: random.Random) -> dict[str, Any]:
-    """Returns a schema of 5 kB that nobody has sent before."""
+    """Returns a schema of 5 kB that was never sent before."""
     forms: list[dict[str, Any]] = [*RECORD["properties"].values(), RECORD]
     schema: dict[str, Any] = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     while len(json.dumps(schema)) < 5000:

@@ -5,9 +5,9 @@
 Two pairs of the bundled model with `--worker-grace 5`, and smg before them as `deploy/components/gateway` starts it.
 Clients ask for short answers, whole and streamed, one after the other; then some long streams begin too, and the worker
 of the pair that runs most of them is killed. What streams there has nowhere else to go: it waits until the worker is
-started again, which is long after the grace. Nobody else should wait much longer than the grace, and nothing may fail.
-A wait is the time to the first piece of a stream, or to an answer as a whole. The text of each long stream is compared
-with that of the same request before all this. Raw numbers go to bench/results/worker_loss.json.
+started again, which is long after the grace. No other client should wait much longer than the grace, and nothing may
+fail. A wait is the time to the first piece of a stream, or to an answer as a whole. The text of each long stream is
+compared with that of the same request before all this. Raw numbers go to bench/results/worker_loss.json.
 """
 
 import argparse

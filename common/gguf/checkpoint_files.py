@@ -1,7 +1,7 @@
 """What stands in the small files of a checkpoint directory, told of a GGUF file: configuration and special tokens.
 
 The services read these as they read the files, so that there is one meaning of every setting. What a file asks for and
-nobody computes is refused by its key, never ignored.
+what is not computed is refused by its key, never ignored.
 """
 
 from typing import Any
@@ -129,7 +129,8 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return what the model computes in where nobody says: weights of fewer bits than 16 are widened to bfloat16."""
+    """Return what the model computes in where no option says it: weights of fewer bits than 16 are widened to
+    bfloat16."""
     tensors = {name: info for name, info in file.tensors.items() if not name.endswith(_EXACT)}
     names = {info.type_name for info in tensors.values() if len(info.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(names), "bfloat16")

@@ -2,7 +2,7 @@
 
 The library gives Python's lock up while it computes a mask, so threads do that while a step is computed. What the masks
 of a grammar have taken says on which: those of grammars that are a burden share one thread, and the cheapest go first,
-but none waits for ever. Whoever needs masks at once computes those that nobody has begun.
+but none waits for ever. A step that needs masks at once computes those that have not begun.
 """
 
 import ctypes
@@ -59,8 +59,8 @@ class _Lane:
 class MaskQueue:
     """Computes masks on two threads, which begin with the first job. A row's jobs are put one after the other.
 
-    Their priority is that of all others: moving a grammar on needs Python's lock, and whoever holds that must not
-    be kept off the processors.
+    Their priority is that of all others: moving a grammar on needs Python's lock, and the thread that holds that must
+    not be kept off the processors.
     """
 
     def __init__(self, *, has_threads: bool = True) -> None:

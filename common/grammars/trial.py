@@ -1,9 +1,9 @@
 """A grammar is first read where it can do no harm: in a process of its own, which ends when it takes too much.
 
 The library counts its work in most places, but not in all: some grammars make it compute for minutes, or take
-gigabytes, before it counts. So whoever takes grammars from strangers tries each one here. The process that has read the
-tokenizer makes a copy of itself for each trial, whose CPU time and memory the system limits; it ends the copy that
-passes them.
+gigabytes, before it counts. So a service that takes grammars from strangers tries each one here. The process that has
+read the tokenizer makes a copy of itself for each trial, whose CPU time and memory the system limits; it ends the copy
+that passes them.
 """
 
 import json
@@ -147,7 +147,7 @@ def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_t
 
 
 class _Walk:
-    """An output as somebody would make it who looks for what takes long: a token again and again, and any other."""
+    """An output as a search for what takes long would make it: a token again and again, and any other."""
 
     def __init__(self, matcher: Matcher, vocab_size: int) -> None:
         self._matcher = matcher

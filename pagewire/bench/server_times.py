@@ -69,7 +69,7 @@ class ServerTimes:
 
 
 def read(url: str) -> ServerTimes:
-    """Returns the times at a /metrics url. Raises CommandError if nobody answers there, or no Pagewire."""
+    """Returns the times at a /metrics url. Raises CommandError if no server answers there, or no Pagewire."""
     try:
         with _OPENER.open(url, timeout=TIMEOUT_S) as response:
             return parse(response.read().decode())

@@ -1,4 +1,4 @@
-"""Reads what somebody types into a chat: lines with editing and history, and messages of several lines."""
+"""Reads what a user types into a chat: lines with editing and history, and messages of several lines."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ class ChatTerminal:
     """Reads standard input. Where that is no terminal, lines are read without prompts, editing and history."""
 
     def __init__(self, history: Path | None) -> None:
-        """Reads the `history` and keeps it, if it can be; nobody else may read it, since it holds what was said."""
+        """Reads the `history` and keeps it, if it can be; no other user may read it, since it holds what was said."""
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._history = history
         self._readline: Any = None
@@ -45,7 +45,7 @@ class ChatTerminal:
         return "\n".join(lines)
 
     def confirms(self, question: str) -> bool:
-        """Asks a question and returns whether the answer is yes, which is the default. Where nobody can be asked, it is
+        """Asks a question and returns whether the answer is yes, which is the default. Without a terminal, it is
         yes."""
         if not self.is_interactive:
             return True

@@ -92,5 +92,5 @@ def _perform(scheduler: Scheduler, event: Event) -> tuple[Any, Any]:
         value = getattr(scheduler, event.name)(*event.arguments, event.now)
     except Exception as error:  # it is compared with what was raised when it was recorded
         return None, failure(error)
-    scheduler.take_kv_events()  # nobody else does
+    scheduler.take_kv_events()  # a replay has no subscriber
     return value, outcome(value)

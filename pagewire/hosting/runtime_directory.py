@@ -28,7 +28,7 @@ class RuntimeDirectory:
     def __enter__(self) -> Path:
         """Makes the directory, and removes those that killed processes have left. Raises OSError with one line."""
         base = self.path.parent
-        # Under a name that nobody looks for, until it is locked.
+        # Under a name that is not looked for, until it is locked.
         unlocked = base / f".{self.path.name}"
         try:
             _remove_abandoned(base)
@@ -75,7 +75,7 @@ def _remove_abandoned(base: Path) -> None:
             if not _NAME.fullmatch(path.name) or path.lstat().st_uid != os.getuid():
                 continue
             lock = _lock(path)
-        except OSError:  # somebody runs there, or has removed it
+        except OSError:  # its server runs, or has removed it
             continue
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)

@@ -19,8 +19,8 @@ from pagewire.hosting.child_output import READ_BYTES, ChildOutput
 log = logging.getLogger(__name__)
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# Below the ports that Linux gives to outgoing connections: nobody takes the port while the worker restarts, and a
-# client that dials it meanwhile cannot connect to itself.
+# Below the ports that Linux gives to outgoing connections: no other process takes the port while the worker restarts,
+# and a client that dials it meanwhile cannot connect to itself.
 WORKER_PORTS = range(20_000, 32_768)
 
 
@@ -109,7 +109,7 @@ class Supervisor:
         level_of: Callable[[str], int] = lambda line: logging.INFO,
     ) -> None:
         """`name` is what log lines call the child. `on_ready` gets its URL whenever it comes up. `level_of` says how
-        important a line is that it prints; that it is ready is told by whoever listens."""
+        important a line is that it prints; that it is ready is told by its listener."""
         self._command = command
         self._environ = environ
         self._policy = policy or RestartPolicy()
@@ -180,7 +180,7 @@ class Supervisor:
         )
 
     async def _watch(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
-        """Reads the child's standard output to its end, whatever comes: a child whose output nobody reads stands still,
+        """Reads the child's standard output to its end, whatever comes: a child whose output is not read stands still,
         and asyncio does not tell of its death."""
         assert process.stdout is not None
         output = ChildOutput()
@@ -220,7 +220,7 @@ class Supervisor:
 
 
 def free_port(host: str) -> int:
-    """Find a port that nobody listens on."""
+    """Find a port that is free."""
     for port in random.sample(WORKER_PORTS, k=100):
         with socket.socket() as probe:
             try:

@@ -251,7 +251,7 @@ def _check_content(cache: CacheManager) -> None:
 
 
 def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
-    """Assert that whoever waits with a cursor knows what is cached of it, and stands where the policy says by that."""
+    """Assert that a group with a cursor knows what is cached of it, and stands where the policy says by that."""
     state.standings.update(state.now)
     followed = {group.cursor: group for group in state.groups.values() if group.cursor is not None}
     standing = [cursor for node in cache.index.nodes() for same in (node.cursors or {}).values() for cursor in same]

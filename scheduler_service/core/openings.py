@@ -15,7 +15,8 @@ class Openings:
     def __init__(self, state: Lifecycle, epoch: Epoch) -> None:
         self._state = state
         self._epoch = epoch
-        # The waiting group that last lacked blocks, and how many were free: until more are, nobody need look again.
+        # The waiting group that last lacked blocks, and how many were free: until more are, it need not be looked at
+        # again.
         self._lacking: tuple[SequenceGroup | None, int] = (None, 0)
 
     def open_loaded(self, draft: PlanDraft) -> None:
@@ -29,7 +30,7 @@ class Openings:
     # Samples beside the first
 
     def open_siblings(self, draft: PlanDraft) -> bool:
-        """Open the other sequences of groups whose prompt is computed. False if one had no room: nobody is admitted
+        """Open the other sequences of groups whose prompt is computed. False if one had no room: no group is admitted
         before it."""
         state, epoch = self._state, self._epoch
         for group in sorted(state.unopened, key=lambda group: group.order):

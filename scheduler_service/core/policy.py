@@ -21,7 +21,7 @@ class Standing(NamedTuple):
     """What is known of a waiting request beside what it asks for. It changes while the request waits."""
 
     arrived_at: float  # seconds of the caller's clock
-    has_precedence: bool  # it has run before, or has waited as long as the policy lets anybody wait
+    has_precedence: bool  # it has run before, or has waited as long as the policy lets a request wait
     num_blocks: int  # of its prompt
     num_uncached_blocks: int  # of these, those that it would compute if it began now
 
@@ -33,7 +33,7 @@ class Policy(Protocol):
     name: str
     ranks_tenants: bool  # False: every rank is 0 at all times
     moves_keys: bool  # False: `key` does not look at the standing
-    max_wait_s: float  # after which a request has precedence; infinite where nobody ever has
+    max_wait_s: float  # after which a request has precedence; infinite where none ever has
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
         """Order a request among those of its tenant that wait: the lowest is next. `arrival` counts the requests."""
@@ -107,7 +107,7 @@ class FairPolicy:
 
     A tenant's counter is the service it got: prompt tokens with weight 1, output tokens with weight 2. The waiting
     tenant with the lowest counter is next; within a tenant, priority and arrival decide. A tenant that begins to wait
-    is lifted to the lowest counter of those that wait (where nobody waits: of the last that did), so nobody saves up
+    is lifted to the lowest counter of those that wait (where none waits: of the last that did), so none saves up
     service by staying away.
 
     Bound (their theorem 4.4): while two tenants both have requests waiting, the service that they get differs by at
@@ -115,7 +115,7 @@ class FairPolicy:
     because another's counter is lower: not while the first request of a tenant is refused for reasons of its own, and
     not for tenants that one client makes up at will. Running requests are not preempted for the sake of fairness.
 
-    Counters are kept while anybody has a request; then all begin anew.
+    Counters are kept while any tenant has a request; then all begin anew.
     """
 
     ranks_tenants = True
@@ -131,7 +131,7 @@ class FairPolicy:
         self._present: set[str] = set()  # tenants with requests, waiting or running
         self._waiting: set[str] = set()
         self._last_waiting = ""  # the tenant that waited last
-        self._floor = 0  # what a tenant that begins to wait has at least; never falls while anybody is present
+        self._floor = 0  # what a tenant that begins to wait has at least; never falls while any is present
         self._num_absent_kept = 0
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:

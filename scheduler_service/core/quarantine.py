@@ -1,9 +1,9 @@
 """Which request crashes the worker? Found by running suspects in halves.
 
 A request is charged for a crash of the worker when it was dispatched and no token of it has been confirmed since. The
-first crash means nothing: workers die. Requests that were there twice are suspects: they run half by half and nobody
-else beside them, until each has had a token confirmed. One that crashes the worker alone, twice, fails. Thus one poison
-request among n costs at most 3 + log2(n) crashes, and nobody else fails for it (S10). A grammar that the worker
+first crash means nothing: workers die. Requests that were there twice are suspects: they run half by half and no other
+beside them, until each has had a token confirmed. One that crashes the worker alone, twice, fails. Thus one poison
+request among n costs at most 3 + log2(n) crashes, and no other fails for it (S10). A grammar that the worker
 prepares may be what crashes it: that is charged to all requests that need it, as to one.
 """
 
@@ -28,7 +28,7 @@ class Quarantine:
 
     @property
     def has_charges(self) -> bool:
-        """Whether a confirmed token may clear anybody."""
+        """Whether a confirmed token may clear a suspect."""
         return bool(self._charged)
 
     def admits(self, request: SequenceGroup) -> bool:
@@ -48,7 +48,7 @@ class Quarantine:
                 request.num_lone_crashes += 1
                 if request.num_lone_crashes >= _MAX_LONE_CRASHES:
                     failed.append(request)
-        # The culprit is among those that were there: whoever was not is no suspect for now.
+        # The culprit is among those that were there: one that was not is no suspect for now.
         suspects = [request for request in charged if request.num_crashes >= 2 and request not in failed]
         self._suspects = suspects or [request for request in self._suspects if request not in failed]
         self._start_trial()

@@ -5,7 +5,7 @@ Its idle blocks stand on a shelf of their own, in both tiers, and the shelf that
 without which nothing is lost, because the host has them too, are not on shelves: they go before all others.
 
 Tenants share the cache: what one has used lately, or hinted to keep, is lost to others only while it has as many idle
-blocks as any of them. So hints and waiting requests order a tenant's own sessions, and empty nobody else's cache.
+blocks as any of them. So hints and waiting requests order a tenant's own sessions, and empty no other tenant's cache.
 """
 
 import math
@@ -16,13 +16,13 @@ from scheduler_service.core.cache import Worth
 from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.sequence import SequenceGroup
 
-# The worth of a shelf begins with one of these: nobody is expected to come for its blocks, somebody may, somebody is
-# there, somebody waits and will use them.
+# The worth of a shelf begins with one of these: no request is expected to use its blocks, one may, the session has
+# a request, one waits and will use them.
 GIVEN_UP, IDLE, PRESENT, AWAITED = 0.0, 1.0, 2.0, 3.0
 # A request that names no session goes on with one if it begins with at least this part of what that has computed.
 _CONTINUED_SHARE = 0.5
 _SHARED_S = 300.0  # after its last use, or the end of its hinted retention, a session's tenant has no share for it
-_NUM_LOST = 64  # sessions without blocks that are kept before anybody looks which these are
+_NUM_LOST = 64  # sessions without blocks that are kept before it is looked up which these are
 _MIN_GAP_S = 0.1
 _PRIOR_GAPS = 3  # the gaps of everybody count as many as these of a session's own
 _NUM_GAPS = 10  # a session's own gaps that its mean looks back on, and everybody's
@@ -72,7 +72,7 @@ class ReturnTimes:
     """Learns how long sessions stay away, and expects those back first whose chance to return now is best.
 
     Gaps between requests have long tails. If they are Lomax distributed with a session's own scale g, the chance that
-    it returns in the next moment, having been away for a, is in proportion to 1 / (a + g): whoever has the least
+    it returns in the next moment, having been away for a, is in proportion to 1 / (a + g): the session with the least
     `last_used_at` - g is the least likely to be back. g is the geometric mean of a session's gaps, drawn towards that
     of all sessions while it has had few.
     """
@@ -112,7 +112,7 @@ class Retention:
         cache.value_shelves_by(self._worth_of, self._tenant_of, self._is_expected)
 
     def update(self, now: float) -> None:
-        """Let sessions that nobody has used for long go before those that are used."""
+        """Let sessions that were not used for long go before those that are used."""
         self._cache.expose_below((IDLE, now - _SHARED_S))
 
     def arrived(self, group: SequenceGroup, now: float) -> None:

@@ -18,7 +18,7 @@ CODES = {code.value[0]: code for code in grpc.StatusCode}  # by the numbers of t
 
 
 class RpcError(Exception):
-    """Raised by whoever serves a call, it ends that call with its status (see `interception.py`).
+    """Raised by what serves a call, it ends that call with its status (see `interception.py`).
 
     The text names limit, actual value and remedy; `field` is the path of the field at fault.
     """

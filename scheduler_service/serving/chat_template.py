@@ -63,7 +63,7 @@ def _additional(folder: Path) -> dict[str, str]:
     paths = [path for path in islice(folder.glob("*.jinja"), _MAX_NAMED + 1) if path.is_file()]
     if len(paths) > _MAX_NAMED:
         raise ValueError(
-            f"{folder} holds more than {_MAX_NAMED} templates, the most: remove those that nobody asks for"
+            f"{folder} holds more than {_MAX_NAMED} templates, the most: remove those that are not asked for"
         )
     return {path.stem: _read_text(path) for path in sorted(paths)}
 

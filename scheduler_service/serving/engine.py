@@ -72,7 +72,7 @@ class RequestEngine(Protocol):
         """Let a request end with ABORT. Raises KeyError if there is none of that name."""
 
     def cancel(self, sequence_ids: list[int]) -> None:
-        """Let what is left of a request end with ABORT, whoever else uses its name by now."""
+        """Let what is left of a request end with ABORT, even if another uses its name by now."""
 
     def settle(self, sequence_id: int, num_computed: int, num_kept: int) -> None:
         """Take note of how many tokens of a sample its client got, of those that it was given. For samples whose

@@ -1,6 +1,6 @@
 """The last events of the prefix cache, in numbered batches, for subscribers who come, go and come back.
 
-Pure: whoever appends wakes whoever waits. Nothing is kept while nobody follows, since a subscriber begins with a
+Pure: the writer wakes the waiting readers. Nothing is kept without a subscriber, since a subscriber begins with a
 snapshot; what is kept is bounded in batches and in bytes, and the oldest goes first.
 """
 
@@ -45,7 +45,7 @@ class KvEventLog:
         return self.last_sequence_number - len(self._batches)
 
     def follow(self) -> None:
-        """Somebody reads what is appended from now on."""
+        """A subscriber reads what is appended from now on."""
         self._num_followers += 1
 
     def leave(self, now: float) -> None:
@@ -58,7 +58,7 @@ class KvEventLog:
         return self._num_followers > 0 or now < self._kept_until
 
     def skip(self) -> None:
-        """Something happened that nobody followed: what was held before leads nowhere."""
+        """Something happened that no subscriber saw: what was held before leads nowhere."""
         self.last_sequence_number += 1
         self._batches.clear()
         self.num_bytes = 0

@@ -1,4 +1,4 @@
-"""The prefix cache's events on their way from the core to whoever subscribes to them."""
+"""The prefix cache's events on their way from the core to their subscribers."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from scheduler_service.serving.observer import Observer
 
 
 class KvEvents:
-    """Keeps the events in a log while somebody follows them; otherwise they are only counted."""
+    """Keeps the events in a log while there are subscribers; otherwise they are only counted."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class KvEvents:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Inside the block, what happens to the cache is kept. Otherwise nobody is there to read it."""
+        """Inside the block, what happens to the cache is kept. Otherwise there is no reader."""
         self.take()
         self._log.follow()
         try:
@@ -72,7 +72,7 @@ class KvEvents:
                 observer.kv_events_happened(counts)
 
     def end(self) -> None:
-        """Nothing happens any more; whoever waits for the next batch hears so."""
+        """Nothing happens any more; readers that wait for the next batch hear so."""
         self._has_ended = True
         self._tell()
 

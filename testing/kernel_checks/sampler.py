@@ -204,7 +204,7 @@ def check_sample(logits: Tensor, rows: Sequence[Row], case: str, **masks: Tensor
 
 
 def make_target(columns: SamplingColumns) -> TokenTarget:
-    """Lines of a wider table, in no order, one of which is nobody's."""
+    """Lines of a wider table, in no order, one of which is no row's."""
     num_rows, device = len(columns.seeds), columns.seeds.device
     width = int(columns.num_tokens.max()) + 2
     table = torch.full((num_rows + 1, width + 3), -9, dtype=torch.int32, device=device)[:, :width]

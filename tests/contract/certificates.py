@@ -1,4 +1,4 @@
-"""Certificates for tests: authorities, and leaves that are good, expired or of nobody's."""
+"""Certificates for tests: authorities, and leaves that are good, expired or of no authority."""
 
 import datetime
 import ipaddress

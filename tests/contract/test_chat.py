@@ -38,7 +38,7 @@ TIMEOUT_S = 30.0
 
 
 class Terminal:
-    """What somebody at a terminal does and sees."""
+    """What a user at a terminal does and sees."""
 
     def __init__(self, leader: int, process: "subprocess.Popen[bytes]") -> None:
         self.process = process

@@ -428,7 +428,7 @@ def test_chat_without_a_template_continues_the_text(
         (12, pb.FINISH_REASON_STOP, False),
         (13, pb.FINISH_REASON_LENGTH, False),
         (1, pb.FINISH_REASON_LENGTH, True),
-        (0, pb.FINISH_REASON_LENGTH, False),  # nobody knows: no worker has come
+        (0, pb.FINISH_REASON_LENGTH, False),  # not known: no worker has come
     ],
 )
 def test_chat_says_that_an_answer_was_cut_off_where_the_context_ends(

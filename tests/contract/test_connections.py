@@ -86,7 +86,7 @@ async def crowded(process: Process, address: str) -> AsyncIterator[None]:
 
 
 async def check_silence_is_no_harm(address: str) -> None:
-    """Whoever connects and says nothing is in time closed by the server."""
+    """A connection that says nothing is in time closed by the server."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(120):
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * NUM_DESCRIPTORS)]

@@ -85,7 +85,7 @@ async def until_ended(stack: Stack, request_id: str, tenant: str = "") -> pb.Get
             result = await stack.stub.GetResult(pb.GetResultRequest(request_id=request_id, tenant=tenant))
             if result.state != pb.RESULT_STATE_RUNNING:
                 return result
-            await asyncio.sleep(0.01)  # whoever only polls has no event to wait for
+            await asyncio.sleep(0.01)  # a client that only polls has no event to wait for
 
 
 async def test_every_token_can_be_read_from_any_other(checkpoint: Path) -> None:
@@ -146,7 +146,7 @@ async def test_readers_come_and_go_while_it_runs(checkpoint: Path) -> None:
         await stack.until_idle()
 
 
-async def test_nobody_needs_to_be_there_and_a_lost_worker_is_no_matter(checkpoint: Path) -> None:
+async def test_no_client_needs_to_be_there_and_a_lost_worker_is_no_matter(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.005
         name = await submit(stack, PROMPT, max_tokens=80)

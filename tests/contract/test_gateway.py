@@ -78,7 +78,7 @@ def test_it_cannot_dial_a_scheduler_with_certificates(capsys: pytest.CaptureFixt
     assert "--gateway and --tls-cert cannot go together" in capsys.readouterr().err
 
 
-TENANT = "tenants: {{somebody: {{api_keys: ['sha256:{digest}']{more}}}}}"
+TENANT = "tenants: {{tenant: {{api_keys: ['sha256:{digest}']{more}}}}}"
 
 
 @pytest.mark.parametrize(("more", "is_refused"), [("", True), (", anonymous: true", False)])

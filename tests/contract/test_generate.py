@@ -111,7 +111,7 @@ async def test_stop_text_ends_the_output_and_is_cut_off(checkpoint: Path) -> Non
     assert stop not in tokenizer.decode(tokens[: num_tokens - 1])
 
 
-async def test_stop_text_ends_a_sequence_that_nobody_reads(checkpoint: Path) -> None:
+async def test_stop_text_ends_a_sequence_that_is_not_read(checkpoint: Path) -> None:
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     text = tokenizer.decode(expected_tokens(PROMPT, 100))
     position = next(i for i in range(30, len(text)) if text[i] != "\ufffd" and text.find(text[i]) == i)

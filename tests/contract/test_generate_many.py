@@ -336,7 +336,7 @@ class UnreadContext:
         await asyncio.Event().wait()
 
 
-async def test_failures_that_nobody_reads_are_bounded() -> None:
+async def test_failures_that_are_not_read_are_bounded() -> None:
     """Later submissions wait on the wire, where flow control holds them."""
     taken = 0
 

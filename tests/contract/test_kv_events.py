@@ -237,7 +237,7 @@ def test_the_log_is_bounded_in_bytes_too() -> None:
     assert log.num_bytes == 0
 
 
-def test_the_log_keeps_nothing_that_nobody_follows() -> None:
+def test_the_log_keeps_nothing_without_a_subscriber() -> None:
     log = KvEventLog(100, retention=60.0)
     assert not log.is_kept(0.0)
     log.skip()
@@ -255,7 +255,7 @@ def test_the_log_keeps_nothing_that_nobody_follows() -> None:
             log.after(start)
 
 
-async def test_events_that_nobody_follows_are_only_counted(checkpoint: Path) -> None:
+async def test_events_without_a_subscriber_are_only_counted(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         await stack.generate(request([1, 2, 3, 4, 5], max_tokens=8))
         unseen = await snapshot(stack)

@@ -51,7 +51,7 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_a_standard_error_that_takes_nothing_holds_nobody_up(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standard_error_that_takes_nothing_stops_nothing(run, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = Stuck()
     monkeypatch.setattr(sys, "stderr", stuck)
     monkeypatch.setattr(local_server, "_FLUSH_TIMEOUT_S", 0.01)

@@ -62,7 +62,7 @@ def test_text_is_the_default(written: Callable[[], str]) -> None:
     assert written().endswith(" WARNING pagewire.test: hello\n")
 
 
-def test_a_termination_log_that_takes_no_bytes_holds_nobody_up(
+def test_a_termination_log_that_takes_no_bytes_stops_nothing(
     written: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_go = threading.Event()
@@ -77,7 +77,7 @@ def test_the_line_on_why_a_process_ends_goes_to_the_termination_log(tmp_path: Pa
     path = tmp_path / "termination-log"
     logs.configure(logs.LogConfig(log_format="json", termination_log=str(path)))
     logger = logging.getLogger("pagewire.test")
-    logger.critical("nobody asked for it")
+    logger.critical("not asked for")
     assert not path.exists(), "it is there in pods alone"
     path.write_text("what was there before, which is longer than what comes")
     logger.error("something else")

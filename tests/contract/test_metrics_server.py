@@ -1,4 +1,4 @@
-"""The metrics port, asked as Prometheus asks, and as nobody should."""
+"""The metrics port, asked as Prometheus asks, and as no client should."""
 
 import http.client
 import socket
@@ -48,7 +48,7 @@ def get(server: MetricsServer, path: str = "/metrics", accept: str = "") -> tupl
 
 
 @pytest.mark.parametrize("accept", ["", PROMETHEUS_2, PROMETHEUS_3], ids=["curl", "Prometheus 2", "Prometheus 3"])
-def test_names_keep_their_colons_whoever_asks(server: MetricsServer, accept: str) -> None:
+def test_names_keep_their_colons_for_any_client(server: MetricsServer, accept: str) -> None:
     status, content_type, text = get(server, accept=accept)
     assert (status, content_type) == (200, "text/plain; version=0.0.4; charset=utf-8")
     names = {family.name for family in text_string_to_metric_families(text)}

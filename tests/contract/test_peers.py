@@ -161,8 +161,8 @@ async def test_scheduler_refuses_six_bad_peers_and_takes_the_good_one(site: Site
 
 
 async def test_without_tenants_any_name_of_the_authority_is_served(site: Site, checkpoint: Path) -> None:
-    anybody = site.authority.issue("anybody.test")
-    async with scheduler(site, checkpoint) as target, channel(target, site.authority.cert, anybody) as peer:
+    client = site.authority.issue("client.test")
+    async with scheduler(site, checkpoint) as target, channel(target, site.authority.cert, client) as peer:
         assert (await ask_scheduler(peer)).served_model_name
 
 

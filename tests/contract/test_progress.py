@@ -58,7 +58,7 @@ def test_what_is_done_soon_says_nothing_in_a_log() -> None:
     assert file.getvalue() == ""
 
 
-def test_a_bar_of_somebody_elses() -> None:
+def test_a_bar_of_another_program() -> None:
     calls: list[Any] = []
 
     class Bar:

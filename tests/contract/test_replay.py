@@ -144,7 +144,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"pagewire: error: cannot read {tmp_path / 'none'}: No such file or directory\n"
 
 
-async def test_a_fifo_that_nobody_reads_stops_no_scheduler(checkpoint: Path, tmp_path: Path) -> None:
+async def test_a_fifo_that_is_not_read_stops_no_scheduler(checkpoint: Path, tmp_path: Path) -> None:
     """Neither when it is opened, nor while it is full, nor on the way out."""
     os.mkfifo(tmp_path / "fifo")
     worker = FakeWorker(read_model_info(str(checkpoint)).digest)

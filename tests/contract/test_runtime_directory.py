@@ -34,7 +34,7 @@ def base() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_nobody_else_may_enter_and_it_is_gone_at_the_end(base: Path) -> None:
+def test_no_other_user_may_enter_and_it_is_gone_at_the_end(base: Path) -> None:
     before = os.umask(0)
     try:
         with of(base) as path:

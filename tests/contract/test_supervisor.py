@@ -285,7 +285,7 @@ async def test_a_child_that_cannot_start_is_started_once(tmp_path: Path, caplog:
         given_up = await asyncio.wait_for(task, 20)
     assert given_up == GivenUp("the worker cannot start: --device is cuda, but torch finds no GPU", 78)
     assert len(child.pids()) == 1
-    assert "torch finds no GPU" not in caplog.text, "whoever ends for it says so, once"
+    assert "torch finds no GPU" not in caplog.text, "the process that ends for it says so, once"
 
 
 async def test_a_child_that_was_ready_before_is_started_again_whatever_it_says(

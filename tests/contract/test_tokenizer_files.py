@@ -34,7 +34,7 @@ TEMPLATE = "|".join(
     f"{{{{ {name}_token }}}}" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image", "eot")
 )
 QUESTION = [{"role": "user", "content": "x"}]
-# What the files contradict each other in, or what nobody can make of them.
+# What the files contradict each other in, or what cannot be made of them.
 REFUSALS = r"give the token .* the id \d+, but (it gets \d+ from them|its class leaves it out)|its model is not of BPE"
 Encoded = list[int] | str
 

@@ -307,7 +307,7 @@ async def test_a_snapshot_comes_with_the_load_in_full() -> None:
     assert (sent.sample, sent.num_used_tokens, sent.max_total_num_tokens, sent.token_usage) == (1, 20, 40, 0.5)
 
 
-async def test_flush_empties_the_cache_once_nobody_runs(checkpoint: Path) -> None:
+async def test_flush_empties_the_cache_once_nothing_runs(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         stub, mirror = stub_of(stack), Mirror()
         async with following(stack, mirror):

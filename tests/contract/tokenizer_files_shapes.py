@@ -16,7 +16,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "special")
 _CLASSES = (
     *("GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "GPTNeoXTokenizerFast", "Qwen2Tokenizer"),
     *("Qwen3_5Tokenizer", "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "GemmaTokenizerFast"),
-    *("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizerFast", "NobodysTokenizer"),
+    *("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizerFast", "UnknownTokenizer"),
 )
 _MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma2", "gpt2", "gpt_neox", "bloom", "smollm3"),

@@ -346,7 +346,7 @@ def test_every_retention_serves_everybody_and_another_is_refused(tmp_path: Path)
         Simulation(trace, create_policy("agent"), SimulationSettings(20_000, SPEED, retention="fifo"))
 
 
-def test_nobody_waits_much_longer_than_the_bound(tmp_path: Path) -> None:
+def test_no_request_waits_much_longer_than_the_bound(tmp_path: Path) -> None:
     trace = read_trace(write_sessions(tmp_path / "trace", *growing_sessions(2, 12, 8)))
     settings = SimulationSettings(20_000, SPEED, max_sessions=12)
     waits = {}

@@ -40,7 +40,7 @@ def test_a_prompt_shorter_than_what_it_shares_needs_nothing(tmp_path: Path) -> N
     assert [request.num_needed_tokens for request in read_trace(path).sessions[0].requests] == [128, 0]
 
 
-def test_mooncakes_requests_need_what_nobody_has_shown(tmp_path: Path) -> None:
+def test_mooncakes_requests_need_what_was_not_shown(tmp_path: Path) -> None:
     path = write_mooncake(
         tmp_path / "trace",
         (0, 1100, 5, [0, 1, 2]),

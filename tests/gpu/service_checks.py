@@ -316,7 +316,7 @@ def swap(setting: Setting) -> Iterator[Case]:
     """Compares a pool that is far too small with one where everything fits."""
 
     def has_swapped(loads: Loads) -> None:
-        assert loads.num_swap_preemptions > 0, "nobody was swapped"
+        assert loads.num_swap_preemptions > 0, "no group was swapped"
         assert loads.num_held_host_blocks == loads.num_held_blocks == 0
 
     pool = ["--num-device-blocks", 48, "--num-host-blocks", 400]

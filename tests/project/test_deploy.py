@@ -401,7 +401,7 @@ def test_mutual_tls_shows_the_certificates_that_are_issued() -> None:
         assert files == {"tls.crt", "tls.key", "ca.crt"}
         assert flags["tls-client-ca"] == "/tls/ca.crt", "clients must show certificates"
     assert "client auth" in certificates["pagewire-scheduler"]["usages"]
-    assert "client auth" not in certificates["pagewire-worker"]["usages"], "a worker is nobody's client"
+    assert "client auth" not in certificates["pagewire-worker"]["usages"], "a worker is no client"
     assert flags_of(pods["worker"])["tls-client-names"] in certificates["pagewire-scheduler"]["dnsNames"]
     assert flags_of(pods["scheduler"])["worker-tls-name"] in certificates["pagewire-worker"]["dnsNames"]
 

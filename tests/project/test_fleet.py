@@ -60,7 +60,7 @@ def test_evicting_a_scheduler_or_a_worker_leaves_the_other(overlay: str) -> None
 
 @overlays
 def test_where_there_are_other_pairs_nothing_that_could_begin_there_waits_for_a_worker(overlay: Path) -> None:
-    """Alone, a scheduler has its clients wait: nobody else would serve them."""
+    """Alone, a scheduler has its clients wait: no other would serve them."""
     for component, template in pod_templates(rendered(overlay)):
         if component == "scheduler":
             flags = flags_of(template["spec"])

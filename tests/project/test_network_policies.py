@@ -147,7 +147,7 @@ def test_names_are_resolved_by_the_clusters_dns_by_openshifts_and_by_the_nodes_c
 
 
 @overlays
-def test_whoever_dials_a_name_may_resolve_it(overlay: Path) -> None:
+def test_a_pod_that_dials_a_name_may_resolve_it(overlay: Path) -> None:
     objects = rendered(overlay)
     (expression,) = find(objects, "NetworkPolicy", "dns")["spec"]["podSelector"]["matchExpressions"]
     dialling = {name for name, _ in pod_templates(objects) if name != "worker" or overlay.name in WORKERS_RESOLVE_IN}
@@ -191,7 +191,7 @@ def gateway_arguments(key: str) -> list[str]:
 
 
 def status_of(port: str, method: str, path: str, key: str | None = None) -> int | None:
-    """Returns the status of the answer, or None if nobody listens."""
+    """Returns the status of the answer, or None if no server listens."""
     connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -228,7 +228,7 @@ def test_the_gateways_administration_asks_for_the_key_of_the_secret() -> None:
 
 
 def test_an_empty_key_opens_nothing() -> None:
-    """As in a Secret that nobody filled in."""
+    """As in a Secret that was not filled in."""
     with gateway("") as port:
         assert status_of(port, "GET", "/workers") == 401
         assert status_of(port, "GET", "/workers", "admin") == 401

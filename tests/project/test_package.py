@@ -1,4 +1,4 @@
-"""`import pagewire` gives its names, its version, and types for whoever checks theirs."""
+"""`import pagewire` gives its names, its version, and types for programs that check theirs."""
 
 import subprocess
 import sys

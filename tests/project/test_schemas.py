@@ -158,7 +158,7 @@ def test_compose_file_is_valid() -> None:
         assert service["cap_drop"] == ["ALL"]
 
 
-def test_composed_services_find_each_other_and_nobody_else_finds_the_worker() -> None:
+def test_composed_services_find_each_other_and_no_other_finds_the_worker() -> None:
     services = compose()["services"]
     flags = {name: parse_flags(service["command"][1:]) for name, service in services.items()}
     assert flags["scheduler"]["worker"] == f"worker:{flags['worker']['port']}"

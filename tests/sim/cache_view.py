@@ -1,4 +1,4 @@
-"""What somebody who follows the KV events believes to be cached, held against what is."""
+"""What a subscriber to the KV events believes to be cached, held against what is."""
 
 import xxhash
 

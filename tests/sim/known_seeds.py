@@ -13,5 +13,5 @@ KNOWN_SEEDS: dict[int, str] = {
     23592: "a sample shares what its late relative writes again",
     32102: "groups that lack room for their samples wait for each other",
     35844: "a preempted beam's bad blocks stay published",
-    40464: "a sample publishes on top of a block that nobody holds",
+    40464: "a sample publishes on top of a block that is not held",
 }

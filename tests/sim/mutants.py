@@ -200,7 +200,7 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "a sample publishes on top of a block that nobody holds",
+        "a sample publishes on top of a block that is not held",
         "cache_manager",
         "if sequence.num_freed_blocks >= num_published:",
         "if sequence.num_freed_blocks > num_published:",
@@ -457,7 +457,7 @@ MUTANTS = (
         "if num_missing <= pool.num_free + pool.num_blocks:",
     ),
     _mutant(
-        "nobody is admitted in place of a group that gave way to none",
+        "no group is admitted in place of one that gave way to none",
         "scheduler",
         "if (draft.is_empty or not draft.has_preempted) and openings",
         "if not draft.has_preempted and openings",
@@ -483,13 +483,13 @@ MUTANTS = (
         " or self.swaps_in or self.added_grammars)",
     ),
     _mutant(
-        "crashes are charged to nobody",
+        "crashes are charged to no request",
         "quarantine",
         "            request.num_crashes += 1\n",
         "",
     ),
     _mutant(
-        "crashes are charged to whoever waits",
+        "crashes are charged to requests that wait",
         "quarantine",
         "            if len(causes) == 1:\n",
         "            if len(causes) <= 2:\n",
@@ -542,13 +542,13 @@ MUTANTS = (
         "need.num_requests = 1",
     ),
     _mutant(
-        "a grammar that nobody needs is never released",
+        "a grammar that is not needed is never released",
         "grammars",
         "            if need.grammar_id:\n                self._released.append(need.grammar_id)\n            else:\n",
         "            if not need.grammar_id:\n",
     ),
     _mutant(
-        "whoever waits for a grammar holds up the queue",
+        "a group that waits for a grammar holds up the queue",
         "openings",
         "        if group is None or self._epoch.last",
         "        if group is None or state.waiting.held or self._epoch.last",
@@ -604,7 +604,7 @@ MUTANTS = (
         "            if sample.status is RowStatus.GRAMMAR_FAILED and",
     ),
     _mutant(
-        "a grammar that crashes the worker is charged to nobody",
+        "a grammar that crashes the worker is charged to no request",
         "lifecycle",
         "if not group.is_finished), preparing)",
         "if not group.is_finished), set())",
@@ -682,7 +682,7 @@ MUTANTS = (
     ),
     # What is told
     _mutant(
-        "a block's removal from the device is told to nobody",
+        "a block's removal from the device is not told",
         "cache/prefix_index",
         "            self._changes.append((node, Tier.DEVICE, False))\n",
         "            pass\n",

@@ -92,7 +92,7 @@ def body_of(prompt: str, max_tokens: int) -> dict[str, Any]:
 def test_only_streams_that_have_begun_wait_for_the_worker(pairs: list[Pair], gateway: Gateway) -> None:
     with ThreadPoolExecutor(64) as pool:
         calm = list(pool.map(lambda prompt: ask(gateway, prompt, LONG), PROMPTS))
-        # Whoever reads an output as a whole has nothing of it yet, however much there is.
+        # The client of a whole output has nothing of it yet, however much there is.
         wholes = [pool.submit(ask, gateway, prompt, LONG) for prompt in PROMPTS]
         begun = [threading.Event() for _ in PROMPTS]
         streams = [

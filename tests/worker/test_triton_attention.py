@@ -138,7 +138,7 @@ def test_the_device_alone_may_know_which_rows_decode(lengths, windows, bound):
 
 
 def test_tokens_of_padding_are_one_row_and_rows_of_padding_have_none():
-    """As behind a graph of any mix of rows: of 20 tokens one row decodes, one has 4 and the rest belong to nobody."""
+    """As behind a graph of any mix of rows: of 20 tokens one row decodes, one has 4 and the rest belong to none."""
     rows = make_rows(15, [(40, 1), (33, 4), (0, 15)])
     rows.batch.seq_lens[2] = 0
     rows.batch.slot_mapping[5:] = -1

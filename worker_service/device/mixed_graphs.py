@@ -164,8 +164,8 @@ class MixedGraphs:
 
     def _padding(self, size: int, forward: Callable[[MixedInputs], Tensor]) -> Callable[[], None]:
         """Put rows of padding where the graph reads them. Returns what is to be captured."""
-        nobody = np.empty(0, np.int64)
-        padded = self.padded(WorkingRows(nobody, nobody, nobody, nobody.astype(np.bool_)), size)
+        none = np.empty(0, np.int64)
+        padded = self.padded(WorkingRows(none, none, none, none.astype(np.bool_)), size)
         self._device.compute.run(partial(self.set_rows, torch.from_numpy(padded.packed)))
         inputs = MixedInputs.lie_in(self._packed, size, self._num_rows(size), self._limits)
         return partial(self._keep_hidden, forward, inputs)

@@ -101,7 +101,7 @@ class UploadRing:
 
 
 class ResultBuffers:
-    """Buffers for what comes back, each somebody's until it is given back. The deque lets two threads do that."""
+    """Buffers for what comes back, each in use until it is given back. The deque lets two threads do that."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -14,7 +14,7 @@ class Outputs(NamedTuple):
 
     hidden: Tensor  # [T, hidden_size], final hidden states
     logits: Tensor  # [R, vocab_size] float32
-    highest: Tensor | None  # [R] int64, as `highest_logits` gives it; None: nobody has looked
+    highest: Tensor | None  # [R] int64, as `highest_logits` gives it; None: not looked for
     times: dict[str, int]  # nanoseconds by part, as `StepParts` names them, as far as they are told apart
 
 

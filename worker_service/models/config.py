@@ -82,7 +82,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a model, and in what it differs from others: a flag for each difference, whoever has it.
+    """The shape of a model, and in what it differs from others: a flag for each difference, whichever family has it.
 
     A layer adds to its input what attention makes of it, then what the MLP makes of that; `is_parallel`: of the same.
     """

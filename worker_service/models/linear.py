@@ -1,4 +1,4 @@
-"""Layers that load their weights: linear ones, laid out as whoever multiplies likes them, and embeddings."""
+"""Layers that load their weights: linear ones, laid out as the product likes them, and embeddings."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -59,7 +59,7 @@ class Linear(nn.Module):
         return slice(start, start + self.out_sizes[part])
 
     def finish_loading(self, dtype: torch.dtype, kept: KeptProduct | None = None) -> None:
-        """Hands the weight over to whoever multiplies, once. `dtype`: what the model computes in; `kept` has the weight
+        """Hands the weight over to the product, once. `dtype`: what the model computes in; `kept` has the weight
         already."""
         if self.weight is None:
             return
@@ -173,7 +173,7 @@ class ExpertLinear(nn.ModuleList):
         return [linear for linear in self if isinstance(linear, Linear)]
 
     def finish_loading(self, dtype: torch.dtype) -> None:
-        """Hands the weights over to whoever multiplies. Those that are quantised have been already."""
+        """Hands the weights over to the product. Those that are quantised have been already."""
         products = [linear.product for linear in self.linears if linear.product is not None]
         if products:
             assert len(products) == len(self)

@@ -100,7 +100,7 @@ class Operations:
         return lambda x, ids: multiply(x, weights, ids, biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """The product of experts of which each has one, of `prepare_quantized`, that nobody else needs any more."""
+        """The product of experts of which each has one, of `prepare_quantized`, that are needed no more."""
         return partial(multiply_each, products)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:

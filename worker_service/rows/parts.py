@@ -1,6 +1,6 @@
 """A step for which memory does not suffice, computed in parts; and a row that does not fit alone, given up.
 
-Rows of a step may read blocks that other rows of it write: whoever matched a prefix that is being computed. In one
+Rows of a step may read blocks that other rows of it write: a row that matched a prefix which is being computed. In one
 forward pass that is in order, since a layer's K and V of all rows are written before any row attends. Parts must keep
 the order by themselves. A row that starts at position p reads positions below p alone, and a shared block holds the
 same positions in every table: so whatever a row reads is written by rows that start before it. Parts in the order of

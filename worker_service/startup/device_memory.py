@@ -77,7 +77,7 @@ def size_pool(
     if memory.left(1.0) // block_bytes - 1 >= 1:
         remedy = f"raise --gpu-memory-utilization, which is {utilization}, or {_smaller_step(step)}"
     elif memory.weights + memory.others + 2 * block_bytes > memory.total:
-        remedy = "the weights alone leave no room: use a GPU with more memory, or share it with nobody"
+        remedy = "the weights alone leave no room: use a GPU with more memory, or do not share it"
     else:
         remedy = _smaller_step(step)
     raise ValueError(

@@ -30,7 +30,7 @@ class GrammarStart:
         try:
             self._thread.wait()
         except (GrammarError, GgufError, OSError, ValueError) as error:
-            # A checkpoint without a tokenizer is served by token ids: nobody expects more of it.
+            # A checkpoint without a tokenizer is served by token ids: no more is expected of it.
             level = logging.INFO if isinstance(error, FileNotFoundError) else logging.WARNING
             logger.log(level, "requests for structured output will be refused: %s", error)
             return EpochGrammars(None, self._vocab_size), ""

@@ -19,7 +19,7 @@ def cpu_cache_bytes(available_bytes: int) -> int:
 
 
 def default_swap_bytes(device: str, available_bytes: int, num_local_ranks: int) -> int:
-    """Host memory to swap to when nobody says. `num_local_ranks`: those that share this machine.
+    """Host memory to swap to when no flag says. `num_local_ranks`: those that share this machine.
 
     A GPU's host has memory that is of no other use to the KV cache. On a CPU it is the device's own: a block there
     holds as much as one of the device, and can be computed with, which a host block cannot.
@@ -127,7 +127,7 @@ class PoolSize:
         )
 
     def _asked(self) -> tuple[str, str, int | None]:
-        """The flag by which somebody sized the pool, its value, and usable blocks; these are None if nobody did."""
+        """The flag that sized the pool, its value, and usable blocks; these are None without one."""
         config = self.config
         if config.num_device_blocks is not None:
             return "--num-device-blocks", str(config.num_device_blocks), config.num_device_blocks

@@ -32,7 +32,7 @@ class TokenizerFiles:
     settings: TokenizerSettings
     changes: TokenizerChanges | None  # of tokenizer.json, by the other files
     text: str  # of tokenizer.json as it lies there
-    document: Mapping[str, Any]  # what that holds, as far as anybody need know
+    document: Mapping[str, Any]  # what that holds, as far as it matters here
 
     @staticmethod
     def of(path: Path) -> "TokenizerFiles":

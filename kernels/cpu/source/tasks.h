@@ -1,9 +1,9 @@
 // Parts of a step, cut into tasks that threads share.
 //
-// Threads do not stay: another process may take a core at any time and keep it for longer than a whole layer takes. So a
-// thread takes one task after the other, and where it has waited for the last ones for some time, it does them as well.
-// That is harmless where a task writes the same values to the same places whenever it is done, and nothing else is
-// written there before all threads have left the step: such a part is *repeatable*.
+// Threads do not stay: another process may take a core at any time and keep it for longer than a whole layer takes. So
+// a thread takes one task after the other, and where it has waited for the last ones for some time, it does them as
+// well. That is harmless where a task writes the same values to the same places whenever it is done, and nothing else
+// is written there before all threads have left the step: such a part is *repeatable*.
 
 enum { PATIENCE = 1000, MAX_SPINS = 20000 };  // turns of a waiting loop, each some 20 ns
 
@@ -33,7 +33,7 @@ INLINE void relax(void) {
 #endif
 }
 
-// Does the tasks that nobody else takes, and returns at once.
+// Does the tasks that no other thread takes, and returns at once.
 static void share_tasks(task_list* tasks, task_function run, const void* context) {
   const int64_t num_tasks = tasks->num_tasks;
   for (int64_t task = take_task(tasks), next; task < num_tasks; task = next) {
@@ -43,7 +43,7 @@ static void share_tasks(task_list* tasks, task_function run, const void* context
   }
 }
 
-// Does the tasks that nobody else takes, and returns when all are done.
+// Does the tasks that no other thread takes, and returns when all are done.
 static void finish_tasks(task_list* tasks, task_function run, const void* context) {
   const int64_t num_tasks = tasks->num_tasks;
   share_tasks(tasks, run, context);

@@ -74,7 +74,7 @@ INLINE __m128 sum_to_four_lanes(floats v) {
 
 INLINE floats splat(float x) { return x - (floats){0}; }
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
-// The other one where one is NaN: whoever needs NaN must find it elsewhere.
+// The other one where one is NaN: a caller that needs NaN must find it elsewhere.
 INLINE floats larger(floats a, floats b) { return choose(a > b, a, b); }
 
 // a * b + c, rounded once where the processor can: written so where several pieces of code must give the same bits.

@@ -50,12 +50,12 @@ class BlockPool:
         self._ref_counts[block] += 1
 
     def free(self, block: int, *, cached: bool, spare: bool = False, shelf: int = 0) -> None:
-        """Count one holder less. A block that nobody holds then is free. If its content is cached, it stands behind all
+        """Count one holder less. A block without a holder then is free. If its content is cached, it stands behind all
         others of its shelf; if that can be had elsewhere too, the block is `spare`: behind those that hold nothing and
         the other spare ones."""
         count = self._ref_counts[block] - 1
         if count < 0:
-            raise RuntimeError(f"block {block} was freed by somebody who does not hold it")
+            raise RuntimeError(f"block {block} was freed by a caller that does not hold it")
         self._ref_counts[block] = count
         if count > 0:
             return

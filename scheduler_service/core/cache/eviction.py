@@ -39,7 +39,7 @@ class ShelfOrder:
     """
 
     def __init__(self, worth_of: Callable[[int], Worth] = no_worth, owner_of: Callable[[int], str] = no_owner) -> None:
-        """`worth_of` says what a shelf is worth now; whoever changes its answer calls `changed`. `owner_of` says whose
+        """`worth_of` says what a shelf is worth now; what changes its answer calls `changed`. `owner_of` says whose
         it is, which does not change while it has blocks."""
         self.worth_of = worth_of
         self.owner_of = owner_of

@@ -1,7 +1,7 @@
 """Blocks that are on their way between device and host.
 
 A move holds both its ends with references of its own, from the plan that orders it until the worker acknowledges it,
-whoever else lets go of them meanwhile (S3). So nothing else needs to remember what must not be used yet.
+whatever else lets go of them meanwhile (S3). So nothing else needs to remember what must not be used yet.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ class Move(NamedTuple):
     host_block: int
     is_out: bool  # device to host
     node: Node | None  # whose content gets a copy in the other tier; None: a swap
-    shelf: int = 0  # where the blocks stand that nobody holds when it is done
+    shelf: int = 0  # where the blocks stand that are not held when it is done
 
 
 class MoveLedger:
@@ -46,7 +46,7 @@ class MoveLedger:
         return sum(self._pool.ref_count(move.device_block) == 1 for move in self._pending)
 
     def num_copying(self) -> tuple[int, int]:
-        """Count the blocks of the device and of the host that nobody holds but the copying of cached content."""
+        """Count the blocks of the device and of the host that only the copying of cached content holds."""
         copies = [move for move in self._pending if move.node is not None]
         num_device = sum(self._pool.ref_count(move.device_block) == 1 for move in copies)
         return num_device, sum(self._host_pool.ref_count(move.host_block) == 1 for move in copies)

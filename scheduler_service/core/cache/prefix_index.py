@@ -30,7 +30,7 @@ class RootKey(NamedTuple):
 class Cursor:
     """The place of a waiting prompt in the index: behind the blocks that it begins with and that are cached.
 
-    It moves with what is published and forgotten, so nobody need match the prompt again to know what is left of it.
+    It moves with what is published and forgotten, so the prompt need not be matched again to know what is left of it.
     """
 
     __slots__ = ("_token_ids", "block_size", "max_blocks", "node", "num_blocks")
@@ -337,7 +337,7 @@ class PrefixIndex:
         return nodes
 
     def snapshot(self) -> list[BlockStored]:
-        """Say what is cached to somebody who knows nothing of it, parents first."""
+        """Say what is cached to a new subscriber, parents first."""
         stored = []
         for node in self.nodes():
             if node.blocks:

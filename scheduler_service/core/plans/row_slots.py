@@ -31,7 +31,7 @@ class RowSlots:
         self._moving.discard(slot)
 
     def give_back(self, slot: int) -> None:
-        """The slot, without a row, may be anybody's."""
+        """The slot, without a row, may be any sequence's."""
         heappush(self._free, slot)
 
     def take_released(self) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ class WaitingQueue:
     """Groups in order of (rank of the tenant, order of the group). It tells the policy who begins and ends to wait.
 
     Each tenant has a sorted list. Where ranks do not matter, the first ones of all tenants are kept sorted; where they
-    do, they are compared when somebody asks, for ranks change at any time. Groups that are held count as all others do,
-    but have no place: nobody waits behind them.
+    do, they are compared when they are asked for, since ranks change at any time. Groups that are held count as all
+    others do, but have no place: no group waits behind them.
     """
 
     def __init__(self, policy: Policy) -> None:

@@ -63,7 +63,7 @@ class DetachedRequests:
             self._forget(self._dispensable(self._ended_bytes))
 
     def _dispensable(self, amounts: Counter[str]) -> tuple[str, str]:
-        """Choose the oldest of the tenant that has most: nobody can push out what others keep."""
+        """Choose the oldest of the tenant that has most: no tenant can push out what others keep."""
         most = max(amounts.values())
         return next(key for key in self._ended if amounts[key[0]] == most)
 

@@ -1,5 +1,5 @@
 """One request from when it is queued to its end: what comes of it goes to the outputs of its samples, and from there to
-whoever reads them. A client of `Generate`, of `GenerateMany`, of `VllmEngine` and one that attaches all read this."""
+their readers. A client of `Generate`, of `GenerateMany`, of `VllmEngine` and one that attaches all read this."""
 
 import asyncio
 import contextlib
@@ -68,7 +68,7 @@ class Generation:
         self._engine = engine
 
     def deliver(self, delta: Delta) -> None:
-        """Take what a sequence got. A stop text in it ends the sequence, whether or not anybody reads."""
+        """Take what a sequence got. A stop text in it ends the sequence, whether or not the client reads."""
         if self.claim is not None:
             self.claim.take_news(delta)
         output = self.outputs[delta.index]
@@ -111,7 +111,7 @@ class Generation:
         self._engine.cancel(self.sequence_ids)
 
     def cancel(self) -> None:
-        """End what is left of the request, of which nobody wants anything any more. Those who listened and this no
+        """End what is left of the request, of which nothing is wanted any more. Those who listened and this no
         longer refer to each other, so that both are freed without a garbage collection."""
         self.abort()
         self.listeners.clear()

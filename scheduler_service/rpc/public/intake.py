@@ -99,8 +99,8 @@ class Intake:
         self._engine.settle(stream_id, num_computed, min(num_kept, num_computed))
 
     def revoke(self, tenants: frozenset[str]) -> None:
-        """End what runs for tenants that are none any more, whoever has sent it: front ends, and clients that have left
-        since."""
+        """End what runs for tenants that are none any more, also for front ends and for clients that have
+        left."""
         for generation in list(self._generations):
             tenant = generation.request.tenant
             if tenant in tenants and not generation.has_ended:

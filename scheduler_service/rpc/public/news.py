@@ -4,8 +4,8 @@ import asyncio
 
 
 class News:
-    """An event for one waiter, at half the price of asyncio's. It knows nobody, so that those who tell it and the one
-    who waits do not refer to each other through it."""
+    """An event for one waiter, at half the price of asyncio's. It refers to neither side, so that those who tell it and
+    the one who waits do not refer to each other through it."""
 
     def __init__(self) -> None:
         self._is_told = False

@@ -45,7 +45,8 @@ class PromptTexts:
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
         try:
-            # A long text waits for the one before it of its tenant, so that nobody's many hold up another's one.
+            # A long text waits for the one before it of its tenant, so that the many of one tenant hold up no other's
+            # one.
             is_long = size > LONG_TEXT_BYTES
             turn = self._long_texts.setdefault(tenant, asyncio.Lock()) if is_long else nullcontext()
             async with self._counted(size, tenant), turn:

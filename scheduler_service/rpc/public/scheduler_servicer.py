@@ -41,7 +41,7 @@ class SchedulerServicer(RequestServicer):
     ) -> None:
         """`info` has all that clients are told of the server which does not change while it runs.
         `generation_throughput` is in output tokens per second, `retention_limit` a tenant's in seconds. Without
-        `quotas` nobody is held to any."""
+        `quotas` no tenant is held to any."""
         intake = Intake(
             step_loop,
             model,

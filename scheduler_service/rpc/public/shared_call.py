@@ -67,7 +67,7 @@ class SharedCall:
         loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
         """`server_info` says what the first message tells of the server, and another one whenever that has changed.
-        Without `loads` nobody here can say what there is to do."""
+        Without `loads` it is not known here what there is to do."""
         self._intake = intake
         self._news = News()
         self._outlet = Outlet(self._news.tell)
@@ -118,7 +118,7 @@ class SharedCall:
             reading.cancel()
             for request in list(self._requests.values()):
                 self._cancel(request)
-            for stream_id, num_tokens in self._unsettled.items():  # nobody will tell
+            for stream_id, num_tokens in self._unsettled.items():  # no reader will tell
                 self._intake.settle(stream_id, num_tokens, num_tokens)
 
     # Up
@@ -309,7 +309,7 @@ class SharedCall:
                 # Its end has come, which its output tells.
                 request.readers[stream.index].skip_to(stream.num_delivered)
                 stream.hand_over()
-            elif stream.end is not None and not stream.keeps_all:  # whoever would have told what was kept has gone
+            elif stream.end is not None and not stream.keeps_all:  # its reader has gone, which would have told
                 self._intake.settle(stream.label, stream.num_published, stream.num_published)
         message.stream_ids.extend(stream_ids)
         message.token_ids.extend(token_ids)

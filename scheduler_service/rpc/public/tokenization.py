@@ -1,4 +1,4 @@
-"""Tokenize and Detokenize: the served checkpoint's tokenizer for whoever has none."""
+"""Tokenize and Detokenize: the served checkpoint's tokenizer for clients that have none."""
 
 import asyncio
 from typing import TypeVar

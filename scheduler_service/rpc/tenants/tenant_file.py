@@ -61,8 +61,8 @@ class TenantFile:
     def __init__(self, path: str) -> None:
         """Raises OSError, and ValueError that names what is wrong."""
         self._path = Path(path)
-        # Called whenever the file was read anew, with the names that are in it no longer: whoever looks first, a tenant
-        # that is taken from it and put back notices.
+        # Called whenever the file was read anew, with the names that are in it no longer: whichever call looks first, a
+        # tenant that is taken from it and put back notices.
         self.listeners: list[Callable[[frozenset[str]], None]] = []
         self._version = self._look()
         self._tenants = self._read()
@@ -216,8 +216,8 @@ def _texts(name: str, key: str, entry: Mapping[str, Any]) -> list[str]:
 
 
 def _digest(name: str, text: str) -> bytes:
-    """Return the digest that is written here. Errors do not repeat the text: it may be a key that somebody wrote down
-    by mistake."""
+    """Return the digest that is written here. Errors do not repeat the text: it may be a key that was written
+    down by mistake."""
     try:
         digest = bytes.fromhex(text.removeprefix(_DIGEST_PREFIX))
     except ValueError:

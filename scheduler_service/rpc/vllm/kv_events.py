@@ -1,8 +1,8 @@
 """One VllmEngine subscription to the prefix cache, with the scheduler's load.
 
 A subscriber's cursor outlives the server, so sequence numbers begin at the server's start time: no two servers' ranges
-meet. Whoever has no cursor, another server's, or one that the log no longer reaches gets a snapshot. Content of other
-tenants and salts is left out: no request of this service can hit it.
+meet. A subscriber with no cursor, another server's, or one that the log no longer reaches gets a snapshot. Content of
+other tenants and salts is left out: no request of this service can hit it.
 
 Where callers are told apart, a tenant does not learn how much others do: it is told no load, and its batches are
 counted by themselves, from the time of its subscription on, so that each subscription begins with a snapshot.

@@ -39,7 +39,7 @@ _TENANT = ""  # that a request names: it has no field for one
 _MAX_FLUSH_WAIT = 600.0  # seconds
 # Our fields' paths in VllmEngine's requests.
 _FIELDS = {"sampling.": "sampling_params.", "token_ids.ids": "tokenized.input_ids"}
-# What the HTTP APIs of gateways call a field whose name differs there: whoever reads the message sent that.
+# What the HTTP APIs of gateways call a field whose name differs there: the reader of the message sent that.
 _HTTP_NAMES = {
     "sampling_params.max_tokens": "max_completion_tokens, max_output_tokens and max_new_tokens are max_tokens here",
     "sampling_params.min_tokens": "min_new_tokens is min_tokens here",

@@ -1,6 +1,6 @@
 // Calls functions of a library for the process that started this one on another kind of processor, with that process's
-// pointers: a page that is touched is asked for, and what a call has changed goes back after it. So nothing has to know what
-// the arguments point to.
+// pointers: a page that is touched is asked for, and what a call has changed goes back after it. So nothing has to know
+// what the arguments point to.
 //
 // Requests come on stdin, messages go to stdout; all numbers are of 8 bytes.
 //   request: is_text, the length of a name, the name, 16 integers, 8 numbers as they stand in floating-point registers
@@ -37,7 +37,7 @@ static void fail(const char* text) {
 static void receive(void* target, size_t size) {
   for (char* at = target; size;) {
     const ssize_t num = read(0, at, size);
-    if (num <= 0) _exit(0);  // whoever asked is gone
+    if (num <= 0) _exit(0);  // the process that asked is gone
     at += num, size -= (size_t)num;
   }
 }
@@ -69,12 +69,12 @@ static void fetch_page(int signal_number, siginfo_t* info, void* context) {
     if (num_pages == MAX_PAGES) fail("a call touches too many pages");
     send(message, sizeof message);
     receive(&is_there, sizeof is_there);
-    if (!is_there) fail("a call touches memory that nobody has");
+    if (!is_there) fail("a call touches memory that is not mapped");
     char *before = map_page(), *filled = map_page();
     receive(before, PAGE_SIZE);
     memcpy(filled, before, PAGE_SIZE);
-    if (mremap(filled, PAGE_SIZE, PAGE_SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, place) != place) fail("a page has no place");
-    pages[num_pages++] = (page){place, before};
+    if (mremap(filled, PAGE_SIZE, PAGE_SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, place) != place) fail("a page has no
+    place"); pages[num_pages++] = (page){place, before};
   }
   atomic_flag_clear(&is_busy);
 }

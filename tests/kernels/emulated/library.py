@@ -38,7 +38,7 @@ class EmulatedLibrary:
         return self._functions.setdefault(name, _Function(self, name))
 
     def close(self) -> None:
-        """The guest ends where nobody can ask it any more."""
+        """The guest ends where it cannot be asked any more."""
         assert self._guest.stdin is not None
         self._guest.stdin.close()
         self._guest.wait()

@@ -47,7 +47,7 @@ class Library:
 
 
 class Driver:
-    """Of an H200 that nobody has."""
+    """Of an H200 that is not there."""
 
     utils = Library()
     launcher_cls = Launcher

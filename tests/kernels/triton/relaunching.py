@@ -35,7 +35,7 @@ class Launcher:
         self._variant = (source.fn.__name__, metadata.hash)
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, *others: Any) -> None:
-        packed, _, *rest = others  # all but a description for whoever listens, made anew for each launch
+        packed, _, *rest = others  # all but a description for hooks, made anew for each launch
         told.append((self._variant, (x, y, z), packed, _plain(tuple(rest))))
 
 

@@ -1,7 +1,7 @@
 """The ranks of a tensor parallel worker as processes that meet through torch.distributed: gloo on a CPU, NCCL on a GPU.
 
 In each epoch they meet anew, in a store of that epoch (`rank_store.py`): a process that was started again finds the
-others, and nobody hears of an epoch before. They meet when the first step asks for it, since by then every rank has
+others, and none hears of an epoch before. They meet when the first step asks for it, since by then every rank has
 answered, and none is missing.
 
 All ranks choose equal tokens: each computes its part of the logits, gathering copies the parts bit for bit, and

@@ -44,7 +44,7 @@ class FileRankStore:
         self._timeout = timeout
 
     def of_epoch(self, epoch: int) -> Any:
-        # All ranks have begun this epoch: nobody looks for those before.
+        # All ranks have begun this epoch: no rank looks for those before.
         for path in self._directory.glob(f"{_EPOCH_FILE}*"):
             if int(path.name.removeprefix(_EPOCH_FILE)) < epoch:
                 with suppress(FileNotFoundError):
