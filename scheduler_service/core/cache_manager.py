@@ -8,14 +8,14 @@ from itertools import islice
 from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.cache import (
     BlockPool,
+    EvictionOrder,
     Move,
     MoveLedger,
     Node,
     PrefixIndex,
-    ShelfOrder,
-    Worth,
+    RetentionPriority,
+    equal_priority,
     no_owner,
-    no_worth,
 )
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
@@ -28,7 +28,7 @@ _MIN_DEMOTION_RESERVE = 4
 # it may look at in vain.
 _MAX_DEMOTIONS = 16
 _DEMOTION_WINDOW = 64
-# Blocks a plan may order to be copied back before anybody asks for them, and the shelves it looks at for such.
+# Blocks a plan may order to be copied back before anybody asks for them, and the free lists it looks at for such.
 _MAX_PROMOTIONS = 64
 _PROMOTION_WINDOW = 16
 
@@ -67,39 +67,40 @@ class CacheManager:
         self.block_size = capacity.block_size
         self.window = capacity.sliding_window
         self._num_step_tokens = num_step_tokens
-        self.order, self.host_order = ShelfOrder(), ShelfOrder()
+        self.order, self.host_order = EvictionOrder(), EvictionOrder()
         self.pool = BlockPool(capacity.num_device_blocks, self.order)
         self.host_pool = BlockPool(capacity.num_host_blocks, self.host_order)
         self.index = PrefixIndex(capacity.block_size, capacity.num_device_blocks, capacity.num_host_blocks)
         self.moves = MoveLedger(self.pool, self.host_pool, self.index)
         self.enable_prefix_caching = enable_prefix_caching
-        self.value_shelves_by(no_worth, no_owner, lambda shelf: False)
+        self.set_priorities(equal_priority, no_owner, lambda free_list: False)
         self._num_watermark_blocks = int(watermark * capacity.num_device_blocks)
 
-    def value_shelves_by(
+    def set_priorities(
         self,
-        worth_of: Callable[[int], Worth],
+        priority_of: Callable[[int], RetentionPriority],
         owner_of: Callable[[int], str],
         is_expected: Callable[[int], bool],
     ) -> None:
-        """Let somebody say what a shelf is worth, whose it is, and whether that session is away and expected back."""
+        """Let somebody say what a free list is worth, whose it is, and whether that session is away and expected
+        back."""
         for order in (self.order, self.host_order):
-            order.worth_of, order.owner_of = worth_of, owner_of
+            order.priority_of, order.owner_of = priority_of, owner_of
         self._is_expected = is_expected
 
-    def expose_below(self, horizon: Worth) -> None:
-        """Let no tenant's share of the cache protect what is worth less than this."""
+    def expose_below(self, horizon: RetentionPriority) -> None:
+        """Let no tenant's share of the cache protect what has a lower priority than this."""
         self.order.horizon = self.host_order.horizon = horizon
 
     def dissolve(self) -> None:
-        """The cache is needed no more: see `PrefixIndex.dissolve`. Nor does it hold whoever valued its shelves."""
+        """The cache is needed no more: see `PrefixIndex.dissolve`. Nor does it hold whoever valued its free lists."""
         self.index.dissolve()
-        self.value_shelves_by(no_worth, no_owner, lambda shelf: False)
+        self.set_priorities(equal_priority, no_owner, lambda free_list: False)
 
-    def shelf_changed(self, shelf: int) -> None:
-        """A shelf may be worth something else."""
-        self.order.changed(shelf)
-        self.host_order.changed(shelf)
+    def priority_changed(self, free_list: int) -> None:
+        """A free list may have another priority."""
+        self.order.changed(free_list)
+        self.host_order.changed(free_list)
 
     def num_blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
@@ -212,7 +213,7 @@ class CacheManager:
             block = sequence.block_table[i]
             if not block:
                 continue
-            self.moves.add(Move(step, block, node.host_block, False, node, sequence.group.shelf))
+            self.moves.add(Move(step, block, node.host_block, False, node, sequence.group.free_list))
             loads.append((node.host_block, block))
         return loads
 
@@ -369,10 +370,10 @@ class CacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence back, leaves first, so that a prefix outlives what follows it."""
-        free, is_cached, shelf = self.pool.free, self.index.is_cached, sequence.group.shelf
+        free, is_cached, free_list = self.pool.free, self.index.is_cached, sequence.group.free_list
         for block in reversed(sequence.block_table):
             if block:
-                free(block, cached=is_cached(block), shelf=shelf)
+                free(block, cached=is_cached(block), free_list=free_list)
         for host_block in reversed(sequence.host_table):
             if host_block:
                 self._free_host(host_block, sequence)
@@ -476,53 +477,56 @@ class CacheManager:
         max_chosen = min(num_wanted, _MAX_DEMOTIONS + 2 * self.num_blocks_for(num_tokens), self.host_pool.num_free)
         if max_chosen <= 0 or not pool.num_idle_cached:
             return []
-        chosen: list[tuple[Node, int]] = []  # with its shelf
+        chosen: list[tuple[Node, int]] = []  # with its free list
         spare: list[int] = []
-        for shelf, block in islice(pool.shelved_blocks(), max_chosen + _DEMOTION_WINDOW):
+        for free_list, block in islice(pool.idle_blocks(), max_chosen + _DEMOTION_WINDOW):
             node = self.index.node_of(block)
             if node is None or node.is_moving:
                 continue
             if node.host_block or node.blocks[0] != block:
                 spare.append(block)
             else:
-                chosen.append((node, shelf))
+                chosen.append((node, free_list))
             if len(chosen) + len(spare) >= max_chosen:
                 break
         for block in spare:
             pool.spare(block)
         swaps = []
-        for node, shelf in chosen:
+        for node, free_list in chosen:
             host_block = self._allocate_host()
-            self.moves.add(Move(step, node.blocks[0], host_block, True, node, shelf))
+            self.moves.add(Move(step, node.blocks[0], host_block, True, node, free_list))
             self.host_pool.free(host_block, cached=False)  # the move holds it
             swaps.append((node.blocks[0], host_block))
         return swaps
 
     def promote(self, step: int) -> list[tuple[int, int]]:
-        """Copy what somebody will come back for from the host while nothing else moves, over device blocks worth
-        less with which nothing is lost. Returns the moves that the plan of `step` must order: (host block, device
-        block)."""
+        """Copy what somebody will come back for from the host while nothing else moves, over device blocks of
+        lower priority with which nothing is lost. Returns the moves that the plan of `step` must order: (host block,
+        device block)."""
         swaps: list[tuple[int, int]] = []
         if len(self.moves):
             return swaps
-        for shelf in self.host_order.best(_PROMOTION_WINDOW):
-            if not self._is_expected(shelf) or not self._has_room(shelf):
+        for free_list in self.host_order.best(_PROMOTION_WINDOW):
+            if not self._is_expected(free_list) or not self._has_room(free_list):
                 continue
-            for node in self._missing_nodes(self.host_pool.next_of(shelf)):
+            for node in self._missing_nodes(self.host_pool.next_of(free_list)):
                 if len(swaps) == _MAX_PROMOTIONS:
                     return swaps
-                if not self._has_room(shelf):
+                if not self._has_room(free_list):
                     break
                 host_block, block = node.host_block, self._allocate()
-                self.moves.add(Move(step, block, host_block, False, node, shelf))
+                self.moves.add(Move(step, block, host_block, False, node, free_list))
                 self.pool.free(block, cached=False)  # the move holds it
                 swaps.append((host_block, block))
         return swaps
 
-    def _has_room(self, shelf: int) -> bool:
-        """Whether a block of a shelf may come to the device: over what is worth less there, and is not lost."""
+    def _has_room(self, free_list: int) -> bool:
+        """Whether a block of a free list may come to the device: over what has a lower priority there, and is not
+        lost."""
         target = self.pool.next_without_loss()
-        return target > 0 and (not self.index.is_cached(target) or self.order.yields(self.pool.shelf_of(target), shelf))
+        return target > 0 and (
+            not self.index.is_cached(target) or self.order.yields(self.pool.free_list_of(target), free_list)
+        )
 
     def _missing_nodes(self, host_block: int) -> list[Node]:
         """Go from a host block's content back to what the device has; what the host alone has, first ones first. None
@@ -577,11 +581,11 @@ class CacheManager:
         return host_block
 
     def _free(self, block: int, sequence: Sequence) -> None:
-        self.pool.free(block, cached=self.index.is_cached(block), shelf=sequence.group.shelf)
+        self.pool.free(block, cached=self.index.is_cached(block), free_list=sequence.group.free_list)
 
     def _free_host(self, host_block: int, sequence: Sequence) -> None:
         cached = self.index.node_of_host(host_block) is not None
-        self.host_pool.free(host_block, cached=cached, shelf=sequence.group.shelf)
+        self.host_pool.free(host_block, cached=cached, free_list=sequence.group.free_list)
 
 
 def _num_copies(request: Request) -> int:

@@ -227,7 +227,9 @@ def _check_pool(pool: BlockPool, holders: list[int]) -> None:
     assert num_lost == 0, "S1: the free list is cut"
     assert pool.num_idle_cached == pool._is_idle_cached.count(1)
     owned = {owner.name: owner.num_blocks for owner in pool._order._owners.values()}
-    assert owned == Counter(pool._order.owner_of(shelf) for shelf, _ in pool.shelved_blocks()), "S1: a tenant's blocks"
+    assert owned == Counter(pool._order.owner_of(free_list) for free_list, _ in pool.idle_blocks()), (
+        "S1: a tenant's blocks"
+    )
 
 
 def _check_content(cache: CacheManager) -> None:

@@ -1,8 +1,8 @@
 """Which idle blocks are kept longest: those of sessions that are about to need them.
 
 A session is a conversation, an agent's work, or whatever else sends requests of which each begins with the one before.
-Its idle blocks stand on a shelf of their own, in both tiers, and the shelf that is worth least is emptied first. Blocks
-without which nothing is lost, because the host has them too, are not on shelves: they go before all others.
+Its idle blocks stand in a free list of their own, in both tiers, and the list of the lowest priority is emptied first.
+Blocks with which nothing is lost, because the host has them too, are not in such lists: they go before all others.
 
 Tenants share the cache: what one has used lately, or hinted to keep, is lost to others only while it has as many idle
 blocks as any of them. So hints and waiting requests order a tenant's own sessions, and empty no other tenant's cache.
@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scheduler_service.core.cache import Worth
+from scheduler_service.core.cache import RetentionPriority
 from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.sequence import SequenceGroup
 
-# The worth of a shelf begins with one of these: no request is expected to use its blocks, one may, the session has
-# a request, one waits and will use them.
+# The priority of a free list begins with one of these: no request is expected to use its blocks, one may, the session
+# has a request, one waits and will use them.
 GIVEN_UP, IDLE, PRESENT, AWAITED = 0.0, 1.0, 2.0, 3.0
 # A request that names no session goes on with one if it begins with at least this part of what that has computed.
 _CONTINUED_SHARE = 0.5
@@ -33,7 +33,7 @@ _NUM_ALL_GAPS = 1000
 class Session:
     """A session that has requests, or blocks that may serve another one."""
 
-    shelf: int
+    free_list: int
     tenant: str
     name: str  # empty: it was found by its prefix
     last_used_at: float
@@ -100,16 +100,16 @@ EXPECTATIONS: dict[str, type[Recency] | type[ReturnTimes]] = {"lru": Recency, "l
 
 
 class Retention:
-    """The sessions of one worker's cache, and what their blocks are worth."""
+    """The sessions of one worker's cache, and the priority of their blocks."""
 
     def __init__(self, cache: CacheManager, expectation: Expectation) -> None:
         self._cache = cache
         self._expectation = expectation
-        self._sessions: dict[int, Session] = {}  # by shelf
+        self._sessions: dict[int, Session] = {}  # by free list
         self._named: dict[tuple[str, str], Session] = {}  # by tenant and name
-        self._free_shelves: list[int] = []
+        self._unused_lists: list[int] = []
         self._num_kept = 0
-        cache.value_shelves_by(self._worth_of, self._tenant_of, self._is_expected)
+        cache.set_priorities(self._priority_of, self._tenant_of, self._is_expected)
 
     def update(self, now: float) -> None:
         """Let sessions that were not used for long go before those that are used."""
@@ -124,19 +124,19 @@ class Retention:
         group.num_session_tokens = session.num_blocks * self._cache.block_size
         group.session_age_s = now - session.last_used_at
         session.num_groups += 1
-        group.session, group.shelf = session, session.shelf
+        group.session, group.free_list = session, session.free_list
 
     def waits(self, group: SequenceGroup) -> None:
         """A group that has arrived waits, or what is cached of it has changed."""
         if group.session is not None:
             group.session.waiting[group] = None
-            self._cache.shelf_changed(group.session.shelf)
+            self._cache.priority_changed(group.session.free_list)
 
     def runs(self, group: SequenceGroup) -> None:
         """A group no longer waits."""
         if group.session is not None and group in group.session.waiting:
             del group.session.waiting[group]
-            self._cache.shelf_changed(group.session.shelf)
+            self._cache.priority_changed(group.session.free_list)
 
     def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
         """A group that has arrived is over. It had computed so many tokens, or none if it never ran."""
@@ -149,25 +149,25 @@ class Retention:
         session.will_return = group.request.will_return
         session.retention_s = float(group.request.retention_seconds or 0)
         group.session = None
-        self._cache.shelf_changed(session.shelf)
+        self._cache.priority_changed(session.free_list)
         if len(self._sessions) > 2 * self._num_kept + _NUM_LOST:
             self._forget_lost()
 
-    def _is_expected(self, shelf: int) -> bool:
+    def _is_expected(self, free_list: int) -> bool:
         """Whether a session is away that has come back before, or says that it will. Who is there has its own loads
         ordered, and need not wait for others."""
-        session = self._sessions.get(shelf)
+        session = self._sessions.get(free_list)
         if session is None or session.num_groups or session.will_return is False:
             return False
         return session.has_returned or bool(session.will_return) or session.retention_s > 0
 
-    def _tenant_of(self, shelf: int) -> str:
-        session = self._sessions.get(shelf)
+    def _tenant_of(self, free_list: int) -> str:
+        session = self._sessions.get(free_list)
         return "" if session is None else session.tenant
 
-    def _worth_of(self, shelf: int) -> Worth:
+    def _priority_of(self, free_list: int) -> RetentionPriority:
         """Whatever waits will use its blocks for certain, and sooner if it computes less."""
-        session = self._sessions.get(shelf)
+        session = self._sessions.get(free_list)
         if session is None:
             return (GIVEN_UP,)
         if session.waiting:
@@ -189,17 +189,19 @@ class Retention:
         if cursor is None or not cursor.num_blocks:
             return None
         node, cache = cursor.node, self._cache
-        shelf = cache.pool.shelf_of(node.blocks[0]) if node.blocks else cache.host_pool.shelf_of(node.host_block)
-        session = self._sessions.get(shelf)
-        # The shelf may be another session's by now, if the block has not stood on one for long.
+        free_list = (
+            cache.pool.free_list_of(node.blocks[0]) if node.blocks else cache.host_pool.free_list_of(node.host_block)
+        )
+        session = self._sessions.get(free_list)
+        # The list may be another session's by now, if the block has not stood in one for long.
         if session is None or session.name or session.tenant != request.tenant:
             return None
         return session if cursor.num_blocks >= _CONTINUED_SHARE * session.num_blocks else None
 
     def _begin(self, group: SequenceGroup, now: float) -> Session:
-        shelf = self._free_shelves.pop() if self._free_shelves else len(self._sessions) + 1
-        session = Session(shelf, group.request.tenant, group.request.session_id, now)
-        self._sessions[shelf] = session
+        free_list = self._unused_lists.pop() if self._unused_lists else len(self._sessions) + 1
+        session = Session(free_list, group.request.tenant, group.request.session_id, now)
+        self._sessions[free_list] = session
         if session.name:
             self._named[session.tenant, session.name] = session
         return session
@@ -207,12 +209,12 @@ class Retention:
     def _forget_lost(self) -> None:
         """Forget sessions that have neither requests nor blocks."""
         pools = self._cache.pool, self._cache.host_pool
-        moving = {move.shelf for move in self._cache.moves}
+        moving = {move.free_list for move in self._cache.moves}
         for session in list(self._sessions.values()):
-            has_blocks = session.shelf in moving or any(pool.has_shelf(session.shelf) for pool in pools)
+            has_blocks = session.free_list in moving or any(pool.has_blocks(session.free_list) for pool in pools)
             if not session.num_groups and not has_blocks:
-                del self._sessions[session.shelf]
-                self._free_shelves.append(session.shelf)
+                del self._sessions[session.free_list]
+                self._unused_lists.append(session.free_list)
                 if session.name:
                     del self._named[session.tenant, session.name]
         self._num_kept = len(self._sessions)

@@ -76,7 +76,7 @@ class SequenceGroup:
     session: Session | None = None  # that it is part of, if its policy goes by sessions and the worker is there
     num_session_tokens: int = 0  # that the session had computed when it arrived
     session_age_s: float = 0.0  # since the session's last request had ended
-    shelf: int = 0  # where its blocks stand when nobody holds them
+    free_list: int = 0  # where its blocks stand when nobody holds them
     is_overdue: bool = False  # it waited as long as its policy lets anybody wait
     num_waiting_sequences: int = 0  # what it counts for in the queue: constant while it is there
     uncharged_mask_tokens: float = 0.0  # below 1: of what its masks have taken, what its policy has not been told of
@@ -161,7 +161,7 @@ class SequenceGroup:
         """Forget everything that it had on the worker, which is lost."""
         self.moved_step = self.resume_step = 0
         self.reserved_slots.clear()
-        self.cursor, self.session, self.shelf = None, None, 0
+        self.cursor, self.session, self.free_list = None, None, 0
         for sequence in self.sequences:
             if sequence.is_decoding:
                 sequence.leave_decoding()

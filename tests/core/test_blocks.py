@@ -7,7 +7,7 @@ from collections.abc import Sized
 
 import pytest
 
-from scheduler_service.core.cache import BlockPool, PrefixIndex, RootKey, ShelfOrder
+from scheduler_service.core.cache import BlockPool, EvictionOrder, PrefixIndex, RootKey
 
 KEY = RootKey("tenant", "salt", b"model")
 
@@ -75,12 +75,12 @@ def test_spare_blocks_stand_before_the_cached_ones_in_the_order_they_came():
         pool.free(block, cached=True, spare=True)
     pool.free(blocks[5], cached=False)
     assert list(pool.free_blocks()) == [blocks[i] for i in (5, 2, 3, 4, 0, 1)]
-    assert [block for _, block in pool.shelved_blocks()] == blocks[:2]
+    assert [block for _, block in pool.idle_blocks()] == blocks[:2]
     pool.share(blocks[4])
-    assert [block for _, block in pool.shelved_blocks()] == blocks[:2]
+    assert [block for _, block in pool.idle_blocks()] == blocks[:2]
     assert [pool.allocate() for _ in range(3)] == [blocks[5], blocks[2], blocks[3]]
     assert (pool.num_spare, pool.num_idle_cached, pool.num_free) == (0, 2, 2)
-    assert [block for _, block in pool.shelved_blocks()] == blocks[:2]
+    assert [block for _, block in pool.idle_blocks()] == blocks[:2]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -167,20 +167,20 @@ def test_block_hashes_are_chained_and_fixed():
     assert (first.block_hash, second.block_hash) == (550880116721875475, 11016175629586639079)
 
 
-# Shelves
+# Free lists
 
 
-def test_the_shelf_that_is_worth_least_is_emptied_first():
-    worths = {0: (0.0,), 1: (2.0, 0.0), 2: (1.0, 5.0)}
-    order = ShelfOrder(worths.__getitem__)
+def test_the_free_list_of_the_lowest_priority_is_emptied_first():
+    priorities = {0: (0.0,), 1: (2.0, 0.0), 2: (1.0, 5.0)}
+    order = EvictionOrder(priorities.__getitem__)
     pool = BlockPool(6, order)
     blocks = [pool.allocate() for _ in range(6)]
-    for block, shelf in zip(blocks, [1, 1, 2, 2, 0, 0], strict=True):
-        pool.free(block, cached=True, shelf=shelf)
+    for block, free_list in zip(blocks, [1, 1, 2, 2, 0, 0], strict=True):
+        pool.free(block, cached=True, free_list=free_list)
     assert list(pool.free_blocks()) == [blocks[i] for i in (4, 5, 2, 3, 0, 1)]
-    worths[2] = (3.0, 0.0)
+    priorities[2] = (3.0, 0.0)
     order.changed(2)
-    assert list(pool.shelved_blocks()) == [
+    assert list(pool.idle_blocks()) == [
         (0, blocks[4]),
         (0, blocks[5]),
         (1, blocks[0]),
@@ -189,23 +189,23 @@ def test_the_shelf_that_is_worth_least_is_emptied_first():
         (2, blocks[3]),
     ]
     assert [pool.allocate() for _ in range(3)] == [blocks[4], blocks[5], blocks[0]]
-    assert not pool.has_shelf(0)
-    assert pool.has_shelf(1)
-    assert (pool.shelf_of(blocks[1]), pool.shelf_of(blocks[0])) == (1, 0)
+    assert not pool.has_blocks(0)
+    assert pool.has_blocks(1)
+    assert (pool.free_list_of(blocks[1]), pool.free_list_of(blocks[0])) == (1, 0)
 
 
-class ShelfModel:
+class ListModel:
     """Plain lists: what a pool's free blocks are, and in which order they are taken."""
 
     def __init__(self, num_blocks: int, owners: dict[int, str]) -> None:
         self.owners = owners
-        self.worths: dict[int, tuple[float, ...]] = dict.fromkeys(owners, (0.0,))
+        self.priorities: dict[int, tuple[float, ...]] = dict.fromkeys(owners, (0.0,))
         self.horizon: tuple[float, ...] = ()
         self.empty = list(range(1, num_blocks + 1))
-        self.shelves: dict[int, list[int]] = {shelf: [] for shelf in owners}
+        self.free_lists: dict[int, list[int]] = {free_list: [] for free_list in owners}
 
     def remove(self, block: int) -> None:
-        for blocks in (self.empty, *self.shelves.values()):
+        for blocks in (self.empty, *self.free_lists.values()):
             if block in blocks:
                 blocks.remove(block)
 
@@ -213,23 +213,27 @@ class ShelfModel:
         """Those of which one is taken next: several where owners have as many."""
         if self.empty:
             return {self.empty[0]}
-        filled = sorted((self.worths[shelf], shelf) for shelf, blocks in self.shelves.items() if blocks)
+        filled = sorted(
+            (self.priorities[free_list], free_list) for free_list, blocks in self.free_lists.items() if blocks
+        )
         if not filled:
             return set()
         if filled[0][0] < self.horizon:
-            return {self.shelves[filled[0][1]][0]}
-        counts = Counter(self.owners[shelf] for shelf, blocks in self.shelves.items() for _ in blocks)
+            return {self.free_lists[filled[0][1]][0]}
+        counts = Counter(self.owners[free_list] for free_list, blocks in self.free_lists.items() for _ in blocks)
         most = {owner for owner, count in counts.items() if count == max(counts.values())}
-        firsts = {owner: next(shelf for _, shelf in filled if self.owners[shelf] == owner) for owner in most}
-        return {self.shelves[shelf][0] for shelf in firsts.values()}
+        firsts = {
+            owner: next(free_list for _, free_list in filled if self.owners[free_list] == owner) for owner in most
+        }
+        return {self.free_lists[free_list][0] for free_list in firsts.values()}
 
 
-def assert_order(pool: BlockPool, model: ShelfModel) -> None:
+def assert_order(pool: BlockPool, model: ListModel) -> None:
     """The pool says of all its free blocks in which order they would be taken."""
     taken: list[tuple[list[int], int]] = []
     for block in pool.free_blocks():
         assert block in model.next_blocks()
-        [blocks] = [blocks for blocks in (model.empty, *model.shelves.values()) if block in blocks]
+        [blocks] = [blocks for blocks in (model.empty, *model.free_lists.values()) if block in blocks]
         taken.append((blocks, blocks.pop(0)))
     assert not model.next_blocks()
     for blocks, block in reversed(taken):
@@ -238,20 +242,20 @@ def assert_order(pool: BlockPool, model: ShelfModel) -> None:
 
 @pytest.mark.parametrize("num_owners", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_shelves_against_lists(seed, num_owners):
-    """Random calls; the model is a plain list for each shelf, and the worths and owners of these."""
+def test_free_lists_against_plain_lists(seed, num_owners):
+    """Random calls; the model is a plain list for each, and the priorities and owners of these."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    model = ShelfModel(30, {shelf: f"owner {rng.randrange(num_owners)}" for shelf in range(6)})
-    order = ShelfOrder(model.worths.__getitem__, model.owners.__getitem__)
+    model = ListModel(30, {free_list: f"owner {rng.randrange(num_owners)}" for free_list in range(6)})
+    order = EvictionOrder(model.priorities.__getitem__, model.owners.__getitem__)
     pool = BlockPool(30, order)
     held: list[int] = []
     for _ in range(1500):
         draw = rng.random()
         if draw < 0.2:
-            shelf = rng.randrange(6)
-            model.worths[shelf] = (float(rng.randrange(3)), rng.random())
-            order.changed(shelf)
+            free_list = rng.randrange(6)
+            model.priorities[free_list] = (float(rng.randrange(3)), rng.random())
+            order.changed(free_list)
         elif draw < 0.25:
             order.horizon = model.horizon = rng.choice([(), (1.0, rng.random()), (5.0,)])
         elif draw < 0.6 and pool.num_free:
@@ -269,22 +273,22 @@ def test_shelves_against_lists(seed, num_owners):
                 pool.free(block, cached=False)
                 model.empty.insert(0, block)
             else:
-                shelf = rng.randrange(6)
-                pool.free(block, cached=True, shelf=shelf)
-                model.shelves[shelf].append(block)
+                free_list = rng.randrange(6)
+                pool.free(block, cached=True, free_list=free_list)
+                model.free_lists[free_list].append(block)
         assert_order(pool, model)
 
 
-def test_what_is_worth_something_goes_from_the_owner_who_has_most():
+def test_what_is_above_the_horizon_goes_from_the_owner_who_has_most():
     """Down to as much as the next one has; what is below the horizon goes first, whose ever it is."""
-    worths = {1: (1.0, 90.0), 2: (1.0, 80.0), 3: (1.0, 50.0), 4: (1.0, 10.0)}
-    order = ShelfOrder(worths.__getitem__, {1: "hoarder", 2: "hoarder", 3: "other", 4: "other"}.__getitem__)
+    priorities = {1: (1.0, 90.0), 2: (1.0, 80.0), 3: (1.0, 50.0), 4: (1.0, 10.0)}
+    order = EvictionOrder(priorities.__getitem__, {1: "hoarder", 2: "hoarder", 3: "other", 4: "other"}.__getitem__)
     order.horizon = (1.0, 20.0)
     pool = BlockPool(9, order)
     blocks = [pool.allocate() for _ in range(9)]
-    for block, shelf in zip(blocks, [1, 1, 1, 2, 2, 3, 3, 4, 4], strict=True):
-        pool.free(block, cached=True, shelf=shelf)
-    taken = [pool.shelf_of(block) for block in pool.free_blocks()]
+    for block, free_list in zip(blocks, [1, 1, 1, 2, 2, 3, 3, 4, 4], strict=True):
+        pool.free(block, cached=True, free_list=free_list)
+    taken = [pool.free_list_of(block) for block in pool.free_blocks()]
     assert taken == [4, 4, 2, 2, 1, 3, 1, 3, 1]
     assert [pool.allocate() for _ in range(5)] == [blocks[i] for i in (7, 8, 3, 4, 0)]
     assert order.yields(2, 1)

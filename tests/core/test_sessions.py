@@ -300,7 +300,7 @@ def test_a_session_that_may_return_is_loaded_where_one_is_that_will_not(retentio
 
 
 def test_nothing_is_loaded_ahead_over_what_would_be_lost():
-    """Without room on the host for what the device has, a session that is worth more stays on the host."""
+    """Without room on the host for what the device has, a session of a higher priority stays on the host."""
     system = agent(num_blocks=30, num_host_blocks=12, max_num_seqs=1, watermark=0.0)
     system.join()
     old = run_one(system, prompt_of(40, 1), session_id="old", retention_seconds=600)
@@ -330,8 +330,9 @@ def test_a_session_is_found_by_its_name_or_its_prefix():
     system.run()
 
 
-def test_a_shelf_used_again_leads_to_nobody_elses_session(monkeypatch):
-    """While a prefix is in use, the session that computed it is forgotten, and its shelf given to another tenant's."""
+def test_a_free_list_used_again_leads_to_nobody_elses_session(monkeypatch):
+    """While a prefix is in use, the session that computed it is forgotten, and its free list given to another
+    tenant's."""
     monkeypatch.setattr(retention, "_NUM_LOST", 0)
     system = agent(num_blocks=64)
     system.join()
@@ -346,8 +347,8 @@ def test_a_shelf_used_again_leads_to_nobody_elses_session(monkeypatch):
         system.complete()
     system.add(prompt_of(8, 8), 2, request_id="thief", tenant="b")
     block = state.groups["a", "holds"].sequences[0].block_table[0]
-    shelf = state.epoch.cache.pool.shelf_of(block)
-    assert shelf == state.groups["b", "thief"].session.shelf
+    free_list = state.epoch.cache.pool.free_list_of(block)
+    assert free_list == state.groups["b", "thief"].session.free_list
     system.add([*history[:40], 2], 2, request_id="back", tenant="a")
     assert state.groups["a", "back"].session.tenant == "a"
     system.run()

@@ -260,8 +260,8 @@ MUTANTS = (
     _mutant(
         "a demoted block is on the host before it was copied",
         "cache_manager",
-        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node, shelf))\n",
-        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node, shelf))\n"
+        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node, free_list))\n",
+        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node, free_list))\n"
         "            self.index.add_host_copy(node, host_block)\n",
     ),
     _mutant(
@@ -273,9 +273,9 @@ MUTANTS = (
     _mutant(
         "what is loaded ahead is found before it has come",
         "cache_manager",
-        "                self.moves.add(Move(step, block, host_block, False, node, shelf))\n"
+        "                self.moves.add(Move(step, block, host_block, False, node, free_list))\n"
         "                self.pool.free(block, cached=False)  # the move holds it\n",
-        "                self.moves.add(Move(step, block, host_block, False, node, shelf))\n"
+        "                self.moves.add(Move(step, block, host_block, False, node, free_list))\n"
         "                self.pool.free(block, cached=False)  # the move holds it\n"
         "                self.index.add_copy(node, block)\n",
     ),
@@ -307,7 +307,7 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "a block that is taken from a shelf still counts as its tenant's",
+        "a block that is taken from a free list still counts as its tenant's",
         "cache/eviction",
         "        self._count(owner, owner.num_blocks - 1)\n",
         "        self._count(owner, owner.num_blocks)\n",

@@ -1,110 +1,114 @@
-"""From which shelf of idle blocks the next one is evicted. Each shelf is one owner's: a tenant's."""
+"""From which free list of idle blocks the next one is evicted. Each list is one owner's: a tenant's."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-Worth = tuple[float, ...]
-# The blocks of a shelf, in the order in which they are taken.
+RetentionPriority = tuple[float, ...]
+# The blocks of a free list, in the order in which they are taken.
 Ring = Callable[[int], Iterator[int]]
 
 
-def no_worth(shelf: int) -> Worth:
-    """Value all shelves alike."""
+def equal_priority(free_list: int) -> RetentionPriority:
+    """Give all free lists one priority."""
     return ()
 
 
-def no_owner(shelf: int) -> str:
-    """Let all shelves have one owner."""
+def no_owner(free_list: int) -> str:
+    """Let all free lists have one owner."""
     return ""
 
 
 class _Owner:
-    """The shelves with blocks of one owner."""
+    """The free lists with blocks of one owner."""
 
-    __slots__ = ("name", "num_blocks", "shelves")
+    __slots__ = ("free_lists", "name", "num_blocks")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.shelves: list[tuple[Worth, int]] = []  # sorted
+        self.free_lists: list[tuple[RetentionPriority, int]] = []  # sorted
         self.num_blocks = 0  # on all of them
 
 
-class ShelfOrder:
-    """Evicts from shelves that are worth less than the horizon first, whose ever they are: from that of the least
-    worth. Where all are worth more, it evicts from the owner who has most blocks, from the shelf that is worth least of
-    that owner's. So whatever an owner keeps takes nothing from one who has fewer blocks, if these are of worth.
+class EvictionOrder:
+    """Evicts from free lists of a priority below the horizon first, of any owner: from that of the lowest priority.
+    Where none is below, it evicts from the owner who has most blocks, from the owner's list of the lowest priority. So
+    what an owner keeps takes nothing from one who has fewer blocks, if these are not below the horizon.
 
-    A pool says which shelves have blocks; only of these the worth is known, and asked for when they get the first one.
+    A pool says which lists have blocks; only of these the priority is known, and asked for when they get the first one.
     """
 
-    def __init__(self, worth_of: Callable[[int], Worth] = no_worth, owner_of: Callable[[int], str] = no_owner) -> None:
-        """`worth_of` says what a shelf is worth now; what changes its answer calls `changed`. `owner_of` says whose
-        it is, which does not change while it has blocks."""
-        self.worth_of = worth_of
+    def __init__(
+        self,
+        priority_of: Callable[[int], RetentionPriority] = equal_priority,
+        owner_of: Callable[[int], str] = no_owner,
+    ) -> None:
+        """`priority_of` says which priority a list has now; what changes its answer calls `changed`. `owner_of` says
+        whose it is, which does not change while it has blocks."""
+        self.priority_of = priority_of
         self.owner_of = owner_of
-        self.horizon: Worth = ()
-        self._filled: list[tuple[Worth, int]] = []  # sorted
-        self._worth: dict[int, Worth] = {}  # of the same
+        self.horizon: RetentionPriority = ()
+        self._filled: list[tuple[RetentionPriority, int]] = []  # sorted
+        self._priorities: dict[int, RetentionPriority] = {}  # of the same
         self._owners: dict[str, _Owner] = {}
-        self._owner: dict[int, _Owner] = {}  # by shelf
+        self._owner: dict[int, _Owner] = {}  # by free list
         self._levels: dict[int, dict[_Owner, None]] = {}  # owners by their number of blocks
         self._most_blocks = 0  # that an owner has
 
-    def changed(self, shelf: int) -> None:
-        """The worth of a shelf may be another one, whether it has blocks or not."""
-        before = self._worth.get(shelf)
-        if before is not None and (worth := self.worth_of(shelf)) != before:
-            self._remove(shelf, before)
-            self._insert(shelf, worth)
+    def changed(self, free_list: int) -> None:
+        """The priority of a list may be another one, whether it has blocks or not."""
+        before = self._priorities.get(free_list)
+        if before is not None and (priority := self.priority_of(free_list)) != before:
+            self._remove(free_list, before)
+            self._insert(free_list, priority)
 
-    def added(self, shelf: int) -> None:
-        """A block stands on a shelf."""
-        owner = self._owner.get(shelf)
+    def added(self, free_list: int) -> None:
+        """A block is in a list."""
+        owner = self._owner.get(free_list)
         if owner is None:
-            name = self.owner_of(shelf)
-            owner = self._owner[shelf] = self._owners.setdefault(name, _Owner(name))
-            self._insert(shelf, self.worth_of(shelf))
+            name = self.owner_of(free_list)
+            owner = self._owner[free_list] = self._owners.setdefault(name, _Owner(name))
+            self._insert(free_list, self.priority_of(free_list))
         self._count(owner, owner.num_blocks + 1)
 
-    def taken(self, shelf: int, *, is_last: bool) -> None:
-        """A block stands on a shelf no longer. `is_last`: nor does any other."""
-        owner = self._owner[shelf]
+    def taken(self, free_list: int, *, is_last: bool) -> None:
+        """A block is in a list no longer. `is_last`: nor does any other."""
+        owner = self._owner[free_list]
         self._count(owner, owner.num_blocks - 1)
         if is_last:
-            self._remove(shelf, self._worth.pop(shelf))
-            del self._owner[shelf]
-            if not owner.shelves:
+            self._remove(free_list, self._priorities.pop(free_list))
+            del self._owner[free_list]
+            if not owner.free_lists:
                 del self._owners[owner.name]
 
     def first(self) -> int:
-        """The shelf to evict from. Raises IndexError if none has blocks."""
-        worth, shelf = self._filled[0]
-        if worth < self.horizon:
-            return shelf
-        return next(iter(self._levels[self._most_blocks])).shelves[0][1]
+        """The list to evict from. Raises IndexError if none has blocks."""
+        priority, free_list = self._filled[0]
+        if priority < self.horizon:
+            return free_list
+        return next(iter(self._levels[self._most_blocks])).free_lists[0][1]
 
-    def yields(self, shelf: int, other: int) -> bool:
-        """Whether what stands on a shelf may be lost to what stands on another: it is worth less, and another owner's
+    def yields(self, free_list: int, other: int) -> bool:
+        """Whether what is in a list may be lost to what is in another: its priority is lower, and another owner's
         only if it is below the horizon."""
-        worth = self.worth_of(shelf)
-        is_exposed = worth < self.horizon or self.owner_of(shelf) == self.owner_of(other)
-        return is_exposed and worth < self.worth_of(other)
+        priority = self.priority_of(free_list)
+        is_exposed = priority < self.horizon or self.owner_of(free_list) == self.owner_of(other)
+        return is_exposed and priority < self.priority_of(other)
 
-    def best(self, max_shelves: int) -> list[int]:
-        """Return the shelves with blocks that are worth most, the best first."""
-        return [shelf for _, shelf in self._filled[: -max_shelves - 1 : -1]]
+    def best(self, max_lists: int) -> list[int]:
+        """Return the lists with blocks of the highest priorities, the best first."""
+        return [free_list for _, free_list in self._filled[: -max_lists - 1 : -1]]
 
     def blocks(self, ring: Ring) -> Iterator[tuple[int, int]]:
-        """Go through the blocks of all shelves, each behind its shelf, in the order in which they would be evicted."""
+        """Go through the blocks of all lists, each behind its list, in the order in which they would be evicted."""
         num_exposed = bisect_left(self._filled, (self.horizon,))
         num_taken: dict[_Owner, int] = {}
-        for _, shelf in islice(self._filled, num_exposed):
-            owner = self._owner[shelf]
+        for _, free_list in islice(self._filled, num_exposed):
+            owner = self._owner[free_list]
             before = num_taken.pop(owner, 0)
-            for num, block in enumerate(ring(shelf), before + 1):
+            for num, block in enumerate(ring(free_list), before + 1):
                 num_taken[owner] = num
-                yield shelf, block
+                yield free_list, block
         lowered: dict[int, list[_Owner]] = {}  # owners from whom blocks were taken, by what they have left
         for owner, num in num_taken.items():
             lowered.setdefault(owner.num_blocks - num, []).append(owner)
@@ -117,18 +121,18 @@ class ShelfOrder:
 
     def _remaining(self, owner: _Owner, ring: Ring) -> Iterator[tuple[int, int]]:
         """Go through an owner's blocks that are not below the horizon."""
-        for _, shelf in islice(owner.shelves, bisect_left(owner.shelves, (self.horizon,)), None):
-            for block in ring(shelf):
-                yield shelf, block
+        for _, free_list in islice(owner.free_lists, bisect_left(owner.free_lists, (self.horizon,)), None):
+            for block in ring(free_list):
+                yield free_list, block
 
-    def _insert(self, shelf: int, worth: Worth) -> None:
-        self._worth[shelf] = worth
-        insort(self._filled, (worth, shelf))
-        insort(self._owner[shelf].shelves, (worth, shelf))
+    def _insert(self, free_list: int, priority: RetentionPriority) -> None:
+        self._priorities[free_list] = priority
+        insort(self._filled, (priority, free_list))
+        insort(self._owner[free_list].free_lists, (priority, free_list))
 
-    def _remove(self, shelf: int, worth: Worth) -> None:
-        for shelves in (self._filled, self._owner[shelf].shelves):
-            del shelves[bisect_left(shelves, (worth, shelf))]
+    def _remove(self, free_list: int, priority: RetentionPriority) -> None:
+        for free_lists in (self._filled, self._owner[free_list].free_lists):
+            del free_lists[bisect_left(free_lists, (priority, free_list))]
 
     def _count(self, owner: _Owner, num_blocks: int) -> None:
         """Put an owner on the level above or below."""

@@ -20,7 +20,7 @@ class Move(NamedTuple):
     host_block: int
     is_out: bool  # device to host
     node: Node | None  # whose content gets a copy in the other tier; None: a swap
-    shelf: int = 0  # where the blocks stand that are not held when it is done
+    free_list: int = 0  # where the blocks stand that are not held when it is done
 
 
 class MoveLedger:
@@ -67,9 +67,9 @@ class MoveLedger:
                 self._copied(move, move.node)
             is_copied = move.node is not None  # then both tiers have the content
             cached = self._index.is_cached(move.device_block)
-            self._pool.free(move.device_block, cached=cached, spare=is_copied, shelf=move.shelf)
+            self._pool.free(move.device_block, cached=cached, spare=is_copied, free_list=move.free_list)
             cached = self._index.node_of_host(move.host_block) is not None
-            self._host_pool.free(move.host_block, cached=cached, shelf=move.shelf)
+            self._host_pool.free(move.host_block, cached=cached, free_list=move.free_list)
             self.num_moved_out += move.is_out
             self.num_moved_in += not move.is_out
 
