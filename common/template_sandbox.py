@@ -1,8 +1,8 @@
 """Chat templates: Jinja2 code of a model's author, in a sandbox where everything it does is paid for.
 
 Jinja2's own sandbox keeps a template from Python's insides, not from running for ever or filling the memory. Here each
-turn of a loop, call, filter and comparison takes from a budget, and so does each text or list, before it is made where
-its size can be known. What a template can do is therefore bounded by a count, the same on any machine.
+iteration of a loop, call, filter and comparison takes from a budget, and so does each text or list, before it is made
+where its size can be known. What a template can do is therefore bounded by a count, the same on any machine.
 """
 
 import collections
@@ -168,7 +168,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             del self.globals[name]
         self.filters["tojson"] = self._to_json
         self.filters = {name: self._metered(name, function) for name, function in self.filters.items()}
-        for method in (self._turn, self._weighed, self._cut, self._concatenated):
+        for method in (self._iteration, self._weighed, self._cut, self._concatenated):
             self.filters[_meter_name(method.__name__)] = method
         self.tests = {name: self._metered(name, function) for name, function in self.tests.items()}
         self.globals["namespace"] = _Namespace
@@ -180,8 +180,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     # What `_Metering` puts in
 
-    def _turn(self, num_chars: int) -> bool:
-        """A turn of a loop, or a call of a macro, with so much text of the template's own."""
+    def _iteration(self, num_chars: int) -> bool:
+        """An iteration of a loop, or a call of a macro, with so much text of the template's own."""
         self.budget.take_text(num_chars)
         return True
 
@@ -306,17 +306,17 @@ class _Metering(NodeTransformer):
     """Puts what has to be paid for, and what Jinja2 compiles to bare Python, into calls of the environment."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
-        turn = _meter(_Environment._turn, nodes.Const(_num_own_chars(node.body)))
+        iteration = _meter(_Environment._iteration, nodes.Const(_num_own_chars(node.body)))
         self.generic_visit(node)
-        # A turn that the condition skips is one too.
-        node.test = None if node.test is None else nodes.And(_meter(_Environment._turn, nodes.Const(0)), node.test)
-        node.body = [nodes.ExprStmt(turn), *node.body]
+        # An iteration that the condition skips is one too.
+        node.test = None if node.test is None else nodes.And(_meter(_Environment._iteration, nodes.Const(0)), node.test)
+        node.body = [nodes.ExprStmt(iteration), *node.body]
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
-        turn = _meter(_Environment._turn, nodes.Const(_num_own_chars(node.body)))
+        iteration = _meter(_Environment._iteration, nodes.Const(_num_own_chars(node.body)))
         self.generic_visit(node)
-        node.body = [nodes.ExprStmt(turn), *node.body]
+        node.body = [nodes.ExprStmt(iteration), *node.body]
         return node
 
     visit_CallBlock = visit_Macro

@@ -8,7 +8,7 @@ from scheduler_service.serving.token_stream import Delta
 class EndCounter:
     """Receives what comes of many requests, and waits for their ends alone."""
 
-    outlet = None
+    ready_list = None
     label = 0
     keeps_all = True
 

@@ -13,7 +13,7 @@ class Clock:
         return time.monotonic()
 
     def soon(self, action: Callable[[], None]) -> None:
-        """Have something done in the next turn of the event loop."""
+        """Have something done in the next iteration of the event loop."""
         asyncio.get_running_loop().call_soon(action)
 
     def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:

@@ -19,7 +19,7 @@ class RequestLog(Observer):
     def __init__(self, *, logs_all: bool) -> None:
         """With `logs_all`, samples that ended well are logged too."""
         self._logs_all = logs_all
-        # What failed in this turn of the event loop, by reason and message.
+        # What failed in this iteration of the event loop, by reason and message.
         self._failed: dict[tuple[EndReason, str], list[dict[str, Any]]] = {}
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:

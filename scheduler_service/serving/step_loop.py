@@ -104,7 +104,7 @@ class StepLoop:
             sequence_ids = self._scheduler.add(request, now)
         for index, sequence_id in enumerate(sequence_ids):
             self._streams[sequence_id] = TokenStream(
-                request, index, receiver.deliver, now, receiver.outlet, receiver.label + index, receiver.keeps_all
+                request, index, receiver.deliver, now, receiver.ready_list, receiver.label + index, receiver.keeps_all
             )
         self._idle.clear()
         self._wake.set()
@@ -159,16 +159,16 @@ class StepLoop:
         try:
             while True:
                 await self._wake.wait()
-                self.turn()
+                self.run_once()
         finally:
             self.availability.stop_timers()
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something that `turn` has not seen yet."""
+        """Whether there is something that `run_once` has not seen yet."""
         return self._wake.is_set()
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Take what the worker told, send the plans that follow, and pass on what has happened to the cache."""
         self._wake.clear()
         self._empty_inbox()
@@ -223,7 +223,7 @@ class StepLoop:
     # Steps
 
     def _tell(self, news: Callable[[float], None]) -> None:
-        """Keep news for the next turn. A link whose epoch this has ended may still have some, which nobody wants."""
+        """Keep news for the next run. A link whose epoch this has ended may still have some, which nobody wants."""
         if self._link is not None:
             self._inbox.append(news)
             self._wake.set()

@@ -1,7 +1,7 @@
 """From steps to readers: tokens wait per sequence and are handed on in small batches.
 
 The rule of this file: publishing a token is an append, whatever the readers do. Readers are served round robin, a few
-per turn of the event loop, so that the step loop never waits for more than a few of them. A sequence that is not
+per iteration of the event loop, so that the step loop never waits for more than a few of them. A sequence that is not
 served before its next token simply gets a longer delta. What waits is bounded by the sequence's own length.
 """
 
@@ -52,12 +52,12 @@ class Receiver(Protocol):
     must not raise."""
 
     @property
-    def outlet(self) -> "Outlet | None":
+    def ready_list(self) -> "ReadyList | None":
         """The place where plain tokens may wait for their reader instead of being delivered one by one."""
 
     @property
     def label(self) -> int:
-        """The first sample's name in the outlet; those of the others follow it."""
+        """The first sample's name in the ready list; those of the others follow it."""
 
     @property
     def keeps_all(self) -> bool:
@@ -72,7 +72,7 @@ class Receiver(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Outlet:
+class ReadyList:
     """The place where streams of many requests wait together for one reader, who takes them when it likes."""
 
     on_news: Callable[[], None]  # called on the event loop when `streams` is no longer empty
@@ -95,8 +95,8 @@ class TokenStream:
     index: int  # which sample of the request
     deliver: Deliver
     arrived_at: float
-    outlet: Outlet | None = None  # where it waits for its reader; None: it is delivered by itself
-    label: int = 0  # its name in the outlet
+    ready_list: ReadyList | None = None  # where it waits for its reader; None: it is delivered by itself
+    label: int = 0  # its name in the ready list
     keeps_all: bool = True  # see Receiver
     last_token_at: float | None = None
     num_published: int = 0
@@ -165,29 +165,29 @@ class TokenStream:
 
 
 class FanOut:
-    """Serves the streams that have something to deliver, in order, `batch_size` per turn of the event loop.
+    """Serves the streams that have something to deliver, in order, `batch_size` per iteration of the event loop.
 
-    Those of an outlet wait in it until they are taken, and its reader is told once.
+    Those of a ready list wait in it until they are taken, and its reader is told once.
     """
 
     def __init__(self, clock: Clock, batch_size: int = 16) -> None:
         self._clock = clock
         self._batch_size = batch_size
-        self._queue: deque[TokenStream | Outlet] = deque()
+        self._queue: deque[TokenStream | ReadyList] = deque()
         self._is_scheduled = False
 
     def enqueue(self, stream: TokenStream) -> None:
         if stream.is_queued:
             return
         stream.is_queued = True
-        outlet = stream.outlet
-        if outlet is None:
+        ready_list = stream.ready_list
+        if ready_list is None:
             self._queue.append(stream)
         else:
-            outlet.streams.append(stream)
-            if len(outlet.streams) > 1:
+            ready_list.streams.append(stream)
+            if len(ready_list.streams) > 1:
                 return
-            self._queue.append(outlet)
+            self._queue.append(ready_list)
         if not self._is_scheduled:
             self._is_scheduled = True
             self._clock.soon(self._serve)
@@ -195,7 +195,7 @@ class FanOut:
     def _serve(self) -> None:
         for _ in range(min(self._batch_size, len(self._queue))):
             waiting = self._queue.popleft()
-            if isinstance(waiting, Outlet):
+            if isinstance(waiting, ReadyList):
                 waiting.on_news()
             else:
                 waiting.hand_over()

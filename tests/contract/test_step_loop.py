@@ -40,7 +40,7 @@ CAPACITY = WorkerCapacity(
 
 
 class LocalLink:
-    """Carries a plan out one turn of the event loop later. At most two plans may wait."""
+    """Carries a plan out one iteration of the event loop later. At most two plans may wait."""
 
     def __init__(self, loop: StepLoop, worker: SimulatedWorker | None = None) -> None:
         self._loop = loop
@@ -97,7 +97,7 @@ async def running_loop(
 
 
 class Reader:
-    outlet = None
+    ready_list = None
     label = 0
     keeps_all = True
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pagewire.common.messages import Pooling, RowStatus
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
-from scheduler_service.serving.token_stream import Delta, Outlet
+from scheduler_service.serving.token_stream import Delta, ReadyList
 from testing.simulated_worker import digest, digest_all, next_token, reference_embedding
 from testing.toy_grammar import constrained_token, is_readable, read
 from tests.sim import beam_oracle
@@ -19,12 +19,12 @@ class Client:
     """One request and what has come of its sequences: a `Receiver`."""
 
     def __init__(
-        self, arrival: Arrival, on_end: Callable[["Client"], None], outlet: Outlet | None = None, label: int = 0
+        self, arrival: Arrival, on_end: Callable[["Client"], None], ready_list: ReadyList | None = None, label: int = 0
     ) -> None:
         """`on_end` is called when all of its outputs have ended."""
         self.arrival = arrival
         self.request = arrival.request
-        self.outlet = outlet
+        self.ready_list = ready_list
         self.label = label
         self.keeps_all = True
         self._on_end = on_end

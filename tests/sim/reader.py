@@ -1,11 +1,11 @@
-"""A client with many requests on one call: their tokens wait in an outlet until it reads, as `GenerateMany` does."""
+"""A client with many requests on one call: their tokens wait in a ready list until it reads, as `GenerateMany` does."""
 
 from __future__ import annotations
 
 from random import Random
 from typing import TYPE_CHECKING
 
-from scheduler_service.serving.token_stream import Outlet
+from scheduler_service.serving.token_stream import ReadyList
 from tests.sim.client import Client
 from tests.sim.scenario import Arrival
 
@@ -17,14 +17,14 @@ class Reader:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._rng = Random(f"reader {simulation.scenario.seed}")
-        self._outlet = Outlet(self._on_news)
+        self._ready_list = ReadyList(self._on_news)
         self._clients: dict[int, Client] = {}  # by label
         self._seconds = simulation.scenario.read_seconds
 
     def client(self, arrival: Arrival) -> Client:
         """One more request on the call."""
         label = len(self._clients)
-        client = Client(arrival, self._simulation.has_everything, self._outlet, label)
+        client = Client(arrival, self._simulation.has_everything, self._ready_list, label)
         self._clients.update((label + index, client) for index in range(arrival.request.n))
         return client
 
@@ -32,10 +32,10 @@ class Reader:
         self._simulation.after(self._rng.random() * self._seconds, self._read)
 
     def _read(self) -> None:
-        streams = self._outlet.take()
+        streams = self._ready_list.take()
         num_read = self._rng.randint(1, len(streams)) if streams else 0
         if num_read < len(streams):
-            self._outlet.put_back(streams[num_read:])
+            self._ready_list.put_back(streams[num_read:])
             self._on_news()
         for stream in streams[:num_read]:
             client = self._clients[stream.label]

@@ -161,7 +161,7 @@ class Simulation:
             assert self.num_scheduled < _MAX_EVENTS, "L1: events without end"
             if self.loop.is_due and not self.turn_is_due:
                 self.turn_is_due = True
-                self.after(self.rng.random() * self.scenario.wake_seconds, self.turn)
+                self.after(self.rng.random() * self.scenario.wake_seconds, self.run_once)
         assert not self.clients, f"L1: nothing happens any more, but these wait: {sorted(self.clients)}"
         assert not self.waiting, f"S6: an end has not come: {[client.key for client in self.waiting]}"
         self._check_idle()
@@ -320,10 +320,10 @@ class Simulation:
 
     # Plans and results
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """The step loop's: it takes what has arrived first."""
         self.turn_is_due = False
-        self.loop.turn()
+        self.loop.run_once()
 
     def planned(self, plan: StepPlan | None) -> None:
         """The core has made a plan, or has nothing to do."""

@@ -179,7 +179,7 @@ class SchedulerLink:
 
     def submit(self, request: Request, receiver: Receiver) -> list[int]:
         """Send a request on its way; the ids of its sequences. The receiver hears of the scheduler's refusals, and gets
-        all deltas one by one, outlet or not. Raises RpcError."""
+        all deltas one by one, with a ready list too. Raises RpcError."""
         if self._outbox is None or self._is_draining:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
         sent = _Sent(self._next_stream_id, request, receiver, self.counts)

@@ -17,7 +17,7 @@ from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.rpc.status import CODES, RpcError
 from scheduler_service.rpc.tenants.quota import Claim
 from scheduler_service.serving.engine import RequestEngine
-from scheduler_service.serving.token_stream import Delta, Outlet
+from scheduler_service.serving.token_stream import Delta, ReadyList
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +44,17 @@ class Generation:
         request: Request,
         outputs: Sequence[OutputBuffer],
         engine: RequestEngine,
-        outlet: Outlet | None = None,
+        ready_list: ReadyList | None = None,
         label: int = 0,
         *,
         keeps_all: bool = True,
         is_relayed: bool = False,
     ) -> None:
-        """With an `outlet` plain tokens wait there, under labels from `label` on. `keeps_all`: there are no stop texts.
-        `is_relayed`: the client looks for them, and tells what it has kept."""
+        """With a `ready_list` plain tokens wait there, under labels from `label` on. `keeps_all`: there are no stop
+        texts. `is_relayed`: the client looks for them, and tells what it has kept."""
         self.request = request
         self.outputs = outputs
-        self.outlet = outlet
+        self.ready_list = ready_list
         self.label = label
         self.keeps_all = keeps_all and not is_relayed
         self.is_relayed = is_relayed

@@ -23,7 +23,7 @@ from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.model_info import ModelInfo
-from scheduler_service.serving.token_stream import Outlet
+from scheduler_service.serving.token_stream import ReadyList
 from scheduler_service.serving.tokenizer import Tokenizer
 
 _ADMISSION_CODES = {
@@ -69,16 +69,16 @@ class Intake:
         output_mode: OutputMode = OutputMode.STREAMED,
         *,
         with_text: bool = True,
-        outlet: Outlet | None = None,
+        ready_list: ReadyList | None = None,
         label: int = 0,
         is_relayed: bool = False,
     ) -> Generation:
         """Queue what the message asks for, to be done within so many seconds.
 
         Without text there is nothing to watch for stop texts in either. If there are only tokens to tell, they wait in
-        the `outlet`, under labels from `label` on; what has more goes through its outputs, so that nothing overtakes.
-        `is_relayed`: the client watches for stop texts itself, and tells how much of each sample it has kept.
-        Raises RpcError.
+        the `ready_list`, under labels from `label` on; what has more goes through its outputs, so that nothing
+        overtakes. `is_relayed`: the client watches for stop texts itself, and tells how much of each sample it has
+        kept. Raises RpcError.
         """
         request = await self._resolve(message, time_remaining, output_mode)
         outputs = self._outputs(message, request, with_text=with_text)
@@ -86,7 +86,7 @@ class Intake:
             request,
             outputs,
             self._engine,
-            outlet if _is_plain(request) else None,
+            ready_list if _is_plain(request) else None,
             label,
             keeps_all=request.beam is not None or not message.sampling.stop,
             is_relayed=is_relayed and request.beam is None,
@@ -199,8 +199,8 @@ class Intake:
             )
         claim = self._quotas.claim(request) if self._quotas is not None else None
         if claim is not None:
-            # What waits in an outlet is not delivered, and would not be counted.
-            generation.claim, generation.outlet = claim, None
+            # What waits in a ready list is not delivered, and would not be counted.
+            generation.claim, generation.ready_list = claim, None
         try:
             generation.sequence_ids = self._engine.submit(request, generation)
         except AdmissionError as error:

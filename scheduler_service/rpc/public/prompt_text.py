@@ -45,11 +45,10 @@ class PromptTexts:
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
         try:
-            # A long text waits for the one before it of its tenant, so that the many of one tenant hold up no other's
-            # one.
+            # A long text waits for the one before it of its tenant, so that many of one tenant hold up no other's.
             is_long = size > LONG_TEXT_BYTES
-            turn = self._long_texts.setdefault(tenant, asyncio.Lock()) if is_long else nullcontext()
-            async with self._counted(size, tenant), turn:
+            lock = self._long_texts.setdefault(tenant, asyncio.Lock()) if is_long else nullcontext()
+            async with self._counted(size, tenant), lock:
                 token_ids = await self._tokenizer.encode(
                     text,
                     max_sequence_tokens - 1,

@@ -1,7 +1,7 @@
 """One GenerateMany call: many requests, and one message for what all of them got.
 
 Each request goes the way of Generate: `intake.py` in, the outputs of its `generation.py` out. Only the tokens of
-token-only requests go a shorter way: they wait in an outlet and are put into columns, a few list operations each.
+token-only requests go a shorter way: they wait in a ready list and are put into columns, a few list operations each.
 Nothing is made before the client has read what came before, so a slow one gets fewer and longer messages.
 """
 
@@ -23,7 +23,7 @@ from scheduler_service.rpc.public.output import OutputReader
 from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import check_forwarded
 from scheduler_service.rpc.trace_context import continue_trace
-from scheduler_service.serving.token_stream import Outlet
+from scheduler_service.serving.token_stream import ReadyList
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class SharedCall:
         Without `loads` it is not known here what there is to do."""
         self._intake = intake
         self._news = News()
-        self._outlet = Outlet(self._news.tell)
+        self._ready_list = ReadyList(self._news.tell)
         self._server_info = server_info
         self._loads = loads
         self._announces = True  # the next message tells the server's state
@@ -106,7 +106,7 @@ class SharedCall:
             while True:
                 if reading.done():
                     reading.result()
-                if self._outlet.streams or self._ready or self._announces or self._tells_loads:
+                if self._ready_list.streams or self._ready or self._announces or self._tells_loads:
                     message = self._take()
                     if message.ByteSize():
                         await context.write(message)
@@ -193,7 +193,7 @@ class SharedCall:
             timeout,
             output_mode,
             with_text=not token_only,
-            outlet=self._outlet if token_only else None,
+            ready_list=self._ready_list if token_only else None,
             label=request.stream_id,
             is_relayed=submission.tells_kept,
         )
@@ -295,10 +295,10 @@ class SharedCall:
         stream_ids: list[int] = []
         token_ids: list[int] = []
         counts: list[int] = []
-        streams = self._outlet.take()
+        streams = self._ready_list.take()
         for position, stream in enumerate(streams):
             if len(token_ids) >= _MAX_MESSAGE_WEIGHT:
-                self._outlet.put_back(streams[position:])
+                self._ready_list.put_back(streams[position:])
                 break
             new = stream.take_tokens()
             if new is not None:
