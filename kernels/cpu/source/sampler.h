@@ -26,8 +26,8 @@ typedef struct {
   const float* bias_values;           // [num_rows, max_biases]
   const int32_t* stop_token_ids;      // [num_rows, max_stops]
   const int32_t* min_num_tokens;      // [num_rows]
-  const uint32_t* masks;              // [number of lines, mask_stride]: a bit for each token, 1 if it may be taken; or
-  NULL const int32_t* mask_lines;          // [num_rows], -1: all tokens
+  const uint32_t* masks;              // [number of lines, mask_stride]: a bit for each token, 1 if allowed; or NULL
+  const int32_t* mask_lines;          // [num_rows], -1: all tokens
   const int32_t* history;             // [num_slots, history_stride]: the tokens of rows with penalties; or NULL
   const int64_t* num_prompt_tokens;   // [num_slots]
   int64_t num_rows, vocab_size, logits_stride, max_biases, max_stops, mask_stride, history_stride, num_threads;
