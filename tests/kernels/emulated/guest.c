@@ -73,8 +73,8 @@ static void fetch_page(int signal_number, siginfo_t* info, void* context) {
     char *before = map_page(), *filled = map_page();
     receive(before, PAGE_SIZE);
     memcpy(filled, before, PAGE_SIZE);
-    if (mremap(filled, PAGE_SIZE, PAGE_SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, place) != place) fail("a page has no
-    place"); pages[num_pages++] = (page){place, before};
+    if (mremap(filled, PAGE_SIZE, PAGE_SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, place) != place) fail("a page has no place");
+    pages[num_pages++] = (page){place, before};
   }
   atomic_flag_clear(&is_busy);
 }
