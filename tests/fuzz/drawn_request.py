@@ -93,8 +93,11 @@ def _draw_sampling(rng: random.Random) -> SamplingParams:
         options |= _drawn(rng, 0.3, top_k=lambda: rng.randint(1, 50), top_p=lambda: rng.uniform(0.3, 1))
         options |= _drawn(rng, 0.15, min_p=lambda: 0.05, logprobs=lambda: rng.choice((0, 1, 5)))
         options |= _drawn(rng, 0.1, prompt_logprobs=lambda: rng.choice((0, 2)))
-    if max(options["n"], options.get("beam_width", 1)) > 1:
-        options["max_tokens"] = min(options["max_tokens"], 40)  # so that each fits a small cache alone
+    # So that each fits a small cache alone. A beam may need a copy of a block more.
+    if options.get("beam_width"):
+        options["max_tokens"] = min(options["max_tokens"], 24)
+    elif options["n"] > 1:
+        options["max_tokens"] = min(options["max_tokens"], 40)
     options |= _drawn(
         rng,
         0.12,
