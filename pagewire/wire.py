@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from pagewire.common.sampling_ranges import UINT32, UINT64, Range
 from pagewire.common.transport.http_proxy import http_proxy_of
+from pagewire.common.transport.message_size import of_cut_off
 from pagewire.common.transport.translation import decoder, enum_names
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.completion import Output, Result, TokenLogprobs
@@ -67,7 +68,6 @@ _SCHEDULERS_PORT = RightPort(
     give_name="call it by the name that is in there",
     with_tls="a port with TLS (grpcs://), one that asks for another certificate, or for one that is good (tls_cert)",
 )
-_TOO_LARGE = re.compile(r"^SERVER: .*larger than max \((\d+) vs\. (\d+)\)")
 # How gRPC begins to say that there is no connection.
 _NO_CONNECTION = ("failed to connect", "errors resolving")
 # What gRPC itself makes of a connection that fails. A server of ours says then when to try again.
@@ -339,11 +339,9 @@ def decode_error(error: Any, url: str) -> PagewireError:
     if code is grpc.StatusCode.CANCELLED and message == code.name:
         # The word of gRPC itself where too many calls wait already. Pagewire says why it cancels one.
         code, message = grpc.StatusCode.UNAVAILABLE, f"too many calls wait at {url}; try again later"
-    too_large = _TOO_LARGE.search(message)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and too_large:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (too_large := of_cut_off(message)):
         # It will be as large the next time.
-        code = grpc.StatusCode.INVALID_ARGUMENT
-        message = f"the request has {too_large[1]} bytes, but {url} takes {too_large[2]} in a message: shorten it"
+        code, message = grpc.StatusCode.INVALID_ARGUMENT, too_large
     field_violations, retry_delay = _decode_details(error.trailing_metadata() or ())
     if reading is not None or (code in _LOST_ON_THE_WAY and retry_delay is None):
         proxy = http_proxy_of(url)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pagewire.common.option_limits import PORT, URL, Limit, at_least, between, check_options, flag, option
 from pagewire.common.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
+from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES
 from scheduler_service.core.retention import EXPECTATIONS
@@ -18,7 +19,7 @@ _METRICS_PORT = (
     "HTTP port of /metrics; 0 turns it off (default: 9090, or a free one, which is logged, if 9090 is taken)",
     PORT,
 )
-_PROMPT_BYTES = (1_048_576, "how long the text of one prompt can be, in bytes", at_least(1))
+_PROMPT_BYTES = (1_048_576, "how long the text of one prompt can be, in bytes", between(1, MAX_MESSAGE_BYTES))
 _WAITING_TEXT_BYTES = (67_108_864, "how many bytes of prompts can wait to be tokenized", at_least(1))
 _TENANT_WAITING_TEXT_BYTES = (
     16_777_216,

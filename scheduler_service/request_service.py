@@ -14,7 +14,7 @@ from pagewire.common.transport.listening import create_server, give_way, listen
 from pagewire.common.transport.tls import TlsFiles, server_files
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
-from scheduler_service.rpc.interception import Interception
+from scheduler_service.rpc.interception import ending, entrance
 from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import SERVICE_NAME, RequestServicer
 from scheduler_service.rpc.public.session_metadata import note_session
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
 _SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", 4 * 1024 * 1024),
     ("grpc.keepalive_permit_without_calls", 1),
     # A client that is gone without a word loses its requests.
     ("grpc.keepalive_time_ms", 30_000),
@@ -77,8 +76,8 @@ class RequestService:
         self.tenants = TenantFile(config.tenants) if config.tenants else None
         self._authentication = Authentication(self.tenants) if self.tenants is not None else None
         callers = self._authentication or Anybody()
-        interceptors = [Interception([callers.enter, note_trace_context, note_session])]
-        self._server = create_server(*_SERVER_OPTIONS, interceptors=interceptors)
+        enter = entrance([callers.enter, note_trace_context, note_session])
+        self._server = create_server(*_SERVER_OPTIONS, enter=enter, ending=ending)
 
     def listen(self, servicer: RequestServicer, make_vllm: Callable[[ModuleType], "VllmServicer"]) -> None:
         """Bind the ports for the servicer, and for that of VllmEngine, which is made from its module if it can be
@@ -96,7 +95,7 @@ class RequestService:
         self._health = Health(self._server, service_names)
         port = listen(self._server, config.host, config.port, self._tls, "--port")
         self._url = f"grpc://{join(config.host, port)}"
-        self._health.listen(config.health_host, config.health_port, _SERVER_OPTIONS)
+        self._health.listen(config.health_host, config.health_port, *_SERVER_OPTIONS)
 
     def days_left(self) -> dict[str, float]:
         """Return for how many days the certificates in use are good, by the flag of their file."""

@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = 64 << 20
-_SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-)
 _STOP_GRACE_S = 5.0
 _LAST_STEP_TIMEOUT_S = 60.0
 
@@ -93,14 +89,16 @@ class _WorkerProcess:
         """Serve until told to stop, and return the exit status. Raises OSError for what a person can put right, such as
         a taken port."""
         stop = stop_at_signals(lambda number: os._exit(128 + number))
-        server = create_server(*_SERVER_OPTIONS)
+        server = create_server(
+            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES), max_message_bytes=_MAX_MESSAGE_BYTES
+        )
         servicer = WorkerServicer(
             self.engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
         )
         servicer.add_to(server)
         health = Health(server, [SERVICE_NAME])
         address = _bind(server, self._config, self._tls)
-        health.listen(self._config.health_host, self._config.health_port, _SERVER_OPTIONS)
+        health.listen(self._config.health_host, self._config.health_port)
         await health.begin()
         await server.start()
         watching = [asyncio.create_task(self._tls.watch())] if self._tls is not None else []

@@ -38,7 +38,7 @@ class Health:
 
             reflection.enable_server_reflection([*service_names, reflection.SERVICE_NAME], server)
 
-    def listen(self, host: str, port: int, options: Sequence[tuple[str, int]]) -> None:
+    def listen(self, host: str, port: int, *options: tuple[str, int]) -> None:
         """Answer probes that know no certificates on a port of their own, unless that is 0. Raises OSError."""
         if port:
             self._probed = create_server(*options, max_connections=MAX_PROBES)

@@ -7,12 +7,13 @@ import os
 import resource
 import socket
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc.aio
 
 from pagewire.common.transport.addresses import UNIX_SCHEME, join, target
+from pagewire.common.transport.interception import Ending, Enter, Interception, admit, ending
+from pagewire.common.transport.message_size import MARGIN_BYTES, MAX_MESSAGE_BYTES
 from pagewire.common.transport.tls import TlsFiles
 
 # Calls that one connection may have at once, and calls of all connections that wait for the event loop to take them. A
@@ -42,16 +43,20 @@ _CONNECT_TIMEOUT_S = 1.0
 
 def create_server(
     *options: tuple[str, int],
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    enter: Enter = admit,
+    ending: Ending = ending,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_connections: int | None = None,
 ) -> grpc.aio.Server:
-    """Make a gRPC server whose connections and calls are bounded, which every port of a service is.
+    """Make a gRPC server whose connections, calls and messages are bounded, which every port of a service is.
 
-    Connections beyond `max_connections` at once are closed. By default these are as many as this process may open, so
-    that clients never take the descriptors that the service needs.
+    `enter` and `ending` are an `Interception`'s. Connections beyond `max_connections` at once are closed. By default
+    these are as many as this process may open, so that clients never take the descriptors that the service needs.
     """
     connections = ("grpc.max_allowed_incoming_connections", max_connections or max_open_connections())
-    return grpc.aio.server(options=(*_COMMON_OPTIONS, connections, *options), interceptors=interceptors)
+    size = ("grpc.max_receive_message_length", max_message_bytes + MARGIN_BYTES)
+    interception = Interception(max_message_bytes, enter, ending)
+    return grpc.aio.server(options=(*_COMMON_OPTIONS, connections, size, *options), interceptors=[interception])
 
 
 def give_way() -> None:

@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire import Client, SamplingParams, Unavailable
+from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
@@ -414,3 +415,20 @@ def random_request(rng: random.Random) -> pb.GenerateRequest:
         sampling=pb.SamplingParams(**sampling),
         token_ids=pb.TokenIds(ids=PROMPT),
     )
+
+
+async def test_a_request_that_is_too_large_for_the_link_fails_alone(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have grown on the way: a text has fewer bytes than its tokens."""
+    async with serve_both(checkpoint) as (stack, front):
+        monkeypatch.setattr("scheduler_service.rpc.front_end.scheduler_link.MAX_MESSAGE_BYTES", 400)
+        fine = asyncio.create_task(front.generate(request(PROMPT, max_tokens=200)))
+        await stack.until(lambda loads: loads.num_running == 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="takes 400 in a message: shorten it") as caught:
+            await front.generate(request([VOCAB_SIZE - 1] * 200, max_tokens=1))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await fine).token_ids[0] == expected_tokens(PROMPT, 200)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"takes {MAX_MESSAGE_BYTES} in a message: shorten it") as caught:
+            await front.generate(request("x" * MAX_MESSAGE_BYTES))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -243,14 +243,6 @@ def test_a_histogram_takes_many_equal_observations_at_once() -> None:
     assert histogram.sum == 3 + 1.5 + 18
 
 
-async def test_a_prompt_beyond_the_message_limit_is_refused(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stack.generate(request("x" * (4 * 1024 * 1024)))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        await stack.generate(request(PROMPT, max_tokens=2))
-
-
 async def test_loads_and_info_need_no_worker(checkpoint: Path) -> None:
     config = SchedulerConfig(model=str(checkpoint), worker="127.0.0.1:1", port=free_port("127.0.0.1"), metrics_port=0)
     stop = asyncio.Event()

@@ -29,6 +29,8 @@ from pagewire.common.messages import (
     StepResult,
     WorkerCapacity,
 )
+from pagewire.common.transport.listening import create_server
+from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.config import SchedulerConfig
@@ -163,7 +165,7 @@ async def served(load: Callable[[], LoadedWorker], **options: Any) -> AsyncItera
     loop = asyncio.get_running_loop()
     engine = Engine(load)
     servicer = WorkerServicer(engine, **options)
-    server = grpc.aio.server()
+    server = create_server()
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -195,6 +197,22 @@ async def test_a_hello_that_comes_too_early_is_told_how_far_loading_is() -> None
                 if (await stream.call.read()) is not grpc.aio.EOF:
                     return
                 assert await stream.status() == status
+
+
+async def test_a_message_that_is_too_large_ends_its_session_alone() -> None:
+    async with served(lambda: LoadedWorker(FakeRunner(), READY)) as stub:
+        for epoch, is_first in ((1, True), (2, False)):
+            stream = Stream(stub)
+            if not is_first:
+                await stream.open(epoch)
+            await stream.send(StepPlan(epoch, 1, append_token_ids=(2**31,) * (1 << 20)))
+            code, details = await stream.status()
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"this server takes {MAX_MESSAGE_BYTES} in a message: shorten it" in details
+        stream = Stream(stub)
+        await stream.open(3)
+        await stream.send(StepPlan(3, 1))
+        assert (await stream.result()).step == 1
 
 
 async def test_pipelined_generation_equals_transformers(checkpoint: Path) -> None:
@@ -326,7 +344,6 @@ class SlowContext:
     """A call whose peer takes its time to read. gRPC takes no status while a write is under way."""
 
     def __init__(self) -> None:
-        self.requests = iter([hello(1)])
         self.log: list[str] = []
         self.is_writing = asyncio.Event()
         self.may_finish = asyncio.Event()
@@ -334,8 +351,9 @@ class SlowContext:
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return ()
 
-    async def read(self) -> pb.ExecuteRequest:
-        return next(self.requests)
+    async def requests(self) -> AsyncIterator[pb.ExecuteRequest]:
+        yield hello(1)
+        await asyncio.Event().wait()
 
     async def write(self, response: pb.ExecuteResponse) -> None:
         self.is_writing.set()
@@ -351,7 +369,7 @@ async def test_status_waits_for_the_write_that_is_under_way() -> None:
     servicer, context = WorkerServicer(engine), SlowContext()
     loop = asyncio.get_running_loop()
     engine.start(lambda error: loop.call_soon_threadsafe(servicer.set_loaded))
-    call = asyncio.ensure_future(servicer.Execute(None, context))
+    call = asyncio.ensure_future(servicer.Execute(context.requests(), context))
     await asyncio.wait_for(context.is_writing.wait(), 20)
     closing = asyncio.ensure_future(servicer.close())
     await asyncio.wait([call], timeout=0.05)
@@ -367,7 +385,7 @@ async def test_closing_ends_when_the_scheduler_has_been_told() -> None:
     servicer, context = WorkerServicer(engine), SlowContext()
     loop = asyncio.get_running_loop()
     engine.start(lambda error: loop.call_soon_threadsafe(servicer.set_loaded))
-    call = asyncio.ensure_future(servicer.Execute(None, context))
+    call = asyncio.ensure_future(servicer.Execute(context.requests(), context))
     await asyncio.wait_for(context.is_writing.wait(), 20)
     context.may_finish.set()
     await asyncio.wait_for(servicer.close(), 20)

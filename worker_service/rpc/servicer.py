@@ -99,7 +99,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext
     ) -> None:
         try:
-            await self._serve(context)
+            await self._serve(aiter(request_iterator), context)
         except WorkerProtocolError as error:
             logger.error("protocol error: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
@@ -109,11 +109,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             logger.log(logging.WARNING if is_news else logging.DEBUG, "session ended: %s", end)
             await context.abort(end.code, str(end))
 
-    async def _serve(self, context: grpc.aio.ServicerContext) -> None:
-        """One stream to its end. Raises WorkerProtocolError, _SessionEnded."""
+    async def _serve(self, requests: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext) -> None:
+        """One stream to its end. Raises WorkerProtocolError, _SessionEnded, Unreadable."""
         self._check_peer(context)
-        request = await context.read()
-        if request is grpc.aio.EOF:
+        request = await anext(requests, None)
+        if request is None:
             return
         hello = decode_request(request)
         if not isinstance(hello, Hello):
@@ -125,7 +125,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             logger.warning("refused instance %s: %s", hello.instance_id, session.message)
             await context.write(encode_response(session))
             return
-        stream = _Stream(context, session, self._engine)
+        stream = _Stream(requests, context, session, self._engine)
         if self._holder:
             self._holder.end(
                 grpc.StatusCode.ABORTED, f"instance {session.instance_id} took over with epoch {session.epoch}"
@@ -186,7 +186,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 class _Stream:
     """The call that holds an epoch, from its hello to its end."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, session: Session, engine: Engine) -> None:
+    def __init__(
+        self,
+        requests: AsyncIterator[pb.ExecuteRequest],
+        context: grpc.aio.ServicerContext,
+        session: Session,
+        engine: Engine,
+    ) -> None:
+        self._requests = requests
         self.context = context
         self.loop = asyncio.get_running_loop()
         handler = asyncio.current_task()
@@ -245,7 +252,7 @@ class _Stream:
             await asyncio.wait_for(self._written.wait(), _WRITE_TIMEOUT_S)
 
     async def _receive(self) -> None:
-        while (request := await self.context.read()) is not grpc.aio.EOF:
+        async for request in self._requests:
             plan = decode_request(request)
             if not isinstance(plan, StepPlan):
                 raise WorkerProtocolError("hello came twice on one stream")

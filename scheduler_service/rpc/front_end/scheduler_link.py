@@ -15,12 +15,13 @@ import grpc
 import grpc.aio
 
 from pagewire.common.transport.dialling import Dialler
+from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.output import FINISH_REASONS, encode_embedding
-from scheduler_service.rpc.status import RpcError
+from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.waiting import Outdated, Waiting
 from scheduler_service.serving.token_stream import Delta, Receiver, TokenCounts
@@ -182,14 +183,9 @@ class SchedulerLink:
         all deltas one by one, with a ready list too. Raises RpcError."""
         if self._outbox is None or self._is_draining:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
-        sent = _Sent(self._next_stream_id, request, receiver, self.counts)
-        self._next_stream_id += request.n
-        self._streams.update(dict.fromkeys(sent.stream_ids, sent))
-        self._requests.setdefault(sent.key, sent)
-        self._idle.clear()
         timeout = None if request.deadline is None else max(0.0, request.deadline - time.monotonic())
         submission = scheduler_pb2.Submission(
-            stream_id=sent.stream_id,
+            stream_id=self._next_stream_id,
             request=encode_request(request, self._eos_token_ids, self.max_sequence_tokens),
             timeout_seconds=timeout,
             token_only=True,
@@ -198,7 +194,15 @@ class SchedulerLink:
             read_whole=request.output_mode is OutputMode.WHOLE,
             tells_kept=not receiver.keeps_all,
         )
-        self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(submit=submission))
+        message = scheduler_pb2.GenerateManyRequest(submit=submission)
+        if message.ByteSize() > MAX_MESSAGE_BYTES:  # the scheduler would end the call, with all that share it
+            raise invalid("", too_large(message.ByteSize(), MAX_MESSAGE_BYTES))
+        sent = _Sent(self._next_stream_id, request, receiver, self.counts)
+        self._next_stream_id += request.n
+        self._streams.update(dict.fromkeys(sent.stream_ids, sent))
+        self._requests.setdefault(sent.key, sent)
+        self._idle.clear()
+        self._outbox.put_nowait(message)
         return sent.stream_ids
 
     def abort(self, tenant: str, request_id: str) -> None:
