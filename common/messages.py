@@ -304,6 +304,15 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class CertificateLife:
+    """The seconds of Unix time between which a certificate of the worker is good, and the flag of its file."""
+
+    flag: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """How far the worker is, whatever it is doing."""
 
@@ -311,3 +320,4 @@ class Heartbeat:
     last_started_step: int
     last_finished_step: int
     last_moved_step: int = 0
+    certificates: tuple[CertificateLife, ...] = ()

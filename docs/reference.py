@@ -24,6 +24,7 @@ from prometheus_client.metrics_core import Metric
 
 from pagewire.common.gguf import SERVED_TYPES
 from pagewire.common.messages import WorkerCapacity
+from pagewire.common.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.kernels.rounding import BITS
 from scheduler_service.core.request import SchedulerStats
@@ -85,7 +86,7 @@ FieldPath = tuple[int, ...]
 def metrics_page() -> str:
     rows = ["| series | type | labels of its own | what it says |", "|---|---|---|---|"]
     rows += _series(_exported().collect())
-    front_end = FrontEndCollector(lambda: FrontEndStats(days_left=_days_left("scheduler"))).collect()
+    front_end = FrontEndCollector(lambda: FrontEndStats(certificate_lives=_lives("scheduler"))).collect()
     own = [FRONT_END_METRICS, "", rows[0], rows[1], *_series(front_end)]
     return "\n".join([METRICS_TITLE, "", MADE, "", *rows, "", *own, ""])
 
@@ -108,12 +109,15 @@ def _exported() -> MetricsCollector:
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING})
-    return MetricsCollector(metrics, lambda: stats, "model", lambda: ServiceStats(days_left=_days_left("worker")))
+    worker = {f"worker 0 {flag}": Life(0.0, 1.0) for flag in ("--tls-cert", "--tls-client-ca")}
+    service = ServiceStats(certificate_lives=worker | _lives("worker"))
+    return MetricsCollector(metrics, lambda: stats, "model", lambda: service)
 
 
-def _days_left(other: str) -> dict[str, float]:
-    """Returns those of every certificate that a service has which dials the one of this name."""
-    return dict.fromkeys(("--tls-cert", "--tls-client-ca", f"--{other}-tls-cert", f"--{other}-tls-ca"), 0.0)
+def _lives(other: str) -> dict[str, Life]:
+    """Returns one for every certificate that a service has which dials the one of this name."""
+    flags = "--tls-cert", "--tls-client-ca", f"--{other}-tls-cert", f"--{other}-tls-ca"
+    return dict.fromkeys(flags, Life(0.0, 1.0))
 
 
 def api_page() -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pagewire.common.process import EXIT_ERROR
 from pagewire.common.signals import serve_until_signalled
 from pagewire.common.transport.dialling import Dialler
-from pagewire.common.transport.tls import link_files
+from pagewire.common.transport.tls import Life, link_files
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import serve_metrics
@@ -66,7 +66,7 @@ async def run(
             text_limits=service.text_limits,
         )
         service.listen(servicer, partial(_make_vllm, link, servicer, service.model))
-        read_stats = partial(_stats, link, servicer, service.days_left, num_log_lines_dropped)
+        read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)
         metrics = serve_metrics(FrontEndCollector(read_stats), config)
     except (ValueError, OSError) as error:
         return refused(error)
@@ -81,7 +81,7 @@ async def run(
 def _stats(
     link: SchedulerLink,
     servicer: FrontEndServicer,
-    days_left: Callable[[], dict[str, float]],
+    certificate_lives: Callable[[], dict[str, Life]],
     num_log_lines_dropped: Callable[[], int],
 ) -> FrontEndStats:
     texts = servicer.intake.texts
@@ -95,7 +95,7 @@ def _stats(
         waiting_text_bytes=texts.num_waiting_bytes if texts is not None else 0,
         num_unread_failures=servicer.num_unread_failures,
         num_log_lines_dropped=num_log_lines_dropped(),
-        days_left=days_left(),
+        certificate_lives=certificate_lives(),
     )
 
 

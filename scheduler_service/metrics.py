@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from pagewire.common.messages import GrammarKind, RowStatus, StepParts, StepResult, WorkerCapacity
+from pagewire.common.transport.tls import Life
 from scheduler_service.core.request import (
     SESSION_AGES_S,
     EndReason,
@@ -162,7 +163,7 @@ class ServiceStats:
     waiting_grammar_bytes: int = 0
     num_grammar_verdicts: int = 0
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    days_left: Mapping[str, float] = field(default_factory=dict)  # of certificates, by the flag of their file
+    certificate_lives: Mapping[str, Life] = field(default_factory=dict)  # by the flag of their file
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ class FrontEndStats:
     waiting_text_bytes: int = 0
     num_unread_failures: int = 0
     num_log_lines_dropped: int = 0
-    days_left: Mapping[str, float] = field(default_factory=dict)  # of certificates, by the flag of their file
+    certificate_lives: Mapping[str, Life] = field(default_factory=dict)  # by the flag of their file
 
 
 class Histogram:
@@ -310,9 +311,14 @@ class Labelled:
         """Make a counter for each value of one more label."""
         return self._series(CounterMetricFamily, name, text, label, values)
 
-    def _days_left(self, values: Mapping[str, float]) -> Metric:
-        text = "Days for which a certificate in use is good, by the flag of its file; below 0 it has ended."
-        return self._series(GaugeMetricFamily, "pagewire:certificate_days_left", text, "flag", values)
+    def _certificates(self, lives: Mapping[str, Life]) -> Iterator[Metric]:
+        now = time.time()
+        for unit, text, left in (
+            ("days", "Days for which a certificate in use is good; below 0 it has ended.", Life.days_left),
+            ("share", "The part of its life that a certificate in use has left.", Life.share_left),
+        ):
+            values = {flag: left(life, now) for flag, life in lives.items()}
+            yield self._series(GaugeMetricFamily, f"pagewire:certificate_{unit}_left", text, "flag", values)
 
     def _series(
         self,
@@ -346,7 +352,7 @@ class FrontEndCollector(Labelled, Collector):
         ended = {reason.value: stats.num_ended.get(reason, 0) for reason in ENDED_WELL}
         text = "Samples of the front end's clients that ended, by reason."
         yield self._counters("pagewire:frontend_ended_samples", text, "finished_reason", ended)
-        yield self._days_left(stats.days_left)
+        yield from self._certificates(stats.certificate_lives)
 
 
 class MetricsCollector(Labelled, Collector):
@@ -383,7 +389,7 @@ class MetricsCollector(Labelled, Collector):
         for name, (text, field_name) in _METRICS_COUNTERS.items():
             yield self._number(CounterMetricFamily, name, text, getattr(metrics, field_name))
         yield self._number(CounterMetricFamily, *_LOG_LINES_DROPPED, service.num_log_lines_dropped)
-        yield self._days_left(service.days_left)
+        yield from self._certificates(service.certificate_lives)
         yield self._counters(
             "pagewire:step_part_seconds",
             "Seconds of all steps on the worker, by part of the step.",

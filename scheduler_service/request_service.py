@@ -11,7 +11,7 @@ from pagewire.common.transport.addresses import join
 from pagewire.common.transport.draining import cancel, drain
 from pagewire.common.transport.health import Health
 from pagewire.common.transport.listening import create_server, give_way, listen
-from pagewire.common.transport.tls import TlsFiles, server_files
+from pagewire.common.transport.tls import Life, TlsFiles, server_files
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
 from scheduler_service.rpc.interception import ending, entrance
@@ -97,9 +97,9 @@ class RequestService:
         self._url = f"grpc://{join(config.host, port)}"
         self._health.listen(config.health_host, config.health_port, *_SERVER_OPTIONS)
 
-    def days_left(self) -> dict[str, float]:
-        """Return for how many days the certificates in use are good, by the flag of their file."""
-        return {flag: days for files in self._tls_files for flag, days in files.days_left().items()}
+    def certificate_lives(self) -> dict[str, Life]:
+        """Return when the certificates in use are good, by the flag of their file."""
+        return {flag: life for files in self._tls_files for flag, life in files.lives.items()}
 
     async def run(
         self,

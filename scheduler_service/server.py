@@ -189,7 +189,7 @@ class _Scheduler:
             waiting_grammar_bytes=self._grammars.num_waiting_bytes,
             num_grammar_verdicts=self._grammars.num_verdicts,
             tokens=self._step_loop.token_counts(),
-            days_left=self._service.days_left(),
+            certificate_lives=self._service.certificate_lives() | self._worker_link.certificate_lives(),
         )
 
     def _make_vllm(self, vllm: ModuleType) -> "VllmServicer":

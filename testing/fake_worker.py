@@ -61,6 +61,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.bad_grammars: dict[str, str] = {}  # texts of those that it cannot prepare, and why
         self.reports_grammars = asyncio.Event()  # unset: none is ready
         self.reports_grammars.set()
+        self.certificates: list[worker_pb2.CertificateLife] = []  # that heartbeats tell of
         self.garbage = b""  # appended to the next result: a field that nobody knows
 
     async def start(self, credentials: grpc.ServerCredentials | None = None) -> None:
@@ -154,7 +155,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(HEARTBEAT_INTERVAL)
             if not self.is_silent:
                 step = worker.finish_moves(len(worker.pending))
-                heartbeat = worker_pb2.Heartbeat(epoch=epoch, last_moved_step=step)
+                heartbeat = worker_pb2.Heartbeat(epoch=epoch, last_moved_step=step, certificates=self.certificates)
                 async with self._writing:
                     await context.write(worker_pb2.ExecuteResponse(heartbeat=heartbeat))
 

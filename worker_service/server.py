@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from pagewire.common import __version__
+from pagewire.common.messages import CertificateLife
 from pagewire.common.process import announce_ready, exit_with_parent
 from pagewire.common.signals import stop_at_signals
 from pagewire.common.transport.addresses import join
@@ -93,7 +94,10 @@ class _WorkerProcess:
             ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES), max_message_bytes=_MAX_MESSAGE_BYTES
         )
         servicer = WorkerServicer(
-            self.engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
+            self.engine,
+            client_names=_names(self._config.tls_client_names),
+            link_secret=self._link_secret,
+            certificates=self._certificates,
         )
         servicer.add_to(server)
         health = Health(server, [SERVICE_NAME])
@@ -124,6 +128,10 @@ class _WorkerProcess:
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
         return 0
+
+    def _certificates(self) -> tuple[CertificateLife, ...]:
+        lives = self._tls.lives if self._tls is not None else {}
+        return tuple(CertificateLife(flag, int(life.begin), int(life.end)) for flag, life in lives.items())
 
     def _load(self) -> LoadedWorker:
         """Load the worker on the engine's thread: torch is imported there too, and only there it is called."""

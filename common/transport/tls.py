@@ -24,8 +24,8 @@ _SETTLING = 3.0
 _DAY = 86_400.0
 # A certificate is told of when this share of its life is left, or these days if that is less. What renews them does so
 # before, with a third of their life left as a rule.
-_SHARE_LEFT = 0.2
-_DAYS_LEFT = 30.0
+SHARE_LEFT = 0.2
+DAYS_LEFT = 30.0
 
 
 class TlsFile(NamedTuple):
@@ -35,11 +35,17 @@ class TlsFile(NamedTuple):
     path: str | None
 
 
-class _Life(NamedTuple):
+class Life(NamedTuple):
     """The seconds of Unix time between which a certificate is good."""
 
     begin: float
     end: float
+
+    def days_left(self, now: float) -> float:
+        return (self.end - now) / _DAY
+
+    def share_left(self, now: float) -> float:
+        return (self.end - now) / (self.end - self.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class Credentials:
     ca: bytes | None
     cert: bytes | None
     key: bytes | None
-    lives: Mapping[str, _Life]
+    lives: Mapping[str, Life]
 
     def for_channel(self) -> grpc.ChannelCredentials:
         """Make those of a client. Without an authority, servers must show a certificate of one that gRPC knows."""
@@ -90,10 +96,10 @@ class TlsFiles:
                 self._note_trouble(str(error))
             return self._credentials
 
-    def days_left(self) -> dict[str, float]:
-        """Return for how many days the certificates in use are good, by the flag of their file."""
-        now = self._clock()
-        return {flag: (life.end - now) / _DAY for flag, life in self._credentials.lives.items()}
+    @property
+    def lives(self) -> Mapping[str, Life]:
+        """When the certificates in use are good, by the flag of their file."""
+        return self._credentials.lives
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Make the credentials of a server, whose clients must show a certificate if there is an authority for them.
@@ -111,7 +117,7 @@ class TlsFiles:
     async def watch(self) -> NoReturn:
         """Tell, until cancelled, what becomes of the files, and of certificates that end soon."""
         while True:
-            self.current()
+            await asyncio.to_thread(self.current)  # the files may be on a disk that takes its time
             self.tell_days_left()
             await asyncio.sleep(WATCH_INTERVAL)
 
@@ -120,7 +126,7 @@ class TlsFiles:
         now = self._clock()
         for flag, life in self._credentials.lives.items():
             days = max(-1, int((life.end - now) // _DAY))
-            is_late = life.end - now < min(_SHARE_LEFT * (life.end - life.begin), _DAYS_LEFT * _DAY)
+            is_late = life.share_left(now) < SHARE_LEFT and life.days_left(now) < DAYS_LEFT
             if not is_late:
                 self._told_days.pop(flag, None)
             elif self._told_days.get(flag) != days:
@@ -157,7 +163,7 @@ class TlsFiles:
             return last
         return Credentials(ca, cert, key, dict(self._lives(ca, cert, key)))
 
-    def _lives(self, ca: bytes | None, cert: bytes | None, key: bytes | None) -> Iterator[tuple[str, _Life]]:
+    def _lives(self, ca: bytes | None, cert: bytes | None, key: bytes | None) -> Iterator[tuple[str, Life]]:
         """Yield when the certificates of each file are good. Raises ValueError."""
         now = self._clock()
         if cert is not None and key is not None:
@@ -231,7 +237,7 @@ def _check_pair(cert_file: TlsFile, key_file: TlsFile, cert: "x509.Certificate",
         raise ValueError(f"{where} is not the key of the first certificate in {cert_file.flag} {cert_file.path}")
 
 
-def _usable(file: TlsFile, lives: list[_Life], now: float) -> list[_Life]:
+def _usable(file: TlsFile, lives: list[Life], now: float) -> list[Life]:
     """Return the lives that now belongs to. Raises ValueError if there is none."""
     usable = [life for life in lives if life.begin <= now < life.end]
     if not usable:
@@ -241,8 +247,8 @@ def _usable(file: TlsFile, lives: list[_Life], now: float) -> list[_Life]:
     return usable
 
 
-def _life(certificate: "x509.Certificate") -> _Life:
-    return _Life(certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp())
+def _life(certificate: "x509.Certificate") -> Life:
+    return Life(certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp())
 
 
 def _date(seconds: float) -> str:

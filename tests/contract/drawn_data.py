@@ -16,6 +16,7 @@ _SIZES = {
     FieldDescriptor.TYPE_UINT64: (0, 2**64),
     FieldDescriptor.TYPE_FIXED64: (0, 2**64),
     FieldDescriptor.TYPE_INT32: (-(2**31), 2**31),
+    FieldDescriptor.TYPE_INT64: (-(2**63), 2**63),
 }
 
 

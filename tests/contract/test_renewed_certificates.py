@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pagewire.common.process import EXIT_REFUSED
 from pagewire.common.transport.tls import server_files
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.waiting import Waiting
@@ -146,13 +148,26 @@ async def test_a_worker_and_a_scheduler_are_renewed_under_streams(
     caplog.set_level("INFO")
     port = free_port("127.0.0.1")
     files = site.dialled("scheduler", "worker")
+    tomorrow = int(time.time()) + 86400
+    worker.certificates = [worker_pb2.CertificateLife(flag="--tls-cert", begin=tomorrow - 864000, end=tomorrow)]
+
+    def certificates(unit: str) -> list[tuple[str, float]]:
+        metrics = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        found = re.findall(rf'^pagewire:certificate_{unit}_left{{.*flag="(.*?)".*}} (.*)$', metrics, re.MULTILINE)
+        return [(flag, round(float(value), 2)) for flag, value in found]
+
     async with serve(checkpoint, worker=worker, metrics_port=port, **files) as stack, streams(stack.stub):
         site.renew("worker", "scheduler")
         await worker.kill()
         await start()
-        metrics = await asyncio.to_thread(lambda: urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
-    days = re.findall(r'^pagewire:certificate_days_left{.*flag="(.*?)".*} (0\.99\d*|1\.0)$', metrics, re.MULTILINE)
-    assert [flag for flag, _ in days] == ["--worker-tls-cert", "--worker-tls-ca"]
+        days = await asyncio.to_thread(certificates, "days")
+        async with asyncio.timeout(20):
+            while ("worker 0 --tls-cert", 1.0) not in days:  # there is no event to wait for
+                await asyncio.sleep(0.01)
+                days = await asyncio.to_thread(certificates, "days")
+        shares = await asyncio.to_thread(certificates, "share")
+    assert days == [("--worker-tls-cert", 1.0), ("--worker-tls-ca", 1.0), ("worker 0 --tls-cert", 1.0)]
+    assert dict(shares)["worker 0 --tls-cert"] == 0.1
     renewals = [line for line in lines_of(caplog, "pagewire.common.transport.tls") if "were renewed" in line[1]]
     assert [level for level, _ in lines_of(caplog, "pagewire.common.transport.tls")] == ["INFO"] * 2
     assert {line[1].split(": ")[1].split()[0] for line in renewals} == {"--tls-cert", "--worker-tls-cert"}

@@ -224,14 +224,16 @@ def test_an_end_is_told_in_time_once_a_day_and_once_when_it_has_come(
     own = AUTHORITY.issue("localhost", began=60 * DAY, ends_in=30 * DAY)
     watched.folder.write(cert=own.cert, key=own.key, ca=Authority("long", ends_in=3650 * DAY).cert)
     assert [level for level, _ in watched.lines(1.0)] == [logging.INFO]
-    days = watched.files.days_left()
-    assert {flag: round(left) for flag, left in days.items()} == {"--tls-cert": 30, "--tls-ca": 3650}
+    lives = watched.files.lives
+    now = time.time()
+    assert {flag: round(life.days_left(now)) for flag, life in lives.items()} == {"--tls-cert": 30, "--tls-ca": 3650}
+    assert round(lives["--tls-cert"].share_left(now), 2) == 0.33
     hour = timedelta(hours=1).total_seconds()
     lines = watched.lines(*[hour] * (40 * 24))
     assert len(lines) == 18 + 1
     assert all(level == logging.WARNING and line.startswith("the certificate of --tls-cert ") for level, line in lines)
     assert ["has ended" in line for _, line in lines] == [False] * 18 + [True]
-    assert round(watched.files.days_left()["--tls-cert"]) == -10
+    assert round(watched.files.lives["--tls-cert"].days_left(now + 40 * DAY.total_seconds())) == -10
 
 
 def test_whatever_is_written_and_when_what_is_used_fits_together(watched: Watched) -> None:

@@ -537,5 +537,5 @@ async def test_a_plan_for_a_worker_that_has_just_left_ends_the_session_only(chec
         await call.code()
         session = Session(NoEvents(), 1, lambda num_bytes: None)
         with pytest.raises(Exception, match="the worker ended the stream") as error:
-            await session.hold(LateReader(call), WorkerCapacity(**worker.capacity))
+            await session.hold(LateReader(call), WorkerCapacity(**worker.capacity), lambda certificates: None)
     assert not isinstance(error.value, asyncio.InvalidStateError)

@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields
 import pytest
 
 from pagewire.common.messages import WorkerCapacity
+from pagewire.common.transport.tls import DAYS_LEFT, SHARE_LEFT, Life
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from tests.project.manifests import DEPLOY, documents
@@ -27,10 +28,10 @@ def exported() -> dict[str, set[str]]:
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     numbers = {field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING}
-    days_left = {"--tls-cert": 1.0}
-    service = ServiceStats(days_left=days_left)
+    lives = {"--tls-cert": Life(0.0, 1.0)}
+    service = ServiceStats(certificate_lives=lives)
     collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model", lambda: service)
-    front_end = FrontEndCollector(lambda: FrontEndStats(days_left=days_left))
+    front_end = FrontEndCollector(lambda: FrontEndStats(certificate_lives=lives))
     return {
         sample.name: set(sample.labels) | TARGET_LABELS
         for family in (*collector.collect(), *front_end.collect())
@@ -93,6 +94,12 @@ def test_alerts_say_what_is_wrong() -> None:
     for rule in alerts:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
+
+
+def test_a_certificate_is_told_of_when_the_log_warns_of_it() -> None:
+    (alert,) = [rule for rule in rules() if rule.get("alert") == "PagewireCertificateEnds"]
+    days, share = f"pagewire:certificate_days_left < {DAYS_LEFT:g}", f"pagewire:certificate_share_left < {SHARE_LEFT:g}"
+    assert alert["expr"] == f"{days} and {share}"
 
 
 def test_panels_do_not_overlap() -> None:

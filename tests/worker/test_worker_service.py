@@ -637,7 +637,17 @@ def test_mutual_tls(checkpoint: Path, start: Callable[..., Process], tmp_path: P
     credentials = grpc.ssl_channel_credentials(authority.cert, here.key, here.cert)
     with grpc.secure_channel(target, credentials) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        assert next(stub.Execute(iter([hello(1)]), timeout=20)).ready.block_size == 16
+        told = threading.Event()
+
+        def requests() -> Iterator[pb.ExecuteRequest]:
+            yield hello(1)
+            told.wait(30)
+
+        call = stub.Execute(requests(), timeout=20)
+        assert next(call).ready.block_size == 16
+        lives = {life.flag: (life.end - life.begin) / 86400 for life in next(call).heartbeat.certificates}
+        assert lives == {"--tls-cert": pytest.approx(2, abs=1.1), "--tls-client-ca": pytest.approx(2, abs=1.1)}
+        told.set()
     with grpc.secure_channel(target, grpc.ssl_channel_credentials(authority.cert)) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         with pytest.raises(grpc.RpcError):

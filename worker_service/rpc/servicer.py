@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from pagewire.common.messages import (
+    CertificateLife,
     GrammarReport,
     Heartbeat,
     Hello,
@@ -62,15 +63,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         on_stuck: Callable[[str], NoReturn] = exit_process,
         client_names: frozenset[str] | None = None,
         link_secret: LinkSecret | None = None,
+        certificates: Callable[[], tuple[CertificateLife, ...]] = tuple,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_stuck`: called when earlier steps do not finish within `begin_timeout_s` of a new session's hello.
         `client_names`: a peer's certificate must bear one of them, and `link_secret` is what it must show; None:
         whoever connects may command this worker.
+        `certificates` returns those in use, which heartbeats tell.
         `clock`: seconds of Unix time, which epochs are compared with."""
         self._engine = engine
         self._client_names = client_names
         self._link_secret = link_secret
+        self._certificates = certificates
         self._heartbeat_interval_s = heartbeat_interval_s
         self._begin_timeout_s = begin_timeout_s
         self._load_patience_s = load_patience_s
@@ -125,7 +129,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             logger.warning("refused instance %s: %s", hello.instance_id, session.message)
             await context.write(encode_response(session))
             return
-        stream = _Stream(requests, context, session, self._engine)
+        stream = _Stream(requests, context, session, self._engine, self._certificates)
         if self._holder:
             self._holder.end(
                 grpc.StatusCode.ABORTED, f"instance {session.instance_id} took over with epoch {session.epoch}"
@@ -192,6 +196,7 @@ class _Stream:
         context: grpc.aio.ServicerContext,
         session: Session,
         engine: Engine,
+        certificates: Callable[[], tuple[CertificateLife, ...]],
     ) -> None:
         self._requests = requests
         self.context = context
@@ -202,6 +207,7 @@ class _Stream:
         self.engine_session = EngineSession(self._deliver, self._on_moved, self._on_grammar)
         self._session = session
         self._engine = engine
+        self._certificates = certificates
         self._outgoing: asyncio.Queue[StepResult | Heartbeat | GrammarReport] = asyncio.Queue()
         self._end: asyncio.Future[_SessionEnded | WorkerProtocolError] = self.loop.create_future()
         self._may_write = True
@@ -281,6 +287,7 @@ class _Stream:
                 progress.last_started_step,
                 progress.last_finished_step,
                 progress.last_moved_step,
+                self._certificates(),
             )
         )
 

@@ -15,6 +15,7 @@ import grpc.aio
 
 from pagewire.common.messages import (
     PROTOCOL_VERSION,
+    CertificateLife,
     Hello,
     Refusal,
     RefusalReason,
@@ -24,6 +25,7 @@ from pagewire.common.messages import (
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.draining import cancel
 from pagewire.common.transport.link_secret import LinkSecret
+from pagewire.common.transport.tls import Life
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.common.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
@@ -106,6 +108,7 @@ class WorkerLink:
         self._epochs = Epochs(clock)
         self._waiting = Waiting("the worker", logger, _PORT)
         self._first_capacities: dict[int, WorkerCapacity] = {}  # by rank
+        self._certificates: dict[int, tuple[CertificateLife, ...]] = {}  # by rank
 
     async def run(self) -> None:
         """Hold epochs until cancelled. Raises FencedError, EpochsExhausted."""
@@ -160,7 +163,7 @@ class WorkerLink:
                 capacity.block_size,
             )
             self._tell_lower_limits(capacity)
-            await session.hold(call, capacity)
+            await session.hold(call, capacity, partial(self._certificates.__setitem__, rank))
         except TimeoutError:
             return self._given_up(rank, f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
         except (WorkerHangs, WorkerTaken) as error:
@@ -173,6 +176,14 @@ class WorkerLink:
             return _describe(error, session)
         finally:
             call.cancel()
+
+    def certificate_lives(self) -> dict[str, Life]:
+        """Return when those of the worker are good, as it told last, by its rank and the flag of their file."""
+        return {
+            f"worker {rank} {life.flag}": Life(life.begin, life.end)
+            for rank, lives in self._certificates.copy().items()  # threads ask
+            for life in lives
+        }
 
     def _tell_lower_limits(self, capacity: WorkerCapacity) -> None:
         """Warn of the worker's limits that are below this scheduler's, once until they change."""

@@ -8,7 +8,15 @@ from typing import Any, NoReturn, Protocol
 import grpc
 import grpc.aio
 
-from pagewire.common.messages import GrammarReport, Heartbeat, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
+from pagewire.common.messages import (
+    CertificateLife,
+    GrammarReport,
+    Heartbeat,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+    WorkerProtocolError,
+)
 from pagewire.common.transport.draining import cancel
 from pagewire.common.worker_wire import Response, decode_response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
@@ -69,8 +77,15 @@ class Session:
         if not self._closed.done():
             self._closed.set_result(reason)
 
-    async def hold(self, call: grpc.aio.StreamStreamCall, capacity: WorkerCapacity) -> NoReturn:
-        """Serve the session to its end, and raise the reason for that."""
+    async def hold(
+        self,
+        call: grpc.aio.StreamStreamCall,
+        capacity: WorkerCapacity,
+        on_certificates: Callable[[tuple[CertificateLife, ...]], object],
+    ) -> NoReturn:
+        """Serve the session to its end, and raise the reason for that. `on_certificates` hears of those that the worker
+        uses."""
+        self._on_certificates = on_certificates
         self._liveness = Liveness(time.monotonic())
         self._events.worker_ready(capacity, self.epoch, self)
         self.is_ready = True
@@ -94,6 +109,8 @@ class Session:
                 raise WorkerProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
             if message.epoch != self.epoch:
                 raise WorkerProtocolError(f"a {type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
+            if isinstance(message, Heartbeat):
+                self._on_certificates(message.certificates)
             if isinstance(message, GrammarReport):
                 self._events.grammar_ready(message.grammar_id, message.error)
                 continue

@@ -375,13 +375,25 @@ class PromptLogprobs(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., first_position: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("epoch", "last_started_step", "last_finished_step", "last_moved_step")
+    __slots__ = ("epoch", "last_started_step", "last_finished_step", "last_moved_step", "certificates")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAST_STARTED_STEP_FIELD_NUMBER: _ClassVar[int]
     LAST_FINISHED_STEP_FIELD_NUMBER: _ClassVar[int]
     LAST_MOVED_STEP_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     last_started_step: int
     last_finished_step: int
     last_moved_step: int
-    def __init__(self, epoch: _Optional[int] = ..., last_started_step: _Optional[int] = ..., last_finished_step: _Optional[int] = ..., last_moved_step: _Optional[int] = ...) -> None: ...
+    certificates: _containers.RepeatedCompositeFieldContainer[CertificateLife]
+    def __init__(self, epoch: _Optional[int] = ..., last_started_step: _Optional[int] = ..., last_finished_step: _Optional[int] = ..., last_moved_step: _Optional[int] = ..., certificates: _Optional[_Iterable[_Union[CertificateLife, _Mapping]]] = ...) -> None: ...
+
+class CertificateLife(_message.Message):
+    __slots__ = ("flag", "begin", "end")
+    FLAG_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    flag: str
+    begin: int
+    end: int
+    def __init__(self, flag: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
