@@ -132,7 +132,7 @@ _SERVICE_GAUGES = {
 
 _LOG_LINES_DROPPED = (
     "pagewire:log_lines_dropped",
-    "Lines of the log that were dropped since nobody read standard error.",
+    "Lines of the log that were dropped since standard error was not read.",
 )
 # Those of a front end: their texts, and their names in FrontEndStats.
 _FRONT_END_GAUGES = {

@@ -160,7 +160,7 @@ class LocalServer:
 
 
 def _dropped_notice(num_dropped: int) -> bytes:
-    return b"nobody read standard error in time: %d lines of pagewire serve were dropped here\n" % num_dropped
+    return b"standard error was not read in time: %d lines of pagewire serve were dropped here\n" % num_dropped
 
 
 @contextmanager

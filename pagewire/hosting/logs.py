@@ -120,7 +120,7 @@ class LogQueue(logging.Handler):
         return f"{self.format(record)}\n".encode(errors="backslashreplace")
 
     def _dropped_notice(self, num_dropped: int) -> bytes:
-        text = "nobody read standard error in time: %d lines were dropped here"
+        text = "standard error was not read in time: %d lines were dropped here"
         record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (num_dropped,), None)
         record.num_dropped = num_dropped
         return self._line(record)
@@ -161,6 +161,6 @@ def configure(config: LogConfig) -> None:
 
 
 def num_dropped_lines() -> int:
-    """Returns how many lines of this process were dropped because nobody read standard error."""
+    """Returns how many lines of this process were dropped because standard error was not read."""
     queues = [handler for handler in logging.getLogger().handlers if isinstance(handler, LogQueue)]
     return sum(queue.writer.num_dropped for queue in queues)

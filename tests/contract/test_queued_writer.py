@@ -190,7 +190,7 @@ async def test_a_scheduler_goes_on_when_nobody_reads_its_log(
                 while await dropped_lines(metrics_port) == 0:
                     await asyncio.gather(*(fill_log() for _ in range(20)))
             if is_read_again:
-                told = await asyncio.to_thread(read_until, full_pipe, r"nobody read standard error .*: (\d+) lines")
+                told = await asyncio.to_thread(read_until, full_pipe, r"standard error was not read .*: (\d+) lines")
                 assert int(told) > 0
             assert (await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)).version
         process.send_signal(signal.SIGTERM)

@@ -36,7 +36,7 @@ def _keeps_the_stop_text(exchange: Exchange) -> bool:
 
 FIELDS = (
     honoured("model", {"model": "storyteller"}, lambda it: it.reply.text == it.plain.text, note="required"),
-    refused("model, of nobody", {"model": "nobody"}, says="nobody", status=404),
+    refused("model, unknown", {"model": "nobody"}, says="nobody", status=404),
     honoured("prompt", {"prompt": ["Once", "The"]}, has_texts(2), note="required; a text or several"),
     refused("prompt, as token ids", {"prompt": [5, 6, 7]}, note="`/generate` takes them, as `input_ids`"),
     refused_by_pagewire("prompt, empty", {"prompt": ""}),
