@@ -333,7 +333,7 @@ class SimulatedWorker:
             content = self.kv.get(block, ())[first - index * size : last - index * size]
             if row.digests[first] == BAD:
                 break  # its values are no numbers any more, whatever it reads
-            if BAD in content:  # somebody else's are not: its own will not be either
+            if BAD in content:  # those of others are not: its own will not be either
                 bad = first + content.index(BAD)
                 row.digests[bad:] = [BAD] * (len(row.digests) - bad)
             assert content == row.digests[first:last], (

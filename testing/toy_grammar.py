@@ -1,7 +1,7 @@
 """Grammars that are a few numbers: what they allow is a function of these and of the tokens so far.
 
 The text is "seed length fault step". Outputs have at most `length` tokens before the end token; with the fault
-"unreadable" nothing can be made of it, with "deadly" whoever tries ends, and with "failed", "dead_end" or "limit" no
+"unreadable" nothing can be made of it, with "deadly" what tries it ends, and with "failed", "dead_end" or "limit" no
 output has a token at `step`.
 """
 
@@ -71,7 +71,7 @@ def read(text: str, end_token_ids: tuple[int, ...], vocab_size: int) -> ToyMatch
 
 
 def is_deadly(text: str) -> bool:
-    """Whether it ends whoever reads it."""
+    """Whether it ends what reads it."""
     return text.split()[2] == "deadly"
 
 

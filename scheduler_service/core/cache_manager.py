@@ -28,7 +28,7 @@ _MIN_DEMOTION_RESERVE = 4
 # it may look at in vain.
 _MAX_DEMOTIONS = 16
 _DEMOTION_WINDOW = 64
-# Blocks a plan may order to be copied back before anybody asks for them, and the free lists it looks at for such.
+# Blocks a plan may order to be copied back before a request asks for them, and the free lists it looks at for such.
 _MAX_PROMOTIONS = 64
 _PROMOTION_WINDOW = 16
 
@@ -50,7 +50,7 @@ class Match:
 
     @property
     def is_loading(self) -> bool:
-        """Somebody else's load of this content is under way."""
+        """Another group's load of this content is under way."""
         return any(node.is_moving for node in self.host)
 
     def without_host(self) -> "Match":
@@ -82,7 +82,7 @@ class CacheManager:
         owner_of: Callable[[int], str],
         is_expected: Callable[[int], bool],
     ) -> None:
-        """Let somebody say what a free list is worth, whose it is, and whether that session is away and expected
+        """Set what says which priority a free list has, whose it is, and whether that session is away and expected
         back."""
         for order in (self.order, self.host_order):
             order.priority_of, order.owner_of = priority_of, owner_of
@@ -93,7 +93,7 @@ class CacheManager:
         self.order.horizon = self.host_order.horizon = horizon
 
     def dissolve(self) -> None:
-        """The cache is needed no more: see `PrefixIndex.dissolve`. Nor does it hold whoever valued its free lists."""
+        """The cache is needed no more: see `PrefixIndex.dissolve`. Nor does it hold what gave its lists priorities."""
         self.index.dissolve()
         self.set_priorities(equal_priority, no_owner, lambda free_list: False)
 
@@ -184,13 +184,13 @@ class CacheManager:
         return min(num_blocks, num_passed + num_chunk_blocks)
 
     def _num_passed(self, match: Match) -> int:
-        """Count the blocks of a match that nobody need hold who goes on behind it: the window has passed over them. The
-        last is held, since content is published on top of it."""
+        """Count the blocks of a match that a sequence which goes on behind it need not hold: the window has passed over
+        them. The last is held, since content is published on top of it."""
         num_blocks = len(match.device) + len(match.host)
         return max(0, min(self._first_needed_block(num_blocks * self.block_size), num_blocks - 1))
 
     def _first_needed_block(self, position: int) -> int:
-        """Return the index of the first block that is read by whoever computes from this position on."""
+        """Return the index of the first block that is read by a row that computes from this position on."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def open(self, sequence: Sequence, match: Match, step: int) -> list[tuple[int, int]]:
@@ -264,7 +264,7 @@ class CacheManager:
         sequence.num_freed_blocks = min(other.num_freed_blocks, num_blocks)
         num_published = min(other.num_published_blocks, num_blocks)
         if sequence.num_freed_blocks >= num_published:
-            return  # nobody need hold the last one any more, so nothing can be published on top of it
+            return  # no sequence needs the last one any more, so nothing can be published on top of it
         node = other.node
         for _ in range(other.num_published_blocks - num_published):
             assert node is not None
@@ -500,7 +500,7 @@ class CacheManager:
         return swaps
 
     def promote(self, step: int) -> list[tuple[int, int]]:
-        """Copy what somebody will come back for from the host while nothing else moves, over device blocks of
+        """Copy what sessions will come back for from the host while nothing else moves, over device blocks of
         lower priority with which nothing is lost. Returns the moves that the plan of `step` must order: (host block,
         device block)."""
         swaps: list[tuple[int, int]] = []
@@ -543,14 +543,14 @@ class CacheManager:
     # Bad content
 
     def unpublish(self, sequence: Sequence) -> None:
-        """Let nobody find what the sequence wrote, from its first block that it did not match on, nor any content
+        """Unpublish what the sequence wrote, from its first block that it did not match on, nor any content
         computed on top of it."""
         node = self.index.find(sequence.root_key, sequence.token_ids, sequence.num_matched_blocks)
         if node is not None:
             self._expose(*self.index.forget_subtree(node))
 
     def flush(self) -> None:
-        """Let nobody find anything that was computed until now."""
+        """Unpublish all that was computed until now."""
         self._expose(*self.index.forget_all())
 
     def _expose(self, blocks: list[int], host_blocks: list[int]) -> None:

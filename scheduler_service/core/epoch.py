@@ -59,7 +59,7 @@ class Epoch:
         group.reserved_slots = [self.slots.take() for _ in range(num_slots)]
 
     def give_back_reserved(self, group: SequenceGroup) -> None:
-        """Slots that were kept for the group may be anybody's."""
+        """Slots that were kept for the group may be any group's."""
         for slot in group.reserved_slots:
             self.slots.give_back(slot)
         group.reserved_slots.clear()
@@ -157,7 +157,7 @@ class Epoch:
     # Blocks
 
     def match(self, sequence: Sequence) -> Match | None:
-        """Choose what the sequence would start from. None: it waits for somebody else's load of the same content."""
+        """Choose what the sequence would start from. None: it waits for another group's load of the same content."""
         match = self.cache.match(sequence)
         if match.is_loading:
             return None
@@ -223,7 +223,7 @@ class Epoch:
             yield group_rows[0].group, group_rows
 
     def _has_ample_blocks(self, num_due: int, max_tokens: int) -> bool:
-        """Whether nobody who runs can lack a block in this plan, so that the order in which they get theirs, and who
+        """Whether no running group can lack a block in this plan, so that the order in which they get theirs, and who
         would be preempted for whom, does not matter."""
         cache = self.cache
         num_blocks = num_due
@@ -235,7 +235,7 @@ class Epoch:
     def share_prompts(self, draft: PlanDraft, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
         """Have long prompts give way to short ones: rows that do not decode get tokens in order of what they have left,
         and behind those that have less left than `num_next_tokens` so many are kept for the request that is next, if it
-        would be done at once. Those that `precede` give way to nobody."""
+        would be done at once. Those that `precede` give way to none."""
         rows = [(not precedes(row.group), row.num_uncomputed_tokens, row.order, row) for row in self.active]
         rows.sort(key=itemgetter(0, 1, 2))
         draft.shares = {}

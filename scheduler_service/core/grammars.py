@@ -1,4 +1,4 @@
-"""The grammars of an epoch: which the worker must prepare, which it has, and which nobody needs any more."""
+"""The grammars of an epoch: which the worker must prepare, which it has, and which are needed no more."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class NeededGrammars:
         return need.progress is GrammarState.READY
 
     def give_up(self, grammar: Grammar) -> None:
-        """A request that needed a grammar is gone. The worker forgets what nobody needs."""
+        """A request that needed a grammar is gone. The worker forgets what is not needed."""
         need = self._needs[grammar]
         need.num_requests -= 1
         if not need.num_requests:
@@ -59,14 +59,14 @@ class NeededGrammars:
                 self._num_untold -= 1
 
     def id_of(self, grammar: Grammar) -> int:
-        """The number of a grammar that somebody needs; 0: no plan has named it."""
+        """The number of a grammar that is needed; 0: no plan has named it."""
         return self._needs[grammar].grammar_id
 
     def is_ready(self, grammar: Grammar) -> bool:
         return self._needs[grammar].progress is GrammarState.READY
 
     def is_preparing(self, grammar: Grammar | None) -> bool:
-        """Whether the worker has been told of a grammar that somebody needs, and has not told what came of it."""
+        """Whether the worker has been told of a grammar that is needed, and has not told what came of it."""
         return grammar is not None and self._needs[grammar].progress is GrammarState.PREPARING
 
     def num_needing(self, grammar: Grammar) -> int:
@@ -74,7 +74,7 @@ class NeededGrammars:
         return self._needs[grammar].num_requests if grammar in self._needs else 0
 
     def report(self, grammar_id: int, *, is_ready: bool) -> Grammar | None:
-        """The worker has prepared a grammar, or cannot. Returns it, or None if nobody needs it any more or the worker
+        """The worker has prepared a grammar, or cannot. Returns it, or None if it is not needed any more or the worker
         has told of it before."""
         for grammar, need in self._needs.items():
             if need.grammar_id == grammar_id and need.progress is GrammarState.PREPARING:

@@ -5,7 +5,7 @@
     running ──▶ swapping_out ──▶ swapped    it is preempted, and what it has computed is kept on the host
     swapped ──▶ swapping_in ──▶ running     it goes on
     any     ──▶ waiting                     what it has computed is lost
-    waiting ──▶ preparing ──▶ waiting       its grammar is not ready on this worker; nobody waits for it
+    waiting ──▶ preparing ──▶ waiting       its grammar is not ready on this worker; no other waits for it
     any     ──▶ finished
 
 Where a group stands follows from its state, and both change in one function, `_enter`. Questions about the scheduler

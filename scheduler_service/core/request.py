@@ -25,11 +25,11 @@ class BeamParams:
 
 
 class OutputMode(Enum):
-    """How a request's output reaches whoever asked for it."""
+    """How a request's output reaches its client."""
 
     STREAMED = "streamed"  # as it comes; that of a beam search is known only at its end
     WHOLE = "whole"  # at its end
-    DETACHED = "detached"  # it is kept, until somebody asks
+    DETACHED = "detached"  # it is kept until a client asks
 
 
 @dataclass(frozen=True, slots=True)

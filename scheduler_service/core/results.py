@@ -61,7 +61,7 @@ class Results:
         return outputs
 
     def _take_prompt_logprobs(self, row: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
-        """Hand on those entries of a row that nobody has had yet."""
+        """Hand on those entries of a row that were not handed on yet."""
         sequence = row.sequence
         new = entries[max(0, sequence.num_prompt_logprobs_sent - row.start) :]
         if new:
@@ -155,7 +155,7 @@ class Results:
 
     def _take_decoded(self, epoch: Epoch, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs) -> None:
         """Take one token for each decoding row. This is the hot loop of the scheduler: it looks at nothing but the
-        token and its stop set, unless a sample of anybody was dropped, or a first one late, since the plan was sent."""
+        token and its stop set, unless any sample was dropped, or a first one late, since the plan was sent."""
         columns, quarantine = dispatch.columns, self._state.quarantine
         if dispatch.num_drops != epoch.drops.num_drops or quarantine.has_charges:
             kept = [i for i, row in enumerate(columns.sequences) if row.counts(dispatch.step)]

@@ -246,7 +246,7 @@ class Scheduler:
         )
 
     def _isolate_trial(self, epoch: Epoch, now: float) -> bool:
-        """Let nobody run beside a trial. False while others are still on the worker."""
+        """Let no other group run beside a trial. False while others are still on the worker."""
         state, admits = self._state, self._state.quarantine.admits
         for group in [*state.running, *state.loading]:
             if not admits(group):
@@ -323,7 +323,7 @@ class Scheduler:
 
     @property
     def state(self) -> Lifecycle:
-        """The state about which `explain` answers questions. Nobody changes it but the scheduler."""
+        """The state about which `explain` answers questions. Only the scheduler changes it."""
         return self._state
 
     @property
@@ -343,7 +343,8 @@ class Scheduler:
         return events
 
     def drop_kv_events(self) -> KvEventCounts:
-        """Forget what `take_kv_events` would say, where nobody wants to know, and return how many events these were."""
+        """Forget what `take_kv_events` would say, where there is no subscriber, and return how many events these
+        were."""
         events, self._events = self._events, []
         counts = count_kv_events(events)
         if self._state.epoch is None:

@@ -76,8 +76,8 @@ class SequenceGroup:
     session: Session | None = None  # that it is part of, if its policy goes by sessions and the worker is there
     num_session_tokens: int = 0  # that the session had computed when it arrived
     session_age_s: float = 0.0  # since the session's last request had ended
-    free_list: int = 0  # where its blocks stand when nobody holds them
-    is_overdue: bool = False  # it waited as long as its policy lets anybody wait
+    free_list: int = 0  # where its blocks stand when they are idle
+    is_overdue: bool = False  # it waited as long as its policy lets a request wait
     num_waiting_sequences: int = 0  # what it counts for in the queue: constant while it is there
     uncharged_mask_tokens: float = 0.0  # below 1: of what its masks have taken, what its policy has not been told of
     # Crashes of the worker since a token of this request was last confirmed, with the request dispatched; and those of
@@ -130,7 +130,7 @@ class SequenceGroup:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it is lost with this scheduler: somebody has had a part of its output, or comes for it later. Any
+        """Whether it is lost with this scheduler: its client has had a part of its output, or comes for it later. Any
         other could as well begin again elsewhere."""
         if self.request.output_mode is OutputMode.STREAMED and self.beam is None:
             return any(sequence.is_finished or sequence.first_token_at is not None for sequence in self.sequences)
@@ -185,7 +185,7 @@ class Sequence:
     root_key: RootKey
     stop_token_ids: frozenset[int]
     num_prompt_logprobs: int | None
-    # Nobody knows its next token when its row has sampled: the row rests until it is told what it goes on with.
+    # Its next token is not known when its row has sampled: the row rests until it is told what it goes on with.
     is_gated: bool
     drops: DropCount  # of all sequences
     is_finished: bool = False  # once and for ever: by `finish`

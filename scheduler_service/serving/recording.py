@@ -109,7 +109,7 @@ class Recorder:
     def open(self) -> None:
         """Begin the file. An older one of this name is kept as PATH.old. Raises OSError."""
         path = Path(self._path)
-        # A FIFO may have no reader yet: only whoever reads it as well can open it at once.
+        # A FIFO may have no reader yet: only what reads it as well can open it at once.
         mode = os.O_RDWR if path.is_fifo() else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             if path.is_file():

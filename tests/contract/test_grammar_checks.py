@@ -190,7 +190,7 @@ async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch
         await asyncio.wait(tasks[:-1])
         assert all(task.cancelled() for task in tasks[:-1])
         await tasks[-1]
-        assert set(compiled) <= {"g0", "g19"}, "those that nobody waits for are not compiled"
+        assert set(compiled) <= {"g0", "g19"}, "those that no request waits for are not compiled"
     checked.assert_nothing_waits()
 
 

@@ -295,7 +295,7 @@ async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
             loop.submit(detached, reader)
             waiting = asyncio.create_task(loop.availability.wait_for_first_worker(OutputMode.DETACHED))
             await asyncio.wait_for(loop.availability.wait_for_first_worker(OutputMode.STREAMED), 5)
-            assert epoch == 2 or not waiting.done(), "nobody knows what fits"
+            assert epoch == 2 or not waiting.done(), "it is not known what fits"
             loop.worker_ready(CAPACITY, epoch, LocalLink(loop))
             assert loop.availability.changed.is_set()
             assert loop.availability.is_serving
@@ -372,7 +372,7 @@ class LetterDecoder:
         return DecodedText("", None)
 
 
-async def test_a_stop_text_ends_the_sequence_while_nobody_reads() -> None:
+async def test_a_stop_text_ends_the_sequence_without_a_reader() -> None:
     stops: list[tuple[int, int]] = []
 
     class Stopper:

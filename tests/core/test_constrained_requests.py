@@ -53,7 +53,7 @@ def request(name: str, grammar: Grammar | None = GRAMMAR) -> Request:
     return Request(name, "t", (1, 3, 4), SamplingParams(), 4, grammar=grammar)
 
 
-def test_nobody_waits_for_another_ones_grammar():
+def test_no_group_waits_for_the_grammar_of_another():
     scheduler = joined()
     scheduler.add(request("constrained"), 0.0)
     scheduler.add(request("free", None), 0.0)

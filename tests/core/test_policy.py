@@ -48,7 +48,7 @@ def test_fair_sharing_lets_no_priority_preempt_another_tenant() -> None:
     polite, hostile = request("polite", priority=0), request("hostile", priority=-(2**31))
     assert policy.running_key(polite, 1) < policy.running_key(hostile, 2)
     assert create_policy("agent").running_key(hostile, 2) == policy.running_key(hostile, 2)
-    assert policy.running_key(request(priority=-1), 2) < policy.running_key(polite, 1), "nobody's, or an operator's"
+    assert policy.running_key(request(priority=-1), 2) < policy.running_key(polite, 1), "no tenant's, or an operator's"
     for name in set(POLICIES) - {"fair", "agent"}:
         static = create_policy(name)
         assert static.running_key(hostile, 2) == static.key(hostile, 2, FRESH)
@@ -98,7 +98,7 @@ def test_who_never_waited_long_saves_nothing_up() -> None:
     assert policy.rank("b") == 1000
 
 
-def test_where_nobody_waits_a_newcomer_is_lifted_to_the_last_that_did() -> None:
+def test_where_no_group_waits_a_newcomer_is_lifted_to_the_last_that_did() -> None:
     policy = FairPolicy()
     begin(policy, "a")
     policy.unqueued("a")

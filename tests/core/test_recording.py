@@ -126,9 +126,9 @@ def test_what_was_raised_is_recorded_and_raised(tmp_path: Path) -> None:
     recorder = opened(path)
     scheduler = record(DEFAULTS.build(), recorder)
     with pytest.raises(KeyError):
-        scheduler.abort("t", "nobody", 1.0)
+        scheduler.abort("t", "unknown", 1.0)
     assert recorder.is_written_within(20)
-    assert lines(path)[1] == ["abort", 1.0, ["t", "nobody"], {"error": "KeyError: ('t', 'nobody')"}]
+    assert lines(path)[1] == ["abort", 1.0, ["t", "unknown"], {"error": "KeyError: ('t', 'unknown')"}]
 
 
 def test_a_full_disk_ends_the_recording_with_one_error_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,7 +159,7 @@ def test_a_file_that_takes_no_bytes_ends_the_recording_where_it_says(
     monkeypatch.setattr(recording, "_CLOSE_TIMEOUT", 0.01)
     os.mkfifo(tmp_path / "fifo")
     history = RecordedHistory(tmp_path / "fifo", seed=3)
-    history.run(2000)  # nobody reads: the FIFO holds 64 KiB
+    history.run(2000)  # no reader: the FIFO holds 64 KiB
     assert "/fifo ends here, serving goes on: its file has taken no bytes while 0 MiB came" in caplog.text
     text = read_to_the_end_of_a_line(tmp_path / "fifo", "missing_events")
     *_, last = text.splitlines()
@@ -172,7 +172,7 @@ def test_a_file_that_takes_no_bytes_ends_the_recording_where_it_says(
     assert capsys.readouterr().out == f"{missing}, which the file did not take in time; {replayed}\n"
 
 
-def test_the_last_events_hold_nobody_up(
+def test_the_last_events_do_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recording, "_CLOSE_TIMEOUT", 0.01)

@@ -41,7 +41,7 @@ def test_an_empty_queue_has_nothing() -> None:
     assert (len(queue), queue.num_sequences, queue.num_prompt_tokens, list(queue)) == (0, 0, 0, [])
 
 
-def test_a_tenants_first_stands_before_its_others_whoever_is_admitted() -> None:
+def test_a_tenants_first_stands_before_its_others_whichever_is_admitted() -> None:
     queue, items, _ = filled("fcfs", "aaba")
     asked: list[SequenceGroup] = []
 

@@ -53,7 +53,7 @@ class Client:
 
     @property
     def can_begin_elsewhere(self) -> bool:
-        """Nobody has had anything of its output, and somebody waits for it now."""
+        """Nothing of its output was delivered, and its client waits for it now."""
         if self.request.output_mode is OutputMode.STREAMED:
             return not any(output.num_confirmed or output.has_ended for output in self.outputs)
         return self.request.output_mode is OutputMode.WHOLE
@@ -137,7 +137,7 @@ class Output:
             return
         request = self.client.request
         assert request.sampling.num_prompt_logprobs is not None
-        assert self.index == 0, "nobody asked for it"
+        assert self.index == 0, "it was not asked for"
         first = self._num_prompt_logprobs + 1
         tokens = request.prompt_token_ids[first : first + len(entries)]
         found = [(entry.token_id, entry.logprob) for entry in entries]
@@ -163,7 +163,7 @@ class Output:
         if reason in (EndReason.STOP, EndReason.LENGTH):
             self._check_whole(end, cumulative_logprob)
         elif reason is EndReason.ABORT:
-            assert client.is_aborted, "nobody aborted it"
+            assert client.is_aborted, "it was not aborted"
         elif reason in (EndReason.GRAMMAR_FAILED, EndReason.GRAMMAR_DEAD_END, EndReason.GRAMMAR_LIMIT):
             assert request.grammar is not None, "the grammar of a request that has none"
             fault = request.grammar.text.split()[2]

@@ -7,7 +7,7 @@ from pagewire.common.messages import RowOpening, StepPlan
 
 
 def first_needed_block(opening: RowOpening, block_size: int, window: int) -> int:
-    """Index of the first block that the row will read: those before fell out of the window, and may be anybody's."""
+    """Index of the first block that the row will read: those before fell out of the window, and may be any row's."""
     return max(0, opening.num_computed_tokens - window + 1) // block_size if window else 0
 
 

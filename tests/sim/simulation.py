@@ -214,7 +214,7 @@ class Simulation:
         assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_waiting_tokens) == (0, 0, 0, 0)
 
     def _check_cache_view(self) -> None:
-        """Read what somebody who follows the KV events hears, and compare it with what is cached."""
+        """Read what a subscriber to the KV events hears, and compare it with what is cached."""
         self.loop.kv_events.take()
         while (batch := self._kv_event_log.after(self.num_kv_batches)) is not None:
             self.num_kv_batches += 1
@@ -328,7 +328,7 @@ class Simulation:
     def planned(self, plan: StepPlan | None) -> None:
         """The core has made a plan, or has nothing to do."""
         if plan is None:
-            self._check_nobody_waits_for_grammars()
+            self._check_no_other_waits_for_grammars()
             self.audit(13)
             return
         self.num_steps += 1
@@ -338,7 +338,7 @@ class Simulation:
         self.reach.planned(plan)
         self.audit(3, plan.step, *plan.released_slots, *plan.append_block_ids, *plan.work_num_tokens)
 
-    def _check_nobody_waits_for_grammars(self) -> None:
+    def _check_no_other_waits_for_grammars(self) -> None:
         """A worker with nothing to do is one that prepares the grammars of all who wait."""
         state, epoch = self.scheduler.state, self.scheduler.state.epoch
         if epoch is None or epoch.unacknowledged or len(epoch.cache.moves) or not state.quarantine.is_empty:
@@ -367,8 +367,8 @@ class Simulation:
         self.at(connection.send_down(self.now, self._delay()), self.process.receive, connection, plan)
 
     def _check_grammars(self, connection: Connection, added: set[int]) -> None:
-        """The worker has the grammars of those who live and may run, and none that nobody needs; those that are `added`
-        now are of the former."""
+        """The worker has the grammars of those who live and may run, and none that is not needed; those that are
+        `added` now are of the former."""
         state = self.scheduler.state
         needed = {group: group.request.grammar for group in state.groups.values() if group.request.grammar is not None}
         assert state.epoch is not None
@@ -563,7 +563,7 @@ class Simulation:
             self.abort(client)
 
     def late_cancel(self) -> None:
-        """Of a request that the core has ended, whether or not its client has heard of it, and whoever else has its
+        """Of a request that the core has ended, whether or not its client has heard of it, and whatever else has its
         name by now."""
         clients = [*self.gone, *(client for client in self.waiting if not client.num_live)]
         if clients:
@@ -638,7 +638,7 @@ class Simulation:
         self.audit(11)
 
     def _report_false_grammars(self) -> None:
-        """One that was never added; then one that nobody has any more."""
+        """One that was never added; then one that is gone."""
         epoch = self.scheduler.state.epoch
         last_id = epoch.grammars.last_id if epoch else 0
         try:

@@ -1,4 +1,4 @@
-"""What the step loop has around it in a simulation: a clock, the way to a worker, and somebody who observes it."""
+"""What the step loop has around it in a simulation: a clock, the way to a worker, and an observer."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class WatchedScheduler(Scheduler):
 
     def abort(self, tenant: str, request_id: str, now: float) -> TokenOutputs:
         client = self._simulation.clients[tenant, request_id]
-        assert client.is_aborted, "nobody aborted it"
+        assert client.is_aborted, "it was not aborted"
         outputs = self._told(super().abort(tenant, request_id, now), 2)
         assert not client.num_live, "an aborted request goes on"
         return outputs

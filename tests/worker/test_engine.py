@@ -171,7 +171,7 @@ def test_step_that_fails_later_ends_its_session_only() -> None:
     assert outcomes.get(timeout=TIMEOUT_S) is system.runner.errors.pop(1)
     assert session.has_ended
     again, outcomes_again = system.begin(2)
-    assert outcomes.empty(), "of step 2 nobody hears any more"
+    assert outcomes.empty(), "step 2 is not reported any more"
     system.engine.submit(again, StepPlan(2, 1))
     system.runner.launched.get(timeout=TIMEOUT_S).done.set()
     assert outcomes_again.get(timeout=TIMEOUT_S).step == 1
@@ -182,7 +182,7 @@ def test_step_that_fails_later_ends_its_session_only() -> None:
     ("where", "has_ended"), [("launch", False), ("result", False), ("result", True), ("begin", False)]
 )
 def test_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch, where: str, has_ended: bool) -> None:
-    """On whichever thread it shows, and even if nobody waits for the step any more."""
+    """On whichever thread it shows, and even if the step is not waited for any more."""
     reasons: SimpleQueue[str] = SimpleQueue()
 
     def exit_process(reason: str) -> NoReturn:

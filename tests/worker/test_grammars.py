@@ -1,4 +1,4 @@
-"""The grammars of an epoch: prepared on a thread of their own, reported once, to whoever added them."""
+"""The grammars of an epoch: prepared on a thread of their own, reported once, to the session that added them."""
 
 import logging
 import os
@@ -87,7 +87,7 @@ def test_each_grammar_is_reported_once_and_gives_matchers_that_go_their_own_way(
     assert epochs.reports.empty()
 
 
-def test_a_grammar_that_is_not_ready_opens_no_row_and_nobody_waits_for_it(epochs: Epochs) -> None:
+def test_a_grammar_that_is_not_ready_opens_no_row_and_no_other_waits_for_it(epochs: Epochs) -> None:
     epochs.compiler.is_held = True
     epochs.grammars.add(regex(1))
     assert epochs.compiler.begun.get(timeout=TIMEOUT_S) == "a+"

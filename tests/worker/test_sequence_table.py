@@ -323,7 +323,7 @@ def test_mutated_plans_never_get_out_of_range() -> None:
 
 
 def with_forks(plan: StepPlan, rng: random.Random) -> StepPlan:
-    """Rows forked into slot 3, which nobody else uses, with a block and a token of their own."""
+    """Rows forked into slot 3, which no other row uses, with a block and a token of their own."""
     if rng.random() < 0.5:
         return plan
     return replace(

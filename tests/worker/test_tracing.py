@@ -82,7 +82,7 @@ async def test_the_end_of_an_epoch_ends_what_ran_and_the_next_begins_anew() -> N
     ]
 
 
-async def test_rows_that_nobody_traces_leave_nothing() -> None:
+async def test_rows_that_are_not_traced_leave_nothing() -> None:
     steps = plan_steps([Row(range(5), 3)], block_size=4, max_num_batched_tokens=64)
     assert await spans_of([step.plan for step in steps]) == []
 

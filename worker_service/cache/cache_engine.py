@@ -51,7 +51,7 @@ class CacheShape:
 class CacheEngine:
     """The KV cache: `layers[i]` is (key_cache, value_cache), each [num_blocks + 1, block_size, num_kv_heads, row_size].
 
-    Only block 0 is written here by itself. Whatever the others hold, NaN included, is read by nobody before it is
+    Only block 0 is written here by itself. Whatever the others hold, NaN included, is not read before it is
     written. What a plan wants done with blocks is checked by `check` before any of it is done.
     """
 
@@ -124,7 +124,7 @@ class CacheEngine:
             self._moves.copy(plan.copy_source_blocks, plan.copy_target_blocks)
 
     def spoil(self, block_ids: Sequence[int], start: int, end: int) -> None:
-        """Fill positions [start, end) of a row's table with NaN, so that nobody who reads them yields a token."""
+        """Fill positions [start, end) of a row's table with NaN, so that no row that reads them yields a token."""
         block_size, position = self.shape.block_size, start
         while position < end:
             index = position // block_size

@@ -7,8 +7,8 @@ as long as the bus takes, and slow what is computed.)
 
 At the host's end nothing gathers. Instead, a host block's id does not say where it lies: the pool has as many places as
 ids, and a swap-out, whose targets lose what they held, deals their places out anew, in ascending order. An id that was
-not named before takes the next place that nobody has had. Blocks that leave together thus lie side by side wherever the
-places that came free do, and come back in one piece. At worst, when nothing lies beside anything, each block is a
+not named before takes the next place that was not given yet. Blocks that leave together thus lie side by side wherever
+the places that came free do, and come back in one piece. At worst, when nothing lies beside anything, each block is a
 transfer, as it would be without the map.
 
 The pool is made of slabs of a power of two of bytes, since torch rounds every piece of pinned memory up to one.

@@ -24,13 +24,13 @@ Edit = Callable[[Tensor], None]
 
 
 class DeviceTable:
-    """Tensors by slot. Slot `max_num_seqs`, the scratch slot, is nobody's: rows of padding read and write it.
+    """Tensors by slot. Slot `max_num_seqs`, the scratch slot, is no sequence's: rows of padding read and write it.
 
     Attributes:
         token_ids: [max_num_seqs + 1, max_model_len + 1] int32.
         block_tables: [max_num_seqs + 1, max_num_blocks] int32; anything beyond a row's blocks.
         token_counts: [max_num_seqs + 1, vocab_size] int32 as `pagewire.kernels.sampling.sample` takes them, of rows
-            that have penalties. They have their place from the start: whoever measures the memory sees it.
+            that have penalties. They have their place from the start: a measurement of the memory sees it.
     """
 
     def __init__(self, limits: TableLimits, device: torch.device, sampler: Sampler) -> None:

@@ -20,7 +20,7 @@ Report = Callable[[GrammarReport], None]
 class EpochGrammars:
     """Called by the thread that computes; grammars become ready, or fail, on the one that compiles.
 
-    Each grammar that was added is reported once, unless it was released before, to whoever began its epoch.
+    Each grammar that was added is reported once, unless it was released before, to the session that began its epoch.
     """
 
     def __init__(self, thread: CompileThread | None, vocab_size: int) -> None:
@@ -30,7 +30,7 @@ class EpochGrammars:
         self._vocab_size = vocab_size
         self._lock = Lock()
         self._epoch = 0
-        self._report: Report = _tell_nobody
+        self._report: Report = _tell_none
         self._grammars: dict[int, _Grammar] = {}  # by id, from when they are added until they are released
         self._last_id = 0  # of this epoch
 
@@ -154,5 +154,5 @@ def _check(added: AddedGrammar, vocab_size: int) -> None:
         raise WorkerProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; ids are below {vocab_size}")
 
 
-def _tell_nobody(report: GrammarReport) -> None:
+def _tell_none(report: GrammarReport) -> None:
     """No epoch has begun."""

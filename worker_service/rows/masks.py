@@ -184,7 +184,7 @@ class RowMasks:
         return StepMasks(self._masks[: max(1, len(going))], lines, there, is_late)
 
     def _wait(self, jobs: Sequence[MaskJob], *, are_all: bool) -> None:
-        """Wait for masks, but not long: others wait for the step. `are_all`: nobody else samples in it, so that it is
+        """Wait for masks, but not long: others wait for the step. `are_all`: no other row samples in it, so that it is
         worth nothing before there is one."""
         now = time.perf_counter()
         patience = max(_MIN_PATIENCE_S, _PATIENCE * (now - self._began_at))

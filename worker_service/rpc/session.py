@@ -1,7 +1,7 @@
 """The worker's side of the protocol as a state machine: epochs, plan order, pipeline depth. No I/O and no torch.
 
-An epoch is one pairing with one scheduler. Epochs rise strictly, so whoever holds the highest one holds the worker, and
-a scheduler that was replaced is turned away for good. They are milliseconds of Unix time, shifted by 20 bits: no
+An epoch is one pairing with one scheduler. Epochs rise strictly, so the scheduler of the highest one holds the worker,
+and a scheduler that was replaced is turned away for good. They are milliseconds of Unix time, shifted by 20 bits: no
 scheduler needs one of the future, and a worker that takes none cannot be told the highest there is and be lost to all.
 """
 

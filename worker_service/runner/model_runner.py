@@ -1,10 +1,10 @@
 """Carries out plans: grammars -> moves and copies -> rows of the table -> computation -> result.
 
 Where the rows are computed, on the host or on a device, is a `Computation`. On a device a step is only launched here,
-and the next plan may be launched before anybody has read its result. A step for which memory does not suffice is
+and the next plan may be launched before its result has been read. A step for which memory does not suffice is
 computed in parts (`rows/parts.py`), and a row that does not fit alone is given up.
 
-A runner is driven by one thread. It needs no gRPC: whoever holds a StepPlan may call `execute`.
+A runner is driven by one thread. It needs no gRPC: what holds a StepPlan may call `execute`.
 """
 
 from collections.abc import Callable

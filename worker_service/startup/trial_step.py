@@ -1,4 +1,4 @@
-"""Steps of rows that nobody asked for, in an empty table: to measure memory, and to have kernels compiled."""
+"""Steps of rows that no request asked for, in an empty table: to measure memory, and to have kernels compiled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ class RankedSession:
     """The step loop's way to all ranks; it ends when any of the ranks' sessions does.
 
     A result counts when all ranks have given it, so that none has more plans than it takes; they compute in step, and
-    nobody waits for long. The tokens are rank 0's.
+    none waits for long. The tokens are rank 0's.
     """
 
     def __init__(self, step_loop: StepLoop, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
