@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice of each token's experts, and products of tokens with the weights of theirs, in plain
+"""Mixtures of experts: the routing of tokens, and products of tokens with the weights of theirs, in plain
 torch. These are the specifications of what `kernels/cpu` and `kernels/triton` compute.
 
 A token goes to `num_chosen` experts (Shazeer et al., 2017, https://arxiv.org/abs/1701.06538). What it is there is a
@@ -8,54 +8,54 @@ A token goes to `num_chosen` experts (Shazeer et al., 2017, https://arxiv.org/ab
 import torch
 from torch import Tensor
 
-from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.expert_routing import ExpertRouting
 
-__all__ = ["MIN_SUM", "ExpertChoice", "choose_experts", "multiply_chosen", "sum_slots"]
+__all__ = ["MIN_SUM", "ExpertRouting", "multiply_routed", "route_tokens", "sum_slots"]
 
 MIN_SUM = 1e-20  # is added to the sum that weights are divided by, as DeepSeek-V3 does
 
 
-def choose_experts(logits: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token, and their weights.
 
     Args:
         logits: [T, num_experts] float32, of the router.
-        correction: [num_experts] float32, added to the scores for the choice alone, not for the weights.
+        correction: [num_experts] float32, added to the scores for the routing alone, not for the weights.
 
     Returns:
         Ids, [T, num_chosen] int64, rising; and weights, [T, num_chosen] float32. Of equal scores the lower id is
         chosen.
     """
-    scores = logits.softmax(-1) if choice.scoring == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     # The softmax is monotonic, and rounds: logits that differ would be equal.
-    ranked = logits if choice.scoring == "softmax" and correction is None else scores
+    ranked = logits if routing.scoring == "softmax" and correction is None else scores
     if correction is not None:
         ranked = ranked + correction
-    if choice.num_groups > 1:
-        ranked = _of_chosen_groups(ranked, choice)
-    ids = ranked.sort(descending=True, stable=True).indices[:, : choice.num_chosen].sort().values
+    if routing.num_groups > 1:
+        ranked = _of_top_groups(ranked, routing)
+    ids = ranked.sort(descending=True, stable=True).indices[:, : routing.num_chosen].sort().values
     weights = scores.gather(1, ids)
-    if choice.renormalizes:
+    if routing.renormalizes:
         weights = weights / (weights.sum(1, keepdim=True) + MIN_SUM)
-    return ids, weights * choice.factor
+    return ids, weights * routing.factor
 
 
-def _of_chosen_groups(ranked: Tensor, choice: ExpertChoice) -> Tensor:
+def _of_top_groups(ranked: Tensor, routing: ExpertRouting) -> Tensor:
     """[T, num_experts]: -inf for experts of groups that are not chosen."""
-    groups = ranked.unflatten(1, (choice.num_groups, -1))  # [T, num_groups, experts of a group]
+    groups = ranked.unflatten(1, (routing.num_groups, -1))  # [T, num_groups, experts of a group]
     best = groups.sort(descending=True).values[..., :2].sum(2)
-    chosen = best.sort(descending=True, stable=True).indices[:, : choice.num_chosen_groups]
+    chosen = best.sort(descending=True, stable=True).indices[:, : routing.num_chosen_groups]
     is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, True)
     return groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
 
 
-def multiply_chosen(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None = None) -> Tensor:
+def multiply_routed(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None = None) -> Tensor:
     """x W^T + b of each slot, with the weight and bias of its expert.
 
     Args:
         x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots.
         weights: [num_experts, out_size, in_size].
-        ids: [T, num_chosen], as `choose_experts` returns them.
+        ids: [T, num_chosen], as `route_tokens` returns them.
         biases: [num_experts, out_size].
 
     Returns:

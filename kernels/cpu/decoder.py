@@ -17,7 +17,7 @@ from pagewire.kernels.cache_rows import head_dim_of
 from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedExperts, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import CACHE_ELEMENTS, NO_ROWS, PagedRows, PagedStep, cache_step, check, put_rows
-from pagewire.kernels.experts import ExpertChoice
+from pagewire.kernels.experts import ExpertRouting
 
 # One layer's (key_cache, value_cache), [num_blocks, block_size, num_kv_heads, head_dim] each.
 LayerCache = tuple[Tensor, Tensor]
@@ -97,23 +97,23 @@ class Activate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choose:
-    """The experts of each token and their weights, which others read as `choices`: see `choose_experts` in
+class Route:
+    """The experts of each token and their weights, which others read as `routes`: see `route_tokens` in
     `kernels/experts.py`, whose words are used here."""
 
     input: str  # [T, num_experts], a router's logits
-    choices: str
-    choice: ExpertChoice
+    routes: str
+    routing: ExpertRouting
     correction: Tensor | None = None  # [num_experts] float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MultiplyChosen:
+class MultiplyRouted:
     """output = x W^T + b of each slot, with the weight and bias of its expert; gated as `Multiply`."""
 
     input: str  # [T, in_size] of tokens, or [T, num_chosen * in_size] of slots
     output: str  # [T, num_chosen * out_size]
-    choices: str
+    routes: str
     linears: Sequence[PackedLinear]  # of each expert: of the same sizes, and over inputs of one kind
     is_gated: bool = False
 
@@ -124,7 +124,7 @@ class SumSlots:
 
     input: str  # [T, num_chosen * width]
     output: str  # [T, width]
-    choices: str
+    routes: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,8 +198,8 @@ Operation: TypeAlias = (
     | NormalizeParts
     | Multiply
     | Activate
-    | Choose
-    | MultiplyChosen
+    | Route
+    | MultiplyRouted
     | SumSlots
     | Gate
     | Turn
@@ -211,7 +211,7 @@ Operation: TypeAlias = (
 
 # The orders of source/decoder.h.
 _KINDS = (
-    *(Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Choose, MultiplyChosen, SumSlots, Gate),
+    *(Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Route, MultiplyRouted, SumSlots, Gate),
     *(Turn, AttendTo, Predict, AllReduce, Clip),
 )
 _FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
@@ -224,8 +224,8 @@ PARTS = ("norms", "products", "rotary", "attention", "head")
 _NUM_TIMES = len(PARTS) + 1  # and what ranks take to sum up
 
 
-class _ExpertChoice(ctypes.Structure):
-    """Mirrors `expert_choice` of source/experts.h."""
+class _ExpertRouting(ctypes.Structure):
+    """Mirrors `expert_routing` of source/experts.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_experts", "num_chosen", "scoring", "renormalizes")),
@@ -245,8 +245,8 @@ class _Operation(ctypes.Structure):
         ("is_centered", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("eps", "factor", "softcap", "limit")),
         ("layer", LinearLayer),
-        *((name, ctypes.c_int64) for name in ("is_gated", "function", "num_parts", "choices")),
-        ("choice", _ExpertChoice),
+        *((name, ctypes.c_int64) for name in ("is_gated", "function", "num_parts", "routes")),
+        ("routing", _ExpertRouting),
         ("experts", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("table", "positions")),
         *((name, ctypes.c_int64) for name in ("table_element", "positions_element")),
@@ -331,7 +331,7 @@ class DecoderKernel:
     def _mirror(self, operation: Operation) -> _Operation:
         mirror = _Operation(
             kind=_KINDS.index(type(operation)),
-            **{name: self._number(getattr(operation, name, None)) for name in ("input", "output", "update", "choices")},
+            **{name: self._number(getattr(operation, name, None)) for name in ("input", "output", "update", "routes")},
             factor=getattr(operation, "factor", 1.0),
         )
         match operation:
@@ -355,18 +355,18 @@ class DecoderKernel:
                 mirror.function, mirror.is_gated = _FUNCTIONS.index(operation.function), operation.is_gated
                 mirror.num_parts = operation.num_parts
                 mirror.factor, mirror.limit = operation.alpha, operation.limit
-            case Choose():
-                mirror.output = self._number(operation.choices)
-                mirror.choice = _choice(operation, self._widths[operation.input])
-            case MultiplyChosen(linears=linears):
+            case Route():
+                mirror.output = self._number(operation.routes)
+                mirror.routing = _routing(operation, self._widths[operation.input])
+            case MultiplyRouted(linears=linears):
                 self._experts.append(PackedExperts(linears))
                 mirror.experts, mirror.is_gated = self._experts[-1].address(), operation.is_gated
-                mirror.choice.num_experts = len(linears)
-                mirror.choice.num_chosen = self._widths[operation.choices] // 2
+                mirror.routing.num_experts = len(linears)
+                mirror.routing.num_chosen = self._widths[operation.routes] // 2
             case SumSlots():
-                mirror.choice.num_chosen = self._widths[operation.choices] // 2
+                mirror.routing.num_chosen = self._widths[operation.routes] // 2
             case Gate():
-                mirror.choices = self._number(operation.gate)
+                mirror.routes = self._number(operation.gate)
             case Turn():
                 for name in ("query_norm", "key_norm", "cos", "sin", "query_scales"):
                     setattr(mirror, name, _pointer(getattr(operation, name)))
@@ -529,16 +529,16 @@ class _Exchange:
         return 0
 
 
-def _choice(operation: Choose, num_experts: int) -> _ExpertChoice:
-    choice = operation.choice
-    return _ExpertChoice(
+def _routing(operation: Route, num_experts: int) -> _ExpertRouting:
+    routing = operation.routing
+    return _ExpertRouting(
         num_experts=num_experts,
-        num_chosen=choice.num_chosen,
-        scoring=_SCORINGS.index(choice.scoring),
-        renormalizes=choice.renormalizes,
-        num_groups=choice.num_groups,
-        num_chosen_groups=choice.num_chosen_groups,
-        factor=choice.factor,
+        num_chosen=routing.num_chosen,
+        scoring=_SCORINGS.index(routing.scoring),
+        renormalizes=routing.renormalizes,
+        num_groups=routing.num_groups,
+        num_chosen_groups=routing.num_chosen_groups,
+        factor=routing.factor,
         correction=_pointer(operation.correction),
     )
 
@@ -552,16 +552,16 @@ class _Widths:
 
     def __init__(self, operations: Sequence[Operation], num_heads: int) -> None:
         self.of: dict[str, int] = {}
-        self._chosen: dict[str, tuple[int, int]] = {}  # of choices: num_chosen, and of how many experts
+        self._routed: dict[str, tuple[int, int]] = {}  # of routes: num_chosen, and of how many experts
         self._num_heads = num_heads
         for operation in operations:
             if isinstance(operation, Add):
                 self._read(operation.update, self._read(operation.input))
             elif isinstance(operation, Predict):
                 self._read(operation.input, operation.head.in_size)
-            elif isinstance(operation, Choose):
-                self._write(operation.choices, self._choices_width(operation))
-            elif isinstance(operation, MultiplyChosen | SumSlots):
+            elif isinstance(operation, Route):
+                self._write(operation.routes, self._routes_width(operation))
+            elif isinstance(operation, MultiplyRouted | SumSlots):
                 self._write(operation.output, self._chosen_width(operation))
             else:
                 self._write(operation.output, self._width(operation))
@@ -616,25 +616,25 @@ class _Widths:
                 width = self._read(input)
         return width
 
-    def _choices_width(self, operation: Choose) -> int:
+    def _routes_width(self, operation: Route) -> int:
         """An id and a weight for each expert of a token. Raises ValueError if it has more of them than there are."""
-        num_experts, choice = self._read(operation.input), operation.choice
-        if not 0 < choice.num_chosen <= num_experts <= MAX_EXPERTS:
-            raise ValueError(f"{choice.num_chosen} of {num_experts} experts cannot be chosen; 1 to {MAX_EXPERTS} can")
-        if num_experts % choice.num_groups or not 0 < choice.num_chosen_groups <= choice.num_groups:
+        num_experts, routing = self._read(operation.input), operation.routing
+        if not 0 < routing.num_chosen <= num_experts <= MAX_EXPERTS:
+            raise ValueError(f"{routing.num_chosen} of {num_experts} experts cannot be chosen; 1 to {MAX_EXPERTS} can")
+        if num_experts % routing.num_groups or not 0 < routing.num_chosen_groups <= routing.num_groups:
             raise ValueError(
-                f"{choice.num_chosen_groups} of {choice.num_groups} groups of {num_experts} experts cannot be chosen"
+                f"{routing.num_chosen_groups} of {routing.num_groups} groups of {num_experts} experts cannot be chosen"
             )
         if operation.correction is not None:
             check("correction", operation.correction, torch.float32, (num_experts,))
-        self._chosen[operation.choices] = choice.num_chosen, num_experts
-        return 2 * choice.num_chosen
+        self._routed[operation.routes] = routing.num_chosen, num_experts
+        return 2 * routing.num_chosen
 
-    def _chosen_width(self, operation: MultiplyChosen | SumSlots) -> int:
+    def _chosen_width(self, operation: MultiplyRouted | SumSlots) -> int:
         """The width of what is computed of slots."""
-        if operation.choices not in self._chosen:
-            raise ValueError(f"buffer {operation.choices} is read as choices, which nothing has written to it")
-        num_chosen, num_experts = self._chosen[operation.choices]
+        if operation.routes not in self._routed:
+            raise ValueError(f"buffer {operation.routes} is read as routes, which nothing has written to it")
+        num_chosen, num_experts = self._routed[operation.routes]
         width = self._read(operation.input)
         if isinstance(operation, SumSlots):
             if width % num_chosen:

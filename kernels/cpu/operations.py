@@ -275,8 +275,8 @@ class CpuKernels:
             raise MemoryError(f"no memory for linear of {tuple(x.shape)}")
         return output
 
-    def multiply_chosen(self, x: Tensor, experts: PackedExperts, ids: Tensor) -> Tensor:
-        """`multiply_chosen` of `pagewire.kernels.experts`, in float32. What a slot gives depends on no other slot: it
+    def multiply_routed(self, x: Tensor, experts: PackedExperts, ids: Tensor) -> Tensor:
+        """`multiply_routed` of `pagewire.kernels.experts`, in float32. What a slot gives depends on no other slot: it
         is what `linear` gives.
 
         Args:

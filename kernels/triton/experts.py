@@ -1,7 +1,7 @@
-"""Mixtures of experts: the choice of each token's experts, and products of slots with the weights of theirs.
+"""Mixtures of experts: the routing of tokens, and products of slots with the weights of theirs.
 
 Slots are sorted by expert on the device, and cut into tiles of one expert each (after vLLM's `moe_align_block_size` and
-`fused_moe`: Kwon et al., 2023, https://arxiv.org/abs/2309.06180). No grid depends on the choice and the host waits for
+`fused_moe`: Kwon et al., 2023, https://arxiv.org/abs/2309.06180). No grid depends on the routing and the host waits for
 nothing, so a CUDA graph can hold the launches.
 
 Specification: `pagewire.kernels.experts`.
@@ -15,12 +15,12 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.expert_routing import ExpertRouting
 from pagewire.kernels.experts import MIN_SUM
 from pagewire.kernels.triton.attention_arguments import FLOATS, operand
 from pagewire.kernels.triton.strided import Strided
 
-_CHOICE_TILE = 512  # experts and padding, of all tokens that a program chooses for
+_ROUTING_TILE = 512  # experts and padding, of all tokens that a program chooses for
 _SUM_TILE = 1024  # elements of a row that a program sums up
 _ASSIGN_TILE = 1024  # slots that a program looks at at a time
 _MIN_SUM = tl.constexpr(MIN_SUM)
@@ -42,10 +42,10 @@ _FEW = {2: ProductTile(16, 64, 128, 4, 4), 4: ProductTile(16, 64, 64, 4, 3)}
 _MANY = {2: ProductTile(64, 128, 64, 4, 4), 4: ProductTile(32, 64, 32, 4, 3)}
 
 
-# What the choice is compiled for: tokens of a program; groups, experts of each, and the powers of two that hold them;
+# What the routing is compiled for: tokens of a program; groups, experts of each, and the powers of two that hold them;
 # how many experts and groups are chosen; and how scores become weights.
-ChoiceShape = namedtuple(
-    "ChoiceShape",
+RoutingShape = namedtuple(
+    "RoutingShape",
     "tile_tokens num_groups group_size padded_groups padded_size num_chosen num_chosen_groups is_softmax renormalizes",
 )
 
@@ -56,7 +56,7 @@ class SlotTable(NamedTuple):
     Attributes:
         order: [T * num_chosen] int32, slots by expert; those of one rise.
         ends: [num_experts] int32, where in `order` the slots of each end.
-        tile_experts: [most tiles that any choice makes] int32; -1: there is no such tile.
+        tile_experts: [most tiles that any routing makes] int32; -1: there is no such tile.
         tile_starts: as many, int32: where in `order` a tile's slots begin.
     """
 
@@ -74,7 +74,7 @@ class Assignment(NamedTuple):
     tile: ProductTile
 
 
-def choose_experts(logits: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route_tokens(logits: Tensor, routing: ExpertRouting, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token, and their weights, as specified.
 
     Args:
@@ -87,27 +87,27 @@ def choose_experts(logits: Tensor, choice: ExpertChoice, correction: Tensor | No
     Raises:
         ValueError: a shape, stride or dtype is not one of these, or there are fewer experts than are to be chosen.
     """
-    _check_choice(logits, choice, correction)
+    _check_routing(logits, routing, correction)
     num_tokens, num_experts = logits.shape
-    ids = torch.empty((num_tokens, choice.num_chosen), dtype=torch.int64, device=logits.device)
+    ids = torch.empty((num_tokens, routing.num_chosen), dtype=torch.int64, device=logits.device)
     weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
-    shape = choice_shape(choice, num_experts)
+    shape = routing_shape(routing, num_experts)
     if num_tokens:
         _choose_kernel[(triton.cdiv(num_tokens, shape.tile_tokens),)](
-            *(Strided.of(logits), correction, ids, weights, num_tokens, choice.factor),
+            *(Strided.of(logits), correction, ids, weights, num_tokens, routing.factor),
             SHAPE=shape,
             enable_fp_fusion=False,
         )
     return ids, weights
 
 
-def choice_shape(choice: ExpertChoice, num_experts: int) -> ChoiceShape:
+def routing_shape(routing: ExpertRouting, num_experts: int) -> RoutingShape:
     """A program chooses for as many tokens as its threads have room for keys of experts, and of padding."""
-    num_groups, group_size = choice.num_groups, num_experts // choice.num_groups
+    num_groups, group_size = routing.num_groups, num_experts // routing.num_groups
     padded_groups, padded_size = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
-    return ChoiceShape(
-        *(max(1, _CHOICE_TILE // (padded_groups * padded_size)), num_groups, group_size, padded_groups, padded_size),
-        *(choice.num_chosen, choice.num_chosen_groups, choice.scoring == "softmax", choice.renormalizes),
+    return RoutingShape(
+        *(max(1, _ROUTING_TILE // (padded_groups * padded_size)), num_groups, group_size, padded_groups, padded_size),
+        *(routing.num_chosen, routing.num_chosen_groups, routing.scoring == "softmax", routing.renormalizes),
     )
 
 
@@ -144,7 +144,7 @@ def choose_tile(num_slots: int, num_experts: int, dtype: torch.dtype) -> Product
     return tiles[dtype.itemsize]
 
 
-def multiply_chosen(x: Tensor, weights: Tensor, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
+def multiply_routed(x: Tensor, weights: Tensor, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
     """x W^T + b of each slot, with the weight and bias of its expert.
 
     Args:
@@ -209,7 +209,7 @@ def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
     return output
 
 
-def _check_choice(logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> None:
+def _check_routing(logits: Tensor, routing: ExpertRouting, correction: Tensor | None) -> None:
     if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits are {list(logits.shape)} {logits.dtype}; make them [T, num_experts] float32, dense")
     num_experts = logits.shape[1]
@@ -219,12 +219,12 @@ def _check_choice(logits: Tensor, choice: ExpertChoice, correction: Tensor | Non
         raise ValueError(
             f"corrections are {list(correction.shape)} {correction.dtype}; make them [{num_experts}] float32, dense"
         )
-    num_groups, num_chosen_groups = choice.num_groups, choice.num_chosen_groups
+    num_groups, num_chosen_groups = routing.num_groups, routing.num_chosen_groups
     if num_groups < 1 or num_experts % num_groups or not 1 <= num_chosen_groups <= num_groups:
         raise ValueError(f"{num_chosen_groups} of {num_groups} groups of {num_experts} experts cannot be chosen")
-    if not 1 <= choice.num_chosen <= num_experts // num_groups * num_chosen_groups:
+    if not 1 <= routing.num_chosen <= num_experts // num_groups * num_chosen_groups:
         raise ValueError(
-            f"{choice.num_chosen} of {num_experts} experts in {num_chosen_groups} of {num_groups} groups cannot be "
+            f"{routing.num_chosen} of {num_experts} experts in {num_chosen_groups} of {num_groups} groups cannot be "
             "chosen"
         )
 

@@ -180,7 +180,7 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output
         ValueError: a shape, stride or dtype is not one of these.
     """
     if packed.codes.dim() != 2:
-        raise ValueError(f"the weight is of {len(packed.codes)} experts; multiply the slots of each, `multiply_chosen`")
+        raise ValueError(f"the weight is of {len(packed.codes)} experts; multiply the slots of each, `multiply_routed`")
     _check_rows(x, packed)
     out_size = packed.out_size
     _check_bias(bias, (out_size,), x.dtype)
@@ -199,7 +199,7 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output
     return output
 
 
-def multiply_chosen(x: Tensor, packed: PackedWeight, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
+def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
     """x W^T + b of each slot, with the weight and bias of its expert.
 
     Args:

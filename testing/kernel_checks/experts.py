@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import experts as specification
-from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.expert_routing import ExpertRouting
 from pagewire.kernels.triton import experts
 from pagewire.kernels.triton.attention_arguments import operand
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
@@ -27,7 +27,7 @@ class Layer:
 
     num_tokens: int
     num_experts: int
-    choice: ExpertChoice
+    routing: ExpertRouting
     hidden_size: int
     intermediate_size: int
     dtype: torch.dtype = torch.float32
@@ -44,7 +44,7 @@ def make_logits(layer: Layer, generator: torch.Generator) -> Tensor:
     return logits[:, : layer.num_experts]
 
 
-def check_choice(device: torch.device, layer: Layer, has_correction: bool, is_tied: bool, seed: int) -> None:
+def check_routing(device: torch.device, layer: Layer, has_correction: bool, is_tied: bool, seed: int) -> None:
     """`is_tied`: many logits are equal."""
     case = f"{layer}, {has_correction=}, {is_tied=}, seed {seed}"
     generator = torch.Generator(device).manual_seed(seed)
@@ -52,8 +52,8 @@ def check_choice(device: torch.device, layer: Layer, has_correction: bool, is_ti
     if is_tied:
         logits = logits.round()
     correction = torch.randn(layer.num_experts, generator=generator, device=device) if has_correction else None
-    ids, weights = experts.choose_experts(logits, layer.choice, correction)
-    expected_ids, expected_weights = specification.choose_experts(logits, layer.choice, correction)
+    ids, weights = experts.route_tokens(logits, layer.routing, correction)
+    expected_ids, expected_weights = specification.route_tokens(logits, layer.routing, correction)
     assert torch.equal(ids, expected_ids), f"{case}: {(ids != expected_ids).sum()} ids differ"
     assert weights.dtype == torch.float32, case
     error = (weights - expected_weights).abs() / expected_weights.abs().clamp_min(1e-30)
@@ -64,17 +64,17 @@ def check_layer(device: torch.device, layer: Layer, seed: int) -> None:
     """Both products, of tokens and of slots, and the sum."""
     case = f"{layer}, seed {seed}"
     generator = torch.Generator(device).manual_seed(seed)
-    ids, weights = specification.choose_experts(make_logits(layer, generator), layer.choice)
+    ids, weights = specification.route_tokens(make_logits(layer, generator), layer.routing)
     up, up_biases = make_weights(layer, 2 * layer.intermediate_size, layer.hidden_size, generator)
     down, down_biases = make_weights(layer, layer.hidden_size, layer.intermediate_size, generator)
     x = torch.randn(layer.num_tokens, layer.hidden_size + 16, generator=generator, device=device).to(layer.dtype)
     tokens = x[:, : layer.hidden_size]
     assignment = experts.assign(ids, layer.num_experts, layer.dtype)
     check_assignment(assignment, ids, case)
-    slots = experts.multiply_chosen(tokens, up, assignment, up_biases)
+    slots = experts.multiply_routed(tokens, up, assignment, up_biases)
     check_product(slots, tokens, up, ids, up_biases, f"{case}, of tokens")
     halves = slots[:, : layer.intermediate_size]
-    outputs = experts.multiply_chosen(halves, down, assignment, down_biases)
+    outputs = experts.multiply_routed(halves, down, assignment, down_biases)
     check_product(outputs, halves, down, ids, down_biases, f"{case}, of slots")
     summed = experts.sum_slots(outputs, weights)
     assert torch.equal(summed, specification.sum_slots(outputs, weights)), f"{case}: the sum differs"
@@ -109,8 +109,8 @@ def check_assignment(assignment: experts.Assignment, ids: Tensor, case: str) -> 
 def check_product(actual: Tensor, x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None, case: str) -> None:
     """Products of narrow floats are exact; their sums are float32, and rounded once."""
     wide_biases = None if biases is None else biases.double()
-    expected = specification.multiply_chosen(x.double(), weights.double(), ids, wide_biases)
-    spread = specification.multiply_chosen(x.double().abs(), weights.double().abs(), ids)
+    expected = specification.multiply_routed(x.double(), weights.double(), ids, wide_biases)
+    spread = specification.multiply_routed(x.double().abs(), weights.double().abs(), ids)
     limit = torch.finfo(actual.dtype).eps * expected.abs() + 64 * 2.0**-24 * spread
     error = (actual.double() - expected).abs()
     assert actual.dtype == x.dtype, f"{case}: {actual.dtype}"
@@ -120,30 +120,30 @@ def check_product(actual: Tensor, x: Tensor, weights: Tensor, ids: Tensor, biase
 def check_alone(device: torch.device, layer: Layer, seed: int) -> None:
     """A token that is there alone has the same bits as beside others, where the tile is the same."""
     generator = torch.Generator(device).manual_seed(seed)
-    ids, _ = experts.choose_experts(make_logits(layer, generator), layer.choice)
+    ids, _ = experts.route_tokens(make_logits(layer, generator), layer.routing)
     weights, biases = make_weights(layer, layer.intermediate_size, layer.hidden_size, generator)
     x = torch.randn(layer.num_tokens, layer.hidden_size, generator=generator, device=device).to(layer.dtype)
     assignment = experts.assign(ids, layer.num_experts, layer.dtype)
-    slots = experts.multiply_chosen(x, weights, assignment, biases).unflatten(0, ids.shape)
+    slots = experts.multiply_routed(x, weights, assignment, biases).unflatten(0, ids.shape)
     for token in range(layer.num_tokens):
         own = slice(token, token + 1)
         assignment_alone = experts.assign(ids[own], layer.num_experts, layer.dtype)
         assert assignment_alone.tile == assignment.tile
-        alone = experts.multiply_chosen(x[own], weights, assignment_alone, biases)
+        alone = experts.multiply_routed(x[own], weights, assignment_alone, biases)
         assert torch.equal(alone, slots[token]), f"{layer}, seed {seed}: token {token} alone differs"
 
 
 def check_replay(device: torch.device, layer: Layer, seed: int) -> None:
-    """A graph captured for one choice gives the results of any other."""
+    """A graph captured for one routing gives the results of any other."""
     generator = torch.Generator(device).manual_seed(seed)
     weights, biases = make_weights(layer, layer.intermediate_size, layer.hidden_size, generator)
     x = torch.randn(layer.num_tokens, layer.hidden_size, generator=generator, device=device).to(layer.dtype)
     logits = make_logits(replace(layer, is_skewed=True), generator).contiguous()
 
     def compute() -> tuple[Tensor, Tensor]:
-        ids, _ = experts.choose_experts(logits, layer.choice)
+        ids, _ = experts.route_tokens(logits, layer.routing)
         assignment = experts.assign(ids, layer.num_experts, layer.dtype)
-        return ids, experts.multiply_chosen(x, weights, assignment, biases)
+        return ids, experts.multiply_routed(x, weights, assignment, biases)
 
     compute()
     torch.cuda.synchronize()
@@ -156,10 +156,10 @@ def check_replay(device: torch.device, layer: Layer, seed: int) -> None:
         check_product(slots, x, weights, ids, biases, f"{layer}, replayed, seed {seed}")
 
 
-QWEN3_30B = Layer(64, 128, ExpertChoice(8), 2048, 768, torch.bfloat16)
-MIXTRAL = Layer(64, 8, ExpertChoice(2), 4096, 3584, torch.bfloat16)  # a quarter of its columns
-GPT_OSS = Layer(64, 32, ExpertChoice(4), 2880, 2880, torch.bfloat16, has_bias=True)
-DEEPSEEK_V3 = ExpertChoice(8, "sigmoid", True, 2.5, 8, 4)
+QWEN3_30B = Layer(64, 128, ExpertRouting(8), 2048, 768, torch.bfloat16)
+MIXTRAL = Layer(64, 8, ExpertRouting(2), 4096, 3584, torch.bfloat16)  # a quarter of its columns
+GPT_OSS = Layer(64, 32, ExpertRouting(4), 2880, 2880, torch.bfloat16, has_bias=True)
+DEEPSEEK_V3 = ExpertRouting(8, "sigmoid", True, 2.5, 8, 4)
 _TOKENS = (1, 7, 64, 1000, 4096)
 
 
@@ -167,13 +167,22 @@ def device_cases() -> Iterator[DeviceCase]:
     def case(name: str, check: Callable[..., None], *arguments: object) -> DeviceCase:
         return DeviceCase(f"experts: {name}", lambda device: check(device, *arguments))
 
-    for choice, num_experts in ((ExpertChoice(8), 128), (ExpertChoice(2), 8), (ExpertChoice(8, "softmax", False), 60)):
+    for routing, num_experts in (
+        (ExpertRouting(8), 128),
+        (ExpertRouting(2), 8),
+        (ExpertRouting(8, "softmax", False), 60),
+    ):
         for is_tied in (False, True):
-            arguments = (replace(QWEN3_30B, num_tokens=300, choice=choice, num_experts=num_experts), False, is_tied, 1)
-            yield case(f"{choice} of {num_experts}, {is_tied=}", check_choice, *arguments)
-    for choice, num_experts in ((DEEPSEEK_V3, 256), (ExpertChoice(8, "sigmoid"), 160), (ExpertChoice(10), 512)):
-        layer = replace(QWEN3_30B, num_tokens=300, choice=choice, num_experts=num_experts)
-        yield case(f"{choice} of {num_experts} corrected", check_choice, layer, True, False, 2)
+            arguments = (
+                replace(QWEN3_30B, num_tokens=300, routing=routing, num_experts=num_experts),
+                False,
+                is_tied,
+                1,
+            )
+            yield case(f"{routing} of {num_experts}, {is_tied=}", check_routing, *arguments)
+    for routing, num_experts in ((DEEPSEEK_V3, 256), (ExpertRouting(8, "sigmoid"), 160), (ExpertRouting(10), 512)):
+        layer = replace(QWEN3_30B, num_tokens=300, routing=routing, num_experts=num_experts)
+        yield case(f"{routing} of {num_experts} corrected", check_routing, layer, True, False, 2)
     for name, layer in (("Qwen3-30B-A3B", QWEN3_30B), ("Mixtral", MIXTRAL), ("gpt-oss", GPT_OSS)):
         for num_tokens in _TOKENS:
             yield case(f"{name}, {num_tokens} tokens", check_layer, replace(layer, num_tokens=num_tokens), 3)
@@ -187,51 +196,51 @@ def device_cases() -> Iterator[DeviceCase]:
 
 def bench_cases() -> Iterator[BenchCase]:
     """The first product of a layer of Qwen3-30B-A3B: of few tokens bound by its weights, of many by arithmetic."""
-    choice, hidden_size, out_size = QWEN3_30B.choice, QWEN3_30B.hidden_size, 2 * QWEN3_30B.intermediate_size
+    routing, hidden_size, out_size = QWEN3_30B.routing, QWEN3_30B.hidden_size, 2 * QWEN3_30B.intermediate_size
     for num_tokens in (8, 64, 8192):
         layer = replace(QWEN3_30B, num_tokens=num_tokens)
-        num_slots = num_tokens * choice.num_chosen
-        num_read = layer.num_experts * (1 - (1 - choice.num_chosen / layer.num_experts) ** num_tokens)  # expected
+        num_slots = num_tokens * routing.num_chosen
+        num_read = layer.num_experts * (1 - (1 - routing.num_chosen / layer.num_experts) ** num_tokens)  # expected
         num_bytes = round(2 * num_read * hidden_size * out_size) + 2 * num_slots * (hidden_size + out_size)
         flops = 2 * num_slots * hidden_size * out_size
         make = partial(_make_bench, layer)
         yield BenchCase(f"product of experts, {num_tokens} tokens", make, bytes_moved=num_bytes, flops=flops)
-    name, num_bytes = "choice and assignment of experts, 64 tokens", 64 * (4 * 128 + 3 * 8 * 8)
-    yield BenchCase(name, _make_choice_bench, bytes_moved=num_bytes)
+    name, num_bytes = "routing and assignment of tokens, 64 tokens", 64 * (4 * 128 + 3 * 8 * 8)
+    yield BenchCase(name, _make_routing_bench, bytes_moved=num_bytes)
 
 
 def _make_bench(layer: Layer, device: torch.device) -> list[Callable[[], object]]:
     generator = torch.Generator(device).manual_seed(0)
-    ids, _ = experts.choose_experts(make_logits(layer, generator), layer.choice)
+    ids, _ = experts.route_tokens(make_logits(layer, generator), layer.routing)
     assignment = experts.assign(ids, layer.num_experts, layer.dtype)
     x = torch.randn(layer.num_tokens, layer.hidden_size, generator=generator, device=device).to(layer.dtype)
     sets = [make_weights(layer, 2 * layer.intermediate_size, layer.hidden_size, generator)[0] for _ in range(2)]
-    return [partial(experts.multiply_chosen, x, weights, assignment) for weights in sets]
+    return [partial(experts.multiply_routed, x, weights, assignment) for weights in sets]
 
 
-def _make_choice_bench(device: torch.device) -> list[Callable[[], object]]:
+def _make_routing_bench(device: torch.device) -> list[Callable[[], object]]:
     logits = make_logits(QWEN3_30B, torch.Generator(device).manual_seed(0))
 
     def choose() -> experts.Assignment:
-        ids, _ = experts.choose_experts(logits, QWEN3_30B.choice)
+        ids, _ = experts.route_tokens(logits, QWEN3_30B.routing)
         return experts.assign(ids, QWEN3_30B.num_experts, QWEN3_30B.dtype)
 
     return [choose]
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    for choice, num_experts, correction in (
-        *((ExpertChoice(8), 128, None), (ExpertChoice(10, "softmax", False), 512, None)),
-        *((ExpertChoice(4, "sigmoid"), 60, "*fp32"), (DEEPSEEK_V3, 256, "*fp32")),
+    for routing, num_experts, correction in (
+        *((ExpertRouting(8), 128, None), (ExpertRouting(10, "softmax", False), 512, None)),
+        *((ExpertRouting(4, "sigmoid"), 60, "*fp32"), (DEEPSEEK_V3, 256, "*fp32")),
     ):
         yield CompileCase(
-            f"choice of experts, {choice} of {num_experts}",
+            f"routing of tokens, {routing} of {num_experts}",
             experts._choose_kernel,
             {
                 **{"logits": strided("fp32", 2), "correction": correction, "ids": "*i64", "weights": "*fp32"},
                 **{"num_tokens": "i32", "factor": "fp32"},
             },
-            {"SHAPE": experts.choice_shape(choice, num_experts)},
+            {"SHAPE": experts.routing_shape(routing, num_experts)},
         )
     table = experts.SlotTable("*i32", "*i32", "*i32", "*i32")
     assigned = {"ids": "*i64", "table": table, **dict.fromkeys(("num_slots", "num_experts", "max_tiles"), "i32")}

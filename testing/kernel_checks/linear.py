@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import experts as specification
-from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.expert_routing import ExpertRouting
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import BLOCK, QuantizedWeight
 from pagewire.kernels.triton import experts, linear
@@ -157,21 +157,21 @@ def check_alone(device: torch.device, layer: Layer, seed: int) -> None:
 
 
 def check_experts(
-    device: torch.device, layer: Layer, changes: Sequence[Mapping[str, object]], choice: ExpertChoice, seed: int
+    device: torch.device, layer: Layer, changes: Sequence[Mapping[str, object]], routing: ExpertRouting, seed: int
 ) -> None:
     """Slots of tokens, and of slots. Each expert differs from the layer by `changes`; most tokens choose the last."""
-    case = f"{layer}, {changes=}, {choice}, seed {seed}"
+    case = f"{layer}, {changes=}, {routing}, seed {seed}"
     generator = torch.Generator(device).manual_seed(seed)
     weights = [make_weight(replace(layer, **each), generator) for each in changes]
     packed = linear.join([linear.pack(weight, device) for weight in weights])
     logits = torch.randn(layer.num_rows, len(weights), generator=generator, device=device)
     logits[:, -1] += 3
-    ids, _ = specification.choose_experts(logits, choice)
+    ids, _ = specification.route_tokens(logits, routing)
     bias = torch.randn(len(weights), layer.out_size, generator=generator, device=device).to(layer.dtype)
     biases = (bias.round() if layer.is_exact else bias) if layer.has_bias else None
     assignment = experts.assign(ids, len(weights), layer.dtype)
     for x in (make_rows(layer, layer.num_rows, generator), make_rows(layer, ids.numel(), generator)):
-        slots = linear.multiply_chosen(x, packed, assignment, biases)
+        slots = linear.multiply_routed(x, packed, assignment, biases)
         assert slots.shape == (ids.numel(), layer.out_size), case
         of_slots = x.repeat_interleave(ids.numel() // len(x), 0)
         for expert, weight in enumerate(weights):
@@ -286,7 +286,7 @@ def device_cases() -> Iterator[DeviceCase]:
     for codes in PACKED:
         for num_rows in (3, 500):
             layer = Layer(num_rows, 1536, 2048, codes, 128 if codes == "fp8" else 32, has_bias=True)
-            yield case(f"{codes}, experts, {num_rows} rows", check_experts, layer, [{}] * 16, ExpertChoice(4), 6)
+            yield case(f"{codes}, experts, {num_rows} rows", check_experts, layer, [{}] * 16, ExpertRouting(4), 6)
         yield case(f"{codes}, replayed", check_replay, replace(plain, codes=codes), 7)
 
 

@@ -11,35 +11,35 @@ from torch import Tensor
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu import (
     Activate,
-    Choose,
     CpuKernels,
     DecoderKernel,
     Embed,
     Gate,
     Multiply,
-    MultiplyChosen,
+    MultiplyRouted,
     Operation,
     PackedExperts,
     PackedLinear,
     PagedRows,
     Predict,
+    Route,
     SumSlots,
 )
 from pagewire.kernels.cpu.library import VARIANTS
-from pagewire.kernels.experts import ExpertChoice, choose_experts, multiply_chosen, sum_slots
+from pagewire.kernels.experts import ExpertRouting, multiply_routed, route_tokens, sum_slots
 from pagewire.kernels.float8 import Float8Weight
 from tests.kernels.test_cpu_products import compact, threads
 from tests.kernels.variants import load_variant
 
 NUM_TOKENS = (1, 2, 7, 8, 9, 40)
-CHOICES = (
-    ExpertChoice(1),
-    ExpertChoice(4, renormalizes=False),
-    ExpertChoice(8),
-    ExpertChoice(3, scoring="sigmoid", factor=2.5),
-    ExpertChoice(4, scoring="sigmoid", num_groups=8, num_chosen_groups=2),
-    ExpertChoice(2, num_groups=4, num_chosen_groups=3),
-    ExpertChoice(2, num_groups=24, num_chosen_groups=2),  # of one expert each
+ROUTINGS = (
+    ExpertRouting(1),
+    ExpertRouting(4, renormalizes=False),
+    ExpertRouting(8),
+    ExpertRouting(3, scoring="sigmoid", factor=2.5),
+    ExpertRouting(4, scoring="sigmoid", num_groups=8, num_chosen_groups=2),
+    ExpertRouting(2, num_groups=4, num_chosen_groups=3),
+    ExpertRouting(2, num_groups=24, num_chosen_groups=2),  # of one expert each
 )
 NUM_EXPERTS = 24
 
@@ -63,64 +63,64 @@ def run(
     return kernel.forward(token_ids, torch.zeros_like(token_ids), none, rows, [Scoring(1.0)], [cache])[0]
 
 
-# The choice
+# The routing
 
 
-def check_choice(kernels, logits, choice, correction=None):
+def check_routing(kernels, logits, routing, correction=None):
     rows = torch.arange(len(logits))
-    choose = Choose("x", "choices", choice, correction)
-    found = run(kernels, [choose], logits, rows, "choices", 2 * choice.num_chosen)
-    ids, weights = choose_experts(logits, choice, correction)
-    assert torch.equal(found[:, : choice.num_chosen].contiguous().view(torch.int32), ids.int())
-    torch.testing.assert_close(found[:, choice.num_chosen :], weights, rtol=2e-6, atol=1e-30)
+    route = Route("x", "routes", routing, correction)
+    found = run(kernels, [route], logits, rows, "routes", 2 * routing.num_chosen)
+    ids, weights = route_tokens(logits, routing, correction)
+    assert torch.equal(found[:, : routing.num_chosen].contiguous().view(torch.int32), ids.int())
+    torch.testing.assert_close(found[:, routing.num_chosen :], weights, rtol=2e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 @pytest.mark.parametrize("has_correction", [False, True])
-def test_experts_are_chosen(variant, choice, has_correction):
+def test_tokens_are_routed(variant, routing, has_correction):
     """Logits are multiples of 1/16, so that many are equal, and what differs does so by more than rounding."""
     generator = torch.Generator().manual_seed(1)
     for num_experts in (NUM_EXPERTS, 5 * NUM_EXPERTS):
         logits = torch.randint(-64, 64, (40, num_experts), generator=generator) / 16
         correction = torch.randint(0, 3, (num_experts,), generator=generator) / 4 if has_correction else None
-        check_choice(variant, logits, choice, correction)
+        check_routing(variant, logits, routing, correction)
 
 
 def test_of_equal_scores_the_lower_id_is_chosen(variant):
     logits = torch.zeros(9, 100)
     logits[1:, 99] = 1.0
     logits[:, 3] = -0.0
-    check_choice(variant, logits, ExpertChoice(4))
-    check_choice(variant, logits, ExpertChoice(4, scoring="sigmoid"))
+    check_routing(variant, logits, ExpertRouting(4))
+    check_routing(variant, logits, ExpertRouting(4, scoring="sigmoid"))
 
 
 def test_logits_that_the_softmax_makes_equal_are_told_apart(variant):
     logits = torch.full((1, 20), -200.0)
     logits[0, 0], logits[0, 11] = 0.0, -199.0
-    check_choice(variant, logits, ExpertChoice(2))
+    check_routing(variant, logits, ExpertRouting(2))
 
 
 def test_all_experts_may_be_chosen(variant):
     logits = torch.randn(9, 7, generator=torch.Generator().manual_seed(2))
-    check_choice(variant, logits, ExpertChoice(7))
+    check_routing(variant, logits, ExpertRouting(7))
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_what_is_no_number_is_seen(variant, choice):
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_what_is_no_number_is_seen(variant, routing):
     """Whatever of a token's logits is NaN, a weight of the token is; other tokens are as without it."""
     logits = torch.randn(9, NUM_EXPERTS, generator=torch.Generator().manual_seed(3))
 
-    def choices(of):
-        return run(variant, [Choose("x", "choices", choice)], of, torch.arange(9), "choices", 2 * choice.num_chosen)
+    def routes(of):
+        return run(variant, [Route("x", "routes", routing)], of, torch.arange(9), "routes", 2 * routing.num_chosen)
 
     spoilt = logits.clone()
     spoilt[4, NUM_EXPERTS - 1] = torch.nan
-    found, others = choices(spoilt), [row for row in range(9) if row != 4]
-    assert torch.equal(found[others], choices(logits)[others])
-    ids = found[4, : choice.num_chosen].clone().view(torch.int32).tolist()
+    found, others = routes(spoilt), [row for row in range(9) if row != 4]
+    assert torch.equal(found[others], routes(logits)[others])
+    ids = found[4, : routing.num_chosen].clone().view(torch.int32).tolist()
     assert sorted(set(ids)) == ids
     assert 0 <= ids[0] <= ids[-1] < NUM_EXPERTS
-    assert found[4, choice.num_chosen :].isnan().any()
+    assert found[4, routing.num_chosen :].isnan().any()
 
 
 # Products
@@ -155,7 +155,7 @@ KINDS = ("float32", "bfloat16 held", "bfloat16", "int8", "int4", "K-quant", "flo
 
 def random_ids(num_tokens, num_experts, num_chosen, generator):
     logits = torch.randn(num_tokens, num_experts, generator=generator)
-    return choose_experts(logits, ExpertChoice(num_chosen))[0]
+    return route_tokens(logits, ExpertRouting(num_chosen))[0]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -176,8 +176,8 @@ def test_a_slot_is_what_a_single_product_gives(variant, kind, num_threads):
             slots = torch.randn(num_tokens * num_chosen, in_size, generator=generator)
             of_tokens = slots[:num_tokens].repeat_interleave(num_chosen, 0)
             with threads(num_threads):
-                found = variant.multiply_chosen(slots, experts, ids)
-                found_of_tokens = variant.multiply_chosen(slots[:num_tokens].contiguous(), experts, ids)
+                found = variant.multiply_routed(slots, experts, ids)
+                found_of_tokens = variant.multiply_routed(slots[:num_tokens].contiguous(), experts, ids)
             for slot, expert in enumerate(ids.flatten().tolist()):
                 assert torch.equal(found[slot], variant.linear(slots[slot][None], linears[expert])[0])
                 alone = variant.linear(of_tokens[slot][None], linears[expert])[0]
@@ -191,13 +191,13 @@ def test_slots_are_those_of_the_specification(variant):
     ids = random_ids(20, 6, 3, generator)
     for num_rows in (20, 60):
         x = torch.randn(num_rows, 64, generator=generator)
-        expected = multiply_chosen(x, weights, ids, biases)
-        torch.testing.assert_close(variant.multiply_chosen(x, experts, ids), expected, rtol=1e-5, atol=1e-4)
+        expected = multiply_routed(x, weights, ids, biases)
+        torch.testing.assert_close(variant.multiply_routed(x, experts, ids), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_no_token_has_no_slot(cpu_kernels):
     experts = PackedExperts([cpu_kernels.pack_linear(torch.ones(4, 8))])
-    assert cpu_kernels.multiply_chosen(torch.ones(0, 8), experts, torch.zeros(0, 1, dtype=torch.int64)).shape == (0, 4)
+    assert cpu_kernels.multiply_routed(torch.ones(0, 8), experts, torch.zeros(0, 1, dtype=torch.int64)).shape == (0, 4)
 
 
 def test_arguments_that_do_not_fit_are_refused(cpu_kernels):
@@ -209,9 +209,9 @@ def test_arguments_that_do_not_fit_are_refused(cpu_kernels):
     experts = PackedExperts(linears[:1])
     ids = torch.zeros(3, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"x is .*\(6, 8\)"):
-        cpu_kernels.multiply_chosen(torch.ones(4, 8), experts, ids)
+        cpu_kernels.multiply_routed(torch.ones(4, 8), experts, ids)
     with pytest.raises(ValueError, match=r"ids is torch.int32"):
-        cpu_kernels.multiply_chosen(torch.ones(3, 8), experts, ids.int())
+        cpu_kernels.multiply_routed(torch.ones(3, 8), experts, ids.int())
 
 
 # Within a step
@@ -223,8 +223,8 @@ HIDDEN, INNER = 256, 256
 class Layer:
     """Experts that are gated, and their router, in panels of a kind."""
 
-    def __init__(self, kernels: CpuKernels, kind: str, choice: ExpertChoice, *, is_fused: bool = True) -> None:
-        self.kernels, self.choice = kernels, choice
+    def __init__(self, kernels: CpuKernels, kind: str, routing: ExpertRouting, *, is_fused: bool = True) -> None:
+        self.kernels, self.routing = kernels, routing
         generator = torch.Generator().manual_seed(6)
         self.router = torch.randn(NUM_EXPERTS, HIDDEN, generator=generator)
         self.table = torch.randn(50, HIDDEN, generator=generator)
@@ -233,25 +233,25 @@ class Layer:
         self.downs = [packed_weight(kernels, kind, HIDDEN, INNER, 100 + number) for number in numbers]
         self.operations: list[Operation] = [
             Multiply("x", "logits", kernels.pack_linear(self.router)),
-            Choose("logits", "choices", choice),
+            Route("logits", "routes", routing),
         ]
         if is_fused:
-            self.operations += [MultiplyChosen("x", "activated", "choices", self.ups, is_gated=True)]
+            self.operations += [MultiplyRouted("x", "activated", "routes", self.ups, is_gated=True)]
         else:
-            activate = Activate("ups", "activated", "silu", is_gated=True, num_parts=choice.num_chosen)
-            self.operations += [MultiplyChosen("x", "ups", "choices", self.ups), activate]
+            activate = Activate("ups", "activated", "silu", is_gated=True, num_parts=routing.num_chosen)
+            self.operations += [MultiplyRouted("x", "ups", "routes", self.ups), activate]
         self.operations += [
-            MultiplyChosen("activated", "slots", "choices", self.downs),
-            SumSlots("slots", "y", "choices"),
+            MultiplyRouted("activated", "slots", "routes", self.downs),
+            SumSlots("slots", "y", "routes"),
         ]
 
     def compute(self, token_ids: Tensor) -> Tensor:
         return run(self.kernels, self.operations, self.table, token_ids, "y", HIDDEN)
 
     def expected(self, token_ids: Tensor) -> Tensor:
-        """By the specification of choices, and the kernels' single products."""
+        """By the specification of routes, and the kernels' single products."""
         x = self.table[token_ids]
-        ids, weights = choose_experts(x @ self.router.T, self.choice)
+        ids, weights = route_tokens(x @ self.router.T, self.routing)
         slots = []
         for token, experts in enumerate(ids.tolist()):
             for expert in experts:
@@ -263,7 +263,7 @@ class Layer:
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
 def test_experts_of_a_step(variant, kind, is_fused):
-    layer = Layer(variant, kind, ExpertChoice(3), is_fused=is_fused)
+    layer = Layer(variant, kind, ExpertRouting(3), is_fused=is_fused)
     generator = torch.Generator().manual_seed(7)
     # What is rounded to 8 bits may be rounded to the next code where it was computed in another order.
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2}.get(kind, 3e-2)
@@ -276,7 +276,7 @@ def test_experts_of_a_step(variant, kind, is_fused):
 @pytest.mark.parametrize("kind", KINDS[:5])
 def test_a_token_depends_on_no_other_and_on_no_thread(variant, kind):
     """The bits of tokens in random steps, with few tokens and many, are those that they have alone."""
-    layer = Layer(variant, kind, ExpertChoice(4))
+    layer = Layer(variant, kind, ExpertRouting(4))
     generator = torch.Generator().manual_seed(8)
     with threads(1):
         alone = torch.cat([layer.compute(torch.tensor([token])) for token in range(50)])
@@ -304,17 +304,17 @@ def refused_operations(kernels: CpuKernels) -> dict[str, list[Operation]]:
     def linears(number: int, out_size: int = 4, in_size: int = 8) -> list[PackedLinear]:
         return [kernels.pack_linear(torch.ones(out_size, in_size))] * number
 
-    choose = Choose("x", "choices", ExpertChoice(2))
+    route = Route("x", "routes", ExpertRouting(2))
     return {
-        "9 of 8 experts cannot be chosen": [Choose("x", "choices", ExpertChoice(9))],
-        "0 of 8 experts cannot be chosen": [Choose("x", "choices", ExpertChoice(0))],
-        "1 of 3 groups of 8 experts cannot be chosen": [Choose("x", "choices", ExpertChoice(1, num_groups=3))],
-        r"correction is .*\(8,\)": [Choose("x", "choices", ExpertChoice(1), torch.ones(7))],
-        "buffer x is read as choices": [MultiplyChosen("x", "slots", "x", linears(8))],
-        "there are 7 weights of 8 experts": [choose, MultiplyChosen("x", "slots", "choices", linears(7))],
-        "buffer x is 8 wide; 3 inputs are read": [choose, MultiplyChosen("x", "y", "choices", linears(8, 4, 3))],
-        "experts have weights": [choose, MultiplyChosen("x", "y", "choices", [*linears(7), *linears(1, 5)])],
-        "not 3 slots of one width": [Choose("x", "choices", ExpertChoice(3)), SumSlots("x", "y", "choices")],
+        "9 of 8 experts cannot be chosen": [Route("x", "routes", ExpertRouting(9))],
+        "0 of 8 experts cannot be chosen": [Route("x", "routes", ExpertRouting(0))],
+        "1 of 3 groups of 8 experts cannot be chosen": [Route("x", "routes", ExpertRouting(1, num_groups=3))],
+        r"correction is .*\(8,\)": [Route("x", "routes", ExpertRouting(1), torch.ones(7))],
+        "buffer x is read as routes": [MultiplyRouted("x", "slots", "x", linears(8))],
+        "there are 7 weights of 8 experts": [route, MultiplyRouted("x", "slots", "routes", linears(7))],
+        "buffer x is 8 wide; 3 inputs are read": [route, MultiplyRouted("x", "y", "routes", linears(8, 4, 3))],
+        "experts have weights": [route, MultiplyRouted("x", "y", "routes", [*linears(7), *linears(1, 5)])],
+        "not 3 slots of one width": [Route("x", "routes", ExpertRouting(3)), SumSlots("x", "y", "routes")],
         "does not have 3 parts": [Activate("x", "y", "silu", num_parts=3)],
         "buffer x is 8; 1 is read": [Gate("x", "x", "y")],
     }

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pagewire.kernels.expert_choice import ExpertChoice
-from pagewire.kernels.experts import choose_experts, multiply_chosen
+from pagewire.kernels.expert_routing import ExpertRouting
+from pagewire.kernels.experts import multiply_routed, route_tokens
 from testing.checkpoints.families import make_checkpoint
 from worker_service.models.linear import ExpertLinear, stack
 from worker_service.models.loading import prepare_model
@@ -22,10 +22,10 @@ CPU = torch.device("cpu")
 def test_products_are_those_of_the_specification(num_tokens, of_slots, has_biases):
     """Whether all experts are multiplied with, or each by a product of its own."""
     torch.manual_seed(num_tokens)
-    ids, _ = choose_experts(torch.randn(num_tokens, 6), ExpertChoice(2))
+    ids, _ = route_tokens(torch.randn(num_tokens, 6), ExpertRouting(2))
     weights, biases = torch.randn(6, 5, 9), torch.randn(6, 5) if has_biases else None
     x = torch.randn(num_tokens * (2 if of_slots else 1), 9)
-    expected = multiply_chosen(x, weights, ids, biases)
+    expected = multiply_routed(x, weights, ids, biases)
     torch.testing.assert_close(multiply_all(x, weights, ids, biases), expected)
     bias_of = [None] * 6 if biases is None else list(biases)
     products = [partial(F.linear, weight=weight, bias=bias) for weight, bias in zip(weights, bias_of, strict=True)]

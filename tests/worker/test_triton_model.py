@@ -10,7 +10,7 @@ from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
 
-from pagewire.kernels.expert_choice import ExpertChoice  # noqa: E402
+from pagewire.kernels.expert_routing import ExpertRouting  # noqa: E402
 from pagewire.kernels.triton import experts  # noqa: E402
 from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
 from testing.plans import Row, plan_steps  # noqa: E402
@@ -172,7 +172,7 @@ def test_products_of_the_same_slots_sort_them_once(monkeypatch):
     logits = torch.randn(2, 3, 4, generator=generator).to(DEVICE)
     products = [operations.prepare_experts(weights, None, x.dtype) for weights in (up, down)]
     for of_layer in logits:
-        ids, _ = operations.choose_experts(of_layer, ExpertChoice(2), None)
+        ids, _ = operations.route_tokens(of_layer, ExpertRouting(2), None)
         slots = products[1](products[0](x, ids), ids)
         expected = plain.prepare_experts(down, None, x.dtype)(plain.prepare_experts(up, None, x.dtype)(x, ids), ids)
         torch.testing.assert_close(slots, expected)

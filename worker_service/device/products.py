@@ -39,7 +39,7 @@ class PackedExpertProduct:
     assign: Callable[[Tensor, torch.dtype], Assignment]  # ids, for products of a dtype
 
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
-        return linear.multiply_chosen(x, self.packed, self.assign(ids, x.dtype), self.biases)
+        return linear.multiply_routed(x, self.packed, self.assign(ids, x.dtype), self.biases)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

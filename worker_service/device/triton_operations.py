@@ -29,7 +29,7 @@ class TritonOperations(Operations):
     add_rms_norm = staticmethod(fused.add_rms_norm)
     silu_mul = staticmethod(fused.silu_mul)
     norm_rope = staticmethod(fused.norm_rope)
-    choose_experts = staticmethod(experts.choose_experts)
+    route_tokens = staticmethod(experts.route_tokens)
     sum_slots = staticmethod(experts.sum_slots)
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class TritonOperations(Operations):
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         num_experts = len(weights)
-        return lambda x, ids: experts.multiply_chosen(x, weights, self._assign(num_experts, ids, x.dtype), biases)
+        return lambda x, ids: experts.multiply_routed(x, weights, self._assign(num_experts, ids, x.dtype), biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
         """Of one kind: all are packed, or what was to be packed was found to be floats."""

@@ -10,19 +10,19 @@ from pagewire.kernels.cpu import (
     Add,
     AllReduce,
     AttendTo,
-    Choose,
     Clip,
     CpuKernels,
     DecoderKernel,
     Embed,
     Gate,
     Multiply,
-    MultiplyChosen,
+    MultiplyRouted,
     Normalize,
     NormalizeParts,
     Operation,
     PackedLinear,
     Predict,
+    Route,
     SumSlots,
     Turn,
 )
@@ -157,15 +157,15 @@ class _Listing:
 
     def _experts(self, mlp: ExpertMLP, source: str, target: str) -> Iterator[Operation]:
         yield Multiply(source, "logits", _packed(mlp.router))
-        yield Choose("logits", "choices", mlp.choice, mlp.router.correction)
+        yield Route("logits", "routes", mlp.routing, mlp.router.correction)
         activate, ups = mlp.activate, _packed_experts(mlp.up)
         if activate.is_gated and activate.function == "silu" and all(map(self._kernels.can_gate, ups)):
-            yield MultiplyChosen(source, "activated_slots", "choices", ups, is_gated=True)
+            yield MultiplyRouted(source, "activated_slots", "routes", ups, is_gated=True)
         else:
-            yield MultiplyChosen(source, "up_slots", "choices", ups)
-            yield _activate("up_slots", "activated_slots", activate, mlp.choice.num_chosen)
-        yield MultiplyChosen("activated_slots", "down_slots", "choices", _packed_experts(mlp.down))
-        yield SumSlots("down_slots", target, "choices")
+            yield MultiplyRouted(source, "up_slots", "routes", ups)
+            yield _activate("up_slots", "activated_slots", activate, mlp.routing.num_chosen)
+        yield MultiplyRouted("activated_slots", "down_slots", "routes", _packed_experts(mlp.down))
+        yield SumSlots("down_slots", target, "routes")
         if mlp.shared is None:
             return
         yield from self._partial(mlp.shared, source, "shared", "shared_")

@@ -121,7 +121,7 @@ class CpuExpertProduct:
         self.packed = PackedExperts(packed)
 
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
-        return self.kernels.multiply_chosen(x.float().contiguous(), self.packed, ids).to(x.dtype)
+        return self.kernels.multiply_routed(x.float().contiguous(), self.packed, ids).to(x.dtype)
 
 
 def floats(bias: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.expert_routing import ExpertRouting
 from worker_service.models.checkpoint_files import CONFIG_FILE, read_json
 from worker_service.models.quantization import Quantization, with_quantization_file
 
@@ -70,11 +70,11 @@ class Experts:
     They are gated, or not, and have the activation, as all MLPs of the model. A router's logits are float32.
     """
 
-    choice: ExpertChoice
+    routing: ExpertRouting
     num_experts: int
     intermediate_size: int  # of each
     has_router_bias: bool = False
-    has_correction: bool = False  # is added to the router's scores for the choice alone
+    has_correction: bool = False  # is added to the router's scores for the routing alone
     bias: bool = False  # of the experts' products
     shared_intermediate_size: int = 0  # of an expert that every token goes to beside them; 0: there is none
     has_shared_gate: bool = False  # what that one gives is multiplied by the sigmoid of a product of the input

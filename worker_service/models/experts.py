@@ -19,7 +19,7 @@ class ExpertMLP(nn.Module):
         super().__init__()
         experts = config.experts
         assert experts is not None
-        self.choice = experts.choice
+        self.routing = experts.routing
         self.operations = operations
         self.communicator = communicator
         self.router = Router(config, operations)
@@ -48,7 +48,7 @@ class ExpertMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]"""
         operations = self.operations
-        ids, weights = operations.choose_experts(self.router(x.float()), self.choice, self.router.correction)
+        ids, weights = operations.route_tokens(self.router(x.float()), self.routing, self.router.correction)
         slots = self.down(self.activate(self.up(x, ids)), ids)
         update = operations.sum_slots(slots, weights)
         if self.shared is not None:
@@ -75,5 +75,5 @@ class Router(Linear):
 
     @property
     def correction(self) -> Tensor | None:
-        """[num_experts] float32 that is added to scores for the choice."""
+        """[num_experts] float32 that is added to scores for the routing."""
         return None if self.e_score_correction_bias is None else self.e_score_correction_bias.data

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
-from pagewire.kernels.experts import choose_experts, multiply_chosen, sum_slots
+from pagewire.kernels.experts import multiply_routed, route_tokens, sum_slots
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from pagewire.kernels.rounding import quantize
@@ -48,7 +48,7 @@ class Operations:
     All tensors are of the model's dtype; what is computed in float32 in between is rounded as transformers does.
     """
 
-    choose_experts = staticmethod(choose_experts)
+    route_tokens = staticmethod(route_tokens)
     sum_slots = staticmethod(sum_slots)
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
@@ -95,8 +95,8 @@ class Operations:
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         """Lays weights [num_experts, out_size, in_size], and biases [num_experts, out_size], out as `prepare_product`
-        does. See `multiply_chosen` of `pagewire.kernels.experts`."""
-        multiply = multiply_chosen if weights.device.type == "cpu" else multiply_all
+        does. See `multiply_routed` of `pagewire.kernels.experts`."""
+        multiply = multiply_routed if weights.device.type == "cpu" else multiply_all
         return lambda x, ids: multiply(x, weights, ids, biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
@@ -169,7 +169,7 @@ def _multiply_to_float32(transposed: Tensor, x: Tensor, out: Tensor | None) -> T
 
 
 def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None) -> Tensor:
-    """As `multiply_chosen`, by all experts: which are chosen, a host that captures a graph cannot know."""
+    """As `multiply_routed`, by all experts: which are chosen, a host that captures a graph cannot know."""
     experts = ids.flatten()[:, None]
     slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
     outputs = slots.new_zeros(len(slots), weights.shape[1])
@@ -180,7 +180,7 @@ def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None)
 
 
 def multiply_each(products: Sequence[Product], x: Tensor, ids: Tensor) -> Tensor:
-    """As `multiply_chosen`, by products of each expert."""
+    """As `multiply_routed`, by products of each expert."""
     experts = ids.flatten()
     slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
     order = experts.argsort(stable=True)

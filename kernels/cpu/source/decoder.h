@@ -12,7 +12,7 @@
 
 // Kinds of operations.
 enum {
-  EMBED, ADD, NORMALIZE, NORMALIZE_PARTS, MULTIPLY, ACTIVATE, CHOOSE, MULTIPLY_CHOSEN, SUM_SLOTS, GATE, TURN, ATTEND,
+  EMBED, ADD, NORMALIZE, NORMALIZE_PARTS, MULTIPLY, ACTIVATE, ROUTE, MULTIPLY_ROUTED, SUM_SLOTS, GATE, TURN, ATTEND,
   PREDICT, ALL_REDUCE, CLIP
 };
 
@@ -43,11 +43,11 @@ typedef struct {
   int64_t is_gated;
   int64_t function;  // ACTIVATE: output = function(input), or, gated, that of its first half times its second
   int64_t num_parts;  // ACTIVATE: of the input, each with such halves
-  // CHOOSE: output = choices of the input, a router's logits. MULTIPLY_CHOSEN: output = products of the input, which is of
-  // tokens or slots, with `experts`, [num_experts], by `choices`. SUM_SLOTS: output = the sums of slots by `choices`. These
-  // use a part of `choice`; GATE: output = input * sigmoid(choices), which are [num_tokens, 1].
-  int64_t choices;
-  expert_choice choice;
+  // ROUTE: output = routes of the input, a router's logits. MULTIPLY_ROUTED: output = products of the input, of tokens
+  // or slots, with `experts`, [num_experts], by `routes`. SUM_SLOTS: output = sums of slots by `routes`. These use a
+  // part of `routing`; GATE: output = input * sigmoid(routes), which are [num_tokens, 1].
+  int64_t routes;
+  expert_routing routing;
   const linear_layer* experts;
   // EMBED: output = table[token] * factor + positions[position]. Tables are [rows, width] of an element type; without one the rows are those
   // of `layer`; positions may be NULL.
@@ -93,8 +93,8 @@ static const attention_functions ATTENTION_OVER[] = {
 enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, RANKS, NUM_PARTS };
 
 static const int PART_OF[] = {[EMBED] = NORMS, [ADD] = NORMS, [NORMALIZE] = NORMS, [NORMALIZE_PARTS] = NORMS,
-                              [MULTIPLY] = PRODUCTS, [ACTIVATE] = PRODUCTS, [CHOOSE] = PRODUCTS,
-                              [MULTIPLY_CHOSEN] = PRODUCTS, [SUM_SLOTS] = PRODUCTS, [GATE] = PRODUCTS,
+                              [MULTIPLY] = PRODUCTS, [ACTIVATE] = PRODUCTS, [ROUTE] = PRODUCTS,
+                              [MULTIPLY_ROUTED] = PRODUCTS, [SUM_SLOTS] = PRODUCTS, [GATE] = PRODUCTS,
                               [TURN] = ROTARY, [ATTEND] = ATTENTION, [PREDICT] = HEAD, [ALL_REDUCE] = RANKS,
                               [CLIP] = PRODUCTS};
 
@@ -148,7 +148,7 @@ typedef struct {
 } walk;
 
 INLINE int is_by_tasks(int64_t kind) {
-  return kind == MULTIPLY || kind == MULTIPLY_CHOSEN || kind == TURN || kind == ATTEND || kind == PREDICT ||
+  return kind == MULTIPLY || kind == MULTIPLY_ROUTED || kind == TURN || kind == ATTEND || kind == PREDICT ||
          kind == ALL_REDUCE;
 }
 
@@ -363,23 +363,24 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
 }
 
 // How many rows an expert has is known to those that have sorted the slots: each thread where there are few tokens.
-static void multiply_chosen(walk* w, int64_t op, const float* input, int64_t in_width, float* output, const float* choices) {
+static void multiply_routed(walk* w, int64_t op, const float* input, int64_t in_width, float* output,
+                            const float* routes) {
   const decoding* d = w->d;
   const operation* o = &d->model->operations[op];
-  const int64_t num_tokens = d->step->num_tokens, num_chosen = o->choice.num_chosen, in_size = o->experts->in_size;
+  const int64_t num_tokens = d->step->num_tokens, num_chosen = o->routing.num_chosen, in_size = o->experts->in_size;
   float* memory = d->is_few ? w->own : d->memory;
-  const expert_rows rows = place_expert_rows(memory + d->expert_rows, o->choice.num_experts, num_tokens * num_chosen);
+  const expert_rows rows = place_expert_rows(memory + d->expert_rows, o->routing.num_experts, num_tokens * num_chosen);
   if (d->is_few) {
-    sort_slots(choices, num_tokens, num_chosen, o->choice.num_experts, &rows);
+    sort_slots(routes, num_tokens, num_chosen, o->routing.num_experts, &rows);
   } else {
     settle(w);
 #pragma omp single
-    sort_slots(choices, num_tokens, num_chosen, o->choice.num_experts, &rows);
+    sort_slots(routes, num_tokens, num_chosen, o->routing.num_experts, &rows);
   }
   const expert_products p = {o->experts, &rows, memory + d->prepared, output, (int)o->is_gated};
   const int64_t stride = in_width == in_size ? 0 : in_size;  // from slot to slot
   FOR_TOKENS(w, num_tokens, for (int64_t i = 0; i < num_chosen; i++)
-    prepare_slot(&p, ids_of(choices + token * 2 * num_chosen)[i], token * num_chosen + i,
+    prepare_slot(&p, ids_of(routes + token * 2 * num_chosen)[i], token * num_chosen + i,
                  input + token * in_width + i * stride, memory + d->prepared))
   d->lists[op * LISTS].num_tasks = *rows.num_used * num_expert_tasks(o->experts, (int)o->is_gated);
   run_tasks(w, op, 0, multiply_experts_task, &p);
@@ -409,7 +410,7 @@ typedef struct {
   const decoder_step* tokens;
   const float* raw;  // [num_logits, size]; the logits, where they are nothing else
   int64_t size;
-} choice;
+} highest_search;
 
 INLINE int shapes_logits(const operation* o) { return o->factor != 1.0f || o->softcap != 0.0f; }
 
@@ -427,7 +428,7 @@ static NOINLINE void shape_logits(const operation* o, const float* raw, float* l
 
 // A `task_function`: finishes the logits of a row and looks for the highest; repeatable.
 static void highest_task(const void* context, int64_t row, int64_t next) {
-  const choice* c = context;
+  const highest_search* c = context;
   float* logits = c->tokens->logits + row * c->size;
   if (c->raw != c->tokens->logits) shape_logits(c->o, c->raw + row * c->size, logits, c->size);
   floats highest = splat(-INFINITY);
@@ -464,7 +465,7 @@ static void predict(walk* w, int64_t op, const float* input) {
   float* raw = shapes_logits(o) ? d->memory + d->raw_logits : tokens->logits;
   const product head = plain_product(&o->layer, &d->head_groups, prepared, raw);
   run_tasks(w, op, 0, multiply_task, &head);
-  const choice c = {o, tokens, raw, o->layer.out_size};
+  const highest_search c = {o, tokens, raw, o->layer.out_size};
   run_tasks(w, op, 1, highest_task, &c);
 }
 
@@ -511,7 +512,7 @@ static void carry_out(walk* w, int64_t op) {
   float* output = place_output(w, op);
   const int64_t in_size = input ? d->model->widths[o->input] : 0, size = output ? d->model->widths[o->output] : 0;
   const float* update = o->update == NO_BUFFER ? NULL : w->places[o->update];
-  const float* choices = o->choices == NO_BUFFER ? NULL : w->places[o->choices];
+  const float* routes = o->routes == NO_BUFFER ? NULL : w->places[o->routes];
   switch (o->kind) {
     case EMBED:
       FOR_TOKENS(w, num_tokens, embed_token(o, tokens->token_ids[token], tokens->positions[token], output + token * size, size))
@@ -531,16 +532,16 @@ static void carry_out(walk* w, int64_t op) {
         activate_token(o, input + token * in_size + part * (in_size / o->num_parts),
                        output + token * size + part * (size / o->num_parts), size / o->num_parts))
       break;
-    case CHOOSE:
-      FOR_TOKENS(w, num_tokens, choose_experts(&o->choice, input + token * in_size, output + token * size))
+    case ROUTE:
+      FOR_TOKENS(w, num_tokens, route_tokens(&o->routing, input + token * in_size, output + token * size))
       break;
-    case MULTIPLY_CHOSEN: multiply_chosen(w, op, input, in_size, output, choices); break;
+    case MULTIPLY_ROUTED: multiply_routed(w, op, input, in_size, output, routes); break;
     case SUM_SLOTS:
-      FOR_TOKENS(w, num_tokens, sum_slots(choices + token * 2 * o->choice.num_chosen, o->choice.num_chosen,
+      FOR_TOKENS(w, num_tokens, sum_slots(routes + token * 2 * o->routing.num_chosen, o->routing.num_chosen,
                                           input + token * in_size, output + token * size, size))
       break;
     case GATE:
-      FOR_TOKENS(w, num_tokens, gate_token(input + token * size, choices[token], output + token * size, size))
+      FOR_TOKENS(w, num_tokens, gate_token(input + token * size, routes[token], output + token * size, size))
       break;
     case CLIP:
       FOR_TOKENS(w, num_tokens, clip_token(o, input + token * size, output + token * size, size))
@@ -575,8 +576,8 @@ INLINE int64_t aligned(int64_t size) { return (size + 15) / 16 * 16; }
 
 // How much a product's input takes, prepared.
 static int64_t prepared_floats(const decoding* d, const operation* o) {
-  if (o->kind == MULTIPLY_CHOSEN) {
-    const int64_t num_slots = d->step->num_tokens * o->choice.num_chosen;
+  if (o->kind == MULTIPLY_ROUTED) {
+    const int64_t num_slots = d->step->num_tokens * o->routing.num_chosen;
     return ceil_div(prepared_bytes(activation_kind(o->experts), num_slots, o->experts->in_size), (int64_t)sizeof(float));
   }
   if (o->kind != MULTIPLY && o->kind != PREDICT) return 0;
@@ -597,8 +598,8 @@ static int64_t share_out(decoding* d) {
     const operation* o = &model->operations[op];
     const int64_t size = prepared_floats(d, o);
     prepared = size > prepared ? size : prepared;
-    if (o->kind != MULTIPLY_CHOSEN) continue;
-    const int64_t words = expert_rows_words(o->choice.num_experts, num_tokens * o->choice.num_chosen);
+    if (o->kind != MULTIPLY_ROUTED) continue;
+    const int64_t words = expert_rows_words(o->routing.num_experts, num_tokens * o->routing.num_chosen);
     rows = words > rows ? words : rows;
   }
   d->prepared = buffers;
@@ -645,8 +646,8 @@ static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
     const product p = o->is_gated ? gated_product(&o->layer, groups, NULL, NULL) : plain_product(&o->layer, groups, NULL, NULL);
     counts[0] = num_product_tasks(&p);
     counts[1] = o->kind == PREDICT ? d->tokens->num_logits : 0;
-  } else if (o->kind == MULTIPLY_CHOSEN) {
-    const int64_t num_slots = d->step->num_tokens * o->choice.num_chosen, num_experts = o->choice.num_experts;
+  } else if (o->kind == MULTIPLY_ROUTED) {
+    const int64_t num_slots = d->step->num_tokens * o->routing.num_chosen, num_experts = o->routing.num_experts;
     const int64_t num_used = num_slots < num_experts ? num_slots : num_experts;  // at most
     counts[0] = num_used * num_expert_tasks(o->experts, (int)o->is_gated);
   } else if (o->kind == TURN) {
@@ -714,9 +715,9 @@ static int64_t count_products(const decoder* model, const attention_step* step, 
   for (int64_t op = 0; op < model->num_operations; op++) {
     const operation* o = &model->operations[op];
     const int64_t num_weights = o->layer.in_size * o->layer.out_size;
-    const int64_t num_of_expert = o->kind == MULTIPLY_CHOSEN ? o->experts->in_size * o->experts->out_size : 0;
+    const int64_t num_of_expert = o->kind == MULTIPLY_ROUTED ? o->experts->in_size * o->experts->out_size : 0;
     num_products += o->kind == MULTIPLY          ? num_weights * step->num_tokens
-                    : o->kind == MULTIPLY_CHOSEN ? num_of_expert * o->choice.num_chosen * step->num_tokens
+                    : o->kind == MULTIPLY_ROUTED ? num_of_expert * o->routing.num_chosen * step->num_tokens
                     : o->kind == PREDICT         ? num_weights * num_logits
                     : o->kind == ATTEND          ? 2 * num_positions * step->num_heads * step->head_dim
                                                  : 0;

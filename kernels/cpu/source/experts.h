@@ -1,8 +1,8 @@
-// Mixtures of experts: the choice of each token's experts, and products of tokens with the weights of theirs. What is
+// Mixtures of experts: the routing of tokens, and products of tokens with the weights of theirs. What is
 // computed is specified by kernels/experts.py, whose words are used here: a *slot* is what a token is at one of its
 // experts, and slots are [num_tokens * num_chosen, width], those of a token in the order of the ids of its experts.
 //
-// The *choices* of a token are [2 * num_chosen] words: the ids of its experts, rising, as integers, and their weights.
+// The *routes* of a token are [2 * num_chosen] words: the ids of its experts, rising, as integers, and their weights.
 
 enum { MAX_EXPERTS = 1024 };  // `decoder.py` mirrors it
 
@@ -15,16 +15,16 @@ typedef struct {
   int64_t renormalizes;  // weights are divided by their sum
   int64_t num_groups, num_chosen_groups;
   float factor;  // of the weights, in the end
-  const float* correction;  // [num_experts], added to scores for the choice alone; or NULL
-} expert_choice;
+  const float* correction;  // [num_experts], added to scores for the routing alone; or NULL
+} expert_routing;
 
 static const float MIN_SUM = 1e-20f;
 
-INLINE const int32_t* ids_of(const float* choices) { return (const int32_t*)choices; }
-INLINE const float* weights_of(const float* choices, int64_t num_chosen) { return choices + num_chosen; }
+INLINE const int32_t* ids_of(const float* routes) { return (const int32_t*)routes; }
+INLINE const float* weights_of(const float* routes, int64_t num_chosen) { return routes + num_chosen; }
 
 // logits: [MAX_EXPERTS], of which those behind the last expert are -infinity.
-static void score_experts(const expert_choice* c, const float* logits, float* scores) {
+static void score_experts(const expert_routing* c, const float* logits, float* scores) {
   floats highest = splat(-INFINITY), sums = splat(0.0f);
   for (int64_t i = 0; i < c->num_experts; i += LANES) highest = larger(load_float(logits + i), highest);
   const floats top = splat(largest_lane(highest));
@@ -57,7 +57,7 @@ static void rank_highest(const float* values, int64_t num_values, int64_t num, i
 }
 
 // ranks: [num_experts], -infinity for experts of groups that are not chosen.
-static void choose_groups(const expert_choice* c, float* ranks) {
+static void choose_groups(const expert_routing* c, float* ranks) {
   const int64_t size = c->num_experts / c->num_groups;
   float best[MAX_EXPERTS], found[MAX_EXPERTS];
   int32_t places[MAX_EXPERTS];
@@ -80,11 +80,11 @@ INLINE void sort_ids(int32_t* ids, int64_t num) {
   }
 }
 
-// logits: [num_experts]; choices: of the token.
-static NOINLINE void choose_experts(const expert_choice* c, const float* logits, float* choices) {
+// logits: [num_experts]; routes: of the token.
+static NOINLINE void route_tokens(const expert_routing* c, const float* logits, float* routes) {
   float padded[MAX_EXPERTS], scores[MAX_EXPERTS], ranks[MAX_EXPERTS];
-  int32_t* ids = (int32_t*)choices;
-  float* weights = choices + c->num_chosen;
+  int32_t* ids = (int32_t*)routes;
+  float* weights = routes + c->num_chosen;
   for (int64_t i = 0; i < (c->num_experts + LANES - 1) / LANES * LANES; i++)
     padded[i] = i < c->num_experts ? logits[i] : -INFINITY;
   score_experts(c, padded, scores);
@@ -122,19 +122,19 @@ INLINE expert_rows place_expert_rows(void* memory, int64_t num_experts, int64_t 
                        .rows = words + 2 * (1 + num_experts) + num_slots};
 }
 
-// choices: [num_tokens, 2 * num_chosen].
-static void sort_slots(const float* choices, int64_t num_tokens, int64_t num_chosen, int64_t num_experts,
+// routes: [num_tokens, 2 * num_chosen].
+static void sort_slots(const float* routes, int64_t num_tokens, int64_t num_chosen, int64_t num_experts,
                        const expert_rows* rows) {
   int32_t* starts = rows->starts;
   memset(starts, 0, sizeof *starts * (size_t)(num_experts + 1));
   for (int64_t token = 0; token < num_tokens; token++)
-    for (int64_t i = 0; i < num_chosen; i++) starts[ids_of(choices + token * 2 * num_chosen)[i] + 1]++;
+    for (int64_t i = 0; i < num_chosen; i++) starts[ids_of(routes + token * 2 * num_chosen)[i] + 1]++;
   for (int64_t expert = 0; expert < num_experts; expert++) starts[expert + 1] += starts[expert];
   // Each start goes up to the next one while its rows are found.
   for (int64_t token = 0; token < num_tokens; token++)
     for (int64_t i = 0; i < num_chosen; i++) {
       const int64_t slot = token * num_chosen + i;
-      const int32_t row = starts[ids_of(choices + token * 2 * num_chosen)[i]]++;
+      const int32_t row = starts[ids_of(routes + token * 2 * num_chosen)[i]]++;
       rows->slots[row] = (int32_t)slot;
       rows->rows[slot] = row;
     }
@@ -199,8 +199,9 @@ static void multiply_experts_task(const void* context, int64_t task, int64_t nex
 }
 
 // slots: [num_chosen, size], of a token.
-static NOINLINE void sum_slots(const float* choices, int64_t num_chosen, const float* slots, float* output, int64_t size) {
-  const float* weights = weights_of(choices, num_chosen);
+static NOINLINE void sum_slots(const float* routes, int64_t num_chosen, const float* slots, float* output,
+                               int64_t size) {
+  const float* weights = weights_of(routes, num_chosen);
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) {
     floats total = splat(0.0f);
@@ -220,15 +221,15 @@ int multiply_experts(const linear_layer* layers, int64_t num_experts, const int6
                      int64_t rows_of_token, float* y, int64_t num_tokens, int64_t num_chosen, int64_t num_threads) {
   const int64_t num_slots = num_tokens * num_chosen, in_size = layers->in_size, kind = activation_kind(layers);
   if (num_slots == 0) return 0;
-  float* choices = calloc((size_t)num_slots, 2 * sizeof(float));
+  float* routes = calloc((size_t)num_slots, 2 * sizeof(float));
   int32_t* memory = calloc((size_t)expert_rows_words(num_experts, num_slots), sizeof(int32_t));
   void* prepared = aligned_alloc(64, (size_t)ceil_div(prepared_bytes(kind, num_slots, in_size), 64) * 64);
-  const int is_ready = choices && memory && prepared;
+  const int is_ready = routes && memory && prepared;
   if (is_ready) {
     for (int64_t slot = 0; slot < num_slots; slot++)
-      ((int32_t*)choices)[slot / num_chosen * 2 * num_chosen + slot % num_chosen] = (int32_t)ids[slot];
+      ((int32_t*)routes)[slot / num_chosen * 2 * num_chosen + slot % num_chosen] = (int32_t)ids[slot];
     const expert_rows rows = place_expert_rows(memory, num_experts, num_slots);
-    sort_slots(choices, num_tokens, num_chosen, num_experts, &rows);
+    sort_slots(routes, num_tokens, num_chosen, num_experts, &rows);
     const expert_products p = {layers, &rows, prepared, y, 0};
     task_list tasks = {.num_tasks = *rows.num_used * num_expert_tasks(layers, 0)};
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
@@ -239,7 +240,7 @@ int multiply_experts(const linear_layer* layers, int64_t num_experts, const int6
       share_tasks(&tasks, multiply_experts_task, &p);
     }
   }
-  free(choices);
+  free(routes);
   free(memory);
   free(prepared);
   return !is_ready;

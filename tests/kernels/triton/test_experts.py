@@ -1,43 +1,43 @@
-"""Experts against their specification: choices, the order of slots, products and sums."""
+"""Experts against their specification: routes, the order of slots, products and sums."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.expert_routing import ExpertRouting
 from pagewire.kernels.triton import experts
-from testing.kernel_checks.experts import Layer, check_choice, check_layer, check_product
+from testing.kernel_checks.experts import Layer, check_layer, check_product, check_routing
 
-GROUPED = ExpertChoice(4, "sigmoid", True, 2.5, num_groups=3, num_chosen_groups=2)
-LAYER = Layer(5, 8, ExpertChoice(2), 40, 24)
+GROUPED = ExpertRouting(4, "sigmoid", True, 2.5, num_groups=3, num_chosen_groups=2)
+LAYER = Layer(5, 8, ExpertRouting(2), 40, 24)
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "choice"),
+    ("num_experts", "routing"),
     [
-        (8, ExpertChoice(2)),
-        (128, ExpertChoice(8)),
-        (60, ExpertChoice(4, renormalizes=False)),
-        (5, ExpertChoice(5, factor=0.5)),
-        (9, ExpertChoice(1, "sigmoid")),
+        (8, ExpertRouting(2)),
+        (128, ExpertRouting(8)),
+        (60, ExpertRouting(4, renormalizes=False)),
+        (5, ExpertRouting(5, factor=0.5)),
+        (9, ExpertRouting(1, "sigmoid")),
         (24, GROUPED),
-        (4, ExpertChoice(2, "sigmoid", num_groups=4, num_chosen_groups=2)),  # groups of one
+        (4, ExpertRouting(2, "sigmoid", num_groups=4, num_chosen_groups=2)),  # groups of one
     ],
     ids=str,
 )
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("has_correction", [False, True])
-def test_choices(device, num_experts, choice, is_tied, has_correction):
-    layer = replace(LAYER, num_tokens=4, num_experts=num_experts, choice=choice)
-    check_choice(device, layer, has_correction, is_tied, seed=num_experts)
+def test_routing(device, num_experts, routing, is_tied, has_correction):
+    layer = replace(LAYER, num_tokens=4, num_experts=num_experts, routing=routing)
+    check_routing(device, layer, has_correction, is_tied, seed=num_experts)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # of infinities
-@pytest.mark.parametrize("choice", [ExpertChoice(3), replace(GROUPED, num_chosen=3)], ids=str)
-def test_as_many_experts_as_there_are_to_be_are_chosen_whatever_the_numbers(device, choice):
+@pytest.mark.parametrize("routing", [ExpertRouting(3), replace(GROUPED, num_chosen=3)], ids=str)
+def test_as_many_experts_as_there_are_to_be_are_chosen_whatever_the_numbers(device, routing):
     logits = torch.tensor([[float("nan")] * 6, [float("-inf")] * 6, [0.0, -0.0] * 3, [float("inf"), *[1.0] * 5]])
-    ids, _ = experts.choose_experts(logits.to(device), choice)
+    ids, _ = experts.route_tokens(logits.to(device), routing)
     assert ids[[0, 1, 2]].tolist() == [[0, 1, 2]] * 3
     assert ids[3].tolist() == [0, 1, 2]
 
@@ -51,14 +51,14 @@ def test_products(device, dtype, has_bias):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_tokens": 1, "num_experts": 40, "choice": ExpertChoice(8)},
+        {"num_tokens": 1, "num_experts": 40, "routing": ExpertRouting(8)},
         {"num_tokens": 70, "num_experts": 3},  # several tiles of an expert
-        {"num_tokens": 40, "is_skewed": True, "choice": ExpertChoice(1)},  # a full tile of one, nothing of others
-        {"num_experts": 1, "choice": ExpertChoice(1)},
+        {"num_tokens": 40, "is_skewed": True, "routing": ExpertRouting(1)},  # a full tile of one, nothing of others
+        {"num_experts": 1, "routing": ExpertRouting(1)},
         {"hidden_size": 150, "intermediate_size": 90},  # several tiles of inputs and outputs, with rests
         {
             "num_tokens": 131,
-            "choice": ExpertChoice(8),
+            "routing": ExpertRouting(8),
             "hidden_size": 8,
             "intermediate_size": 4,
         },  # more slots than are looked at at a time
@@ -74,7 +74,7 @@ def test_what_is_not_a_number_stays_with_its_token(device):
     x, weights = (torch.randn(*size, generator=generator, device=device) for size in ((4, 16), (2, 8, 16)))
     ids = torch.tensor([[0, 1]] * 4, device=device)
     x[2, 5] = float("nan")
-    slots = experts.multiply_chosen(x, weights, experts.assign(ids, 2, x.dtype))
+    slots = experts.multiply_routed(x, weights, experts.assign(ids, 2, x.dtype))
     assert slots[4:6].isnan().all()
     others = [0, 1, 3]
     rest = slots.unflatten(0, (4, 2))[others].flatten(0, 1)
@@ -82,10 +82,10 @@ def test_what_is_not_a_number_stays_with_its_token(device):
 
 
 def test_no_tokens_are_no_error(device):
-    ids, weights = experts.choose_experts(torch.empty(0, 8, device=device), LAYER.choice)
+    ids, weights = experts.route_tokens(torch.empty(0, 8, device=device), LAYER.routing)
     assert ids.shape == weights.shape == (0, 2)
     assignment = experts.assign(ids, 8, torch.float32)
-    slots = experts.multiply_chosen(torch.empty(0, 16, device=device), torch.ones(8, 4, 16, device=device), assignment)
+    slots = experts.multiply_routed(torch.empty(0, 16, device=device), torch.ones(8, 4, 16, device=device), assignment)
     assert slots.shape == (0, 4)
     assert experts.sum_slots(slots, weights).shape == (0, 4)
 
@@ -93,14 +93,14 @@ def test_no_tokens_are_no_error(device):
 def test_choices_refuse():
     logits = torch.zeros(2, 6)
     for text, arguments in (
-        (r"logits are \[2, 6\] torch.float64", (logits.double(), LAYER.choice)),
-        (r"corrections are \[5\] torch.float32; make them \[6\]", (logits, LAYER.choice, torch.zeros(5))),
-        ("7 of 6 experts", (logits, ExpertChoice(7))),
-        ("2 of 4 groups of 6 experts cannot be chosen", (logits, ExpertChoice(1, "sigmoid", True, 1.0, 4, 2))),
-        ("3 of 6 experts in 1 of 3 groups", (logits, ExpertChoice(3, "sigmoid", True, 1.0, 3, 1))),
+        (r"logits are \[2, 6\] torch.float64", (logits.double(), LAYER.routing)),
+        (r"corrections are \[5\] torch.float32; make them \[6\]", (logits, LAYER.routing, torch.zeros(5))),
+        ("7 of 6 experts", (logits, ExpertRouting(7))),
+        ("2 of 4 groups of 6 experts cannot be chosen", (logits, ExpertRouting(1, "sigmoid", True, 1.0, 4, 2))),
+        ("3 of 6 experts in 1 of 3 groups", (logits, ExpertRouting(3, "sigmoid", True, 1.0, 3, 1))),
     ):
         with pytest.raises(ValueError, match=text):
-            experts.choose_experts(*arguments)
+            experts.route_tokens(*arguments)
 
 
 def test_products_and_sums_refuse():
@@ -116,7 +116,7 @@ def test_products_and_sums_refuse():
         (r"biases are \[3, 5\]", (x, weights, assignment, torch.zeros(3, 5))),
     ):
         with pytest.raises(ValueError, match=text):
-            experts.multiply_chosen(*arguments)
+            experts.multiply_routed(*arguments)
     with pytest.raises(ValueError, match=r"make them .* int64 or int32"):
         experts.assign(ids.float(), 3, torch.float32)
     with pytest.raises(ValueError, match=r"slots are \[3, 4\] torch.float32; make them \[4, width\]"):

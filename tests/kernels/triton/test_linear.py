@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.expert_routing import ExpertRouting
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from pagewire.kernels.triton import experts, linear
@@ -110,12 +110,12 @@ def test_products_refuse(device):
 @pytest.mark.parametrize("codes", PACKED)
 def test_experts(device, codes, dtype, is_exact):
     layer = replace(LAYER, codes=codes, dtype=dtype, is_exact=is_exact, has_bias=is_exact)
-    check_experts(device, layer, [{}] * 5, ExpertChoice(2), seed=3)
+    check_experts(device, layer, [{}] * 5, ExpertRouting(2), seed=3)
 
 
 def test_many_slots_of_experts(device):
     layer = replace(LAYER, num_rows=150, out_size=70, has_minima=True, has_zeros=True, group_size=16)
-    check_experts(device, layer, [{}] * 3, ExpertChoice(2), seed=4)
+    check_experts(device, layer, [{}] * 3, ExpertRouting(2), seed=4)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_many_slots_of_experts(device):
 @pytest.mark.parametrize("in_size", [96, 160])  # groups that do and do not fill words
 def test_experts_that_differ(device, changes, bits, in_size):
     layer = replace(LAYER, num_rows=8, in_size=in_size, dtype=torch.float32)
-    check_experts(device, layer, changes, ExpertChoice(1), seed=5)
+    check_experts(device, layer, changes, ExpertRouting(1), seed=5)
     generator = torch.Generator(device).manual_seed(5)
     joined = linear.join([linear.pack(make_weight(replace(layer, **each), generator), device) for each in changes])
     assert joined.bits == bits
@@ -149,7 +149,7 @@ def test_experts_whose_codes_need_fewer_bits_by_chance(device):
     joined = linear.join([linear.pack(weight, device) for weight in weights])
     assert (joined.bits, joined.offset) == (4, 0)
     assignment = experts.assign(torch.tensor([[0, 1]], device=device), 2, torch.float32)
-    slots = linear.multiply_chosen(torch.eye(16, device=device)[9:10], joined, assignment)
+    slots = linear.multiply_routed(torch.eye(16, device=device)[9:10], joined, assignment)
     assert slots.tolist() == [[9.0], [1.0]]
 
 
@@ -171,11 +171,11 @@ def test_experts_refuse(device):
         (r"the bias is \[3, 25\] .* make it \[3, 24\]", (x, joined, assignment, torch.zeros(3, 25))),
     ):
         with pytest.raises(ValueError, match=text):
-            linear.multiply_chosen(*arguments)
-    with pytest.raises(ValueError, match="of 3 experts; multiply the slots of each, `multiply_chosen`"):
+            linear.multiply_routed(*arguments)
+    with pytest.raises(ValueError, match="of 3 experts; multiply the slots of each, `multiply_routed`"):
         linear.multiply(x, joined)
     nothing = experts.assign(torch.empty(0, 2, dtype=torch.int64, device=device), 3, torch.float32)
-    assert linear.multiply_chosen(x[:0], joined, nothing).shape == (0, 24)
+    assert linear.multiply_routed(x[:0], joined, nothing).shape == (0, 24)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
-from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.expert_routing import ExpertRouting
 from worker_service.models.config import MAX_EXPERTS, MAX_LAYERS, Experts, ModelConfig, RopeConfig
 from worker_service.models.families.positions import read_no_windows, read_rope
 from worker_service.models.families.reading import (
@@ -152,8 +152,10 @@ def read_experts(
         raise unserved(
             "topk_group", num_chosen_groups, f"at most n_group, {num_groups}, with {num_chosen} experts at least"
         )
-    of_choice = {field.name: fields.pop(field.name) for field in dataclass_fields(ExpertChoice) if field.name in fields}
-    return Experts(ExpertChoice(num_chosen, **of_choice), num_experts, positive(config, intermediate_key), **fields)
+    of_routing = {
+        field.name: fields.pop(field.name) for field in dataclass_fields(ExpertRouting) if field.name in fields
+    }
+    return Experts(ExpertRouting(num_chosen, **of_routing), num_experts, positive(config, intermediate_key), **fields)
 
 
 def read_decoder(

@@ -1,11 +1,11 @@
-"""How a router's logits become the choice of experts. Importing this loads no torch: a model's config has it."""
+"""How a router's logits become the experts of a token. Importing this loads no torch: a model's config has it."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertChoice:
+class ExpertRouting:
     """How the experts of a token follow from a router's logits.
 
     Attributes:
