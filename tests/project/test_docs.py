@@ -132,6 +132,17 @@ def test_what_is_made_is_not_counted_as_written_by_hand() -> None:
     assert not any(by_hand(PAGES[name]()) for name in ("api.md", "metrics.md", "worker_protocol.md"))
 
 
+def test_code_stands_in_one_line() -> None:
+    """So that it is found by a search for it, and checked below. CHANGELOG.md is merged by its lines."""
+
+    def broken(path: Path) -> list[str]:
+        paragraphs = re.split(r"\n\s*\n", FENCE.sub("", read(path)))
+        found = [span for paragraph in paragraphs for span in paragraph.split("`")[1::2] if "\n" in span]
+        return [] if path.name == "CHANGELOG.md" else found
+
+    assert offenders(broken) == []
+
+
 # Commands
 
 
