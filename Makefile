@@ -8,7 +8,7 @@ SEEDS := 5000
 FIRST := 0
 MINUTES := 30
 
-.PHONY: help setup run test check-aarch64 fuzz sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-layer-launches bench-gateway bench-grammars bench-structured-output bench-traces bench-fresh-starts bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
+.PHONY: help setup run test test-lowest check-aarch64 fuzz sim sim-mutants lint lock protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-layer-launches bench-gateway bench-grammars bench-structured-output bench-traces bench-fresh-starts bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -16,12 +16,12 @@ help:  ## what there is to make
 CHECK_PYTHON := import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("Pagewire needs Python 3.11, 3.12 or 3.13, \
 and %s is %d.%d" % ((sys.executable,) + sys.version_info[:2]) + sys.argv[1])
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	@if test -x $(BIN)/python; then $(BIN)/python -c '$(CHECK_PYTHON)' ": remove $(VENV) to have it made again"; \
 	elif command -v $(PYTHON) > /dev/null; then $(PYTHON) -c '$(CHECK_PYTHON)' ": name another, make PYTHON=/path/to/python3.13"; \
 	else echo "there is no $(PYTHON): install Python 3.13, or name one, make PYTHON=/path/to/python3.13" >&2; exit 1; fi
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install -q -e '.[worker,dev,bench]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
 setup: $(READY)  ## create .venv with the pinned packages
@@ -36,6 +36,13 @@ test: $(READY)  ## every test that needs no GPU
 	first=$$?; echo 'part 2 of 2: with the machine to itself'; \
 	$(BIN)/python -m pytest -m 'not gpu and alone' $(or $(ARGS),tests/system); second=$$?; \
 	case "$$first $$second" in '0 0'|'0 5'|'5 0') ;; *) exit 1 ;; esac
+
+test-lowest: .venv-lowest/.ready  ## with the oldest packages of pyproject.toml's ranges, and each extra alone with the oldest and newest
+	PAGEWIRE_TEST_VERSIONS=lowest $(BIN)/python -m pytest tests/system/test_extras.py
+	PAGEWIRE_TEST_VERSIONS=newest $(BIN)/python -m pytest tests/system/test_extras.py
+	@# What is left out compares with transformers, whose newest version it is about.
+	.venv-lowest/bin/python -m pytest -m 'not gpu and not alone' -n 4 --dist loadfile tests/core tests/contract tests/system/test_serve.py \
+	  $(patsubst %,--ignore=tests/contract/test_%.py,gguf_tokenizer template_forms tokenizer_files)
 
 check-aarch64: $(READY)  ## tests of the CPU kernels as AArch64 computes them, under qemu; ARGS: pytest's, PROCESSOR=cortex-a53: a lesser one
 	$(BIN)/python -m tests.kernels.emulated $(if $(PROCESSOR),--processor $(PROCESSOR)) $(ARGS)
@@ -64,6 +71,22 @@ protos: .venv-protos/.ready  ## generate the stubs under protos/gen
 	$(PYTHON) -m venv .venv-protos
 	.venv-protos/bin/python -m pip install -q grpcio-tools==1.76.0
 	touch $@
+
+# uv says which versions are the lowest. pip installs them, from wherever it takes packages on this machine.
+.venv-uv/.ready:
+	$(PYTHON) -m venv .venv-uv
+	.venv-uv/bin/python -m pip install -q uv==0.13.9
+	touch $@
+
+.venv-lowest/.ready: pyproject.toml .venv-uv/.ready $(READY)
+	rm -rf .venv-lowest && $(PYTHON) -m venv .venv-lowest
+	.venv-uv/bin/uv pip compile -q --resolution=lowest-direct --python=.venv-lowest/bin/python -o .venv-lowest/lowest.txt \
+	  --extra=test pyproject.toml
+	.venv-lowest/bin/python -m pip install -q -c .venv-lowest/lowest.txt -e '.[test]'
+	touch $@
+
+lock: .venv-uv/.ready  ## constraints.txt and what the images install, after a change of pyproject.toml; ARGS=--upgrade: newest versions
+	.venv-uv/bin/python deploy/lock.py $(ARGS)
 
 docs: $(READY)  ## write the pages of docs/ that say what the code says
 	$(BIN)/python -m docs.reference
@@ -170,4 +193,4 @@ gpu-kernel-resources: $(READY)  ## without a GPU: registers, shared memory and s
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.compilation
 
 clean:  ## remove what setup made
-	rm -rf $(VENV) .venv-protos
+	rm -rf $(VENV) .venv-protos .venv-uv .venv-lowest

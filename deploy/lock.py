@@ -1,7 +1,7 @@
-"""Writes deploy/requirements/*.lock, which the images install: every package pinned, with its hashes.
+"""Writes constraints.txt, the versions that are used here of all that pyproject.toml names and of what that brings, and
+deploy/requirements/*.lock, which the images install: the same versions, with their hashes.
 
-    python -m pip install uv==0.13.9
-    python deploy/lock.py
+    make lock       # of ARGS, `--upgrade` takes the newest versions, `--upgrade-package NAME` that of one package
 
 It asks the package index that uv is configured for. Run it after a change of pyproject.toml.
 """
@@ -13,36 +13,44 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = Path("deploy", "requirements")
-# The extras of pyproject.toml that a lock is made of.
+CONSTRAINTS = Path("constraints.txt")
+# The extras of pyproject.toml that a lock is made of. Pods fetch models by `hf download`.
 LOCKS = {
-    "scheduler": [],
-    "scheduler-tracing": ["tracing"],
-    "worker": ["worker"],
-    "worker-tracing": ["worker", "tracing"],
-    "serve": ["worker", "gateway"],
+    "scheduler": ["scheduler", "hub"],
+    "scheduler-tracing": ["scheduler", "hub", "tracing"],
+    "worker": ["worker", "hub"],
+    "worker-tracing": ["worker", "hub", "tracing"],
+    "serve": ["gateway"],
 }
 # What torch brings for CUDA alone, and torch itself: an image for CPUs takes it from an index of such builds.
 CUDA = re.compile(r"^((?:nvidia|cuda)-[a-z0-9-]+|triton|torch)==", re.MULTILINE)
 
 
-def compile_lock(name: str, *options: str) -> None:
-    """One file, of a stated source. What is not changed by pyproject.toml stays as it was."""
-    target = REQUIREMENTS / f"{name}.lock"
-    command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.11", "--generate-hashes"]
-    header = "--custom-compile-command=python deploy/lock.py"
+def compile_versions(target: Path, *options: str) -> None:
+    """One file, of a stated source. What need not change stays as it was."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.11"]
+    header = "--custom-compile-command=make lock"
     subprocess.run([*command, header, f"--output-file={target}", *options], cwd=ROOT, check=True)
     print(target)
 
 
-def main() -> None:
+def compile_lock(name: str, *options: str) -> None:
+    target = REQUIREMENTS / f"{name}.lock"
+    compile_versions(target, f"--constraint={CONSTRAINTS}", "--generate-hashes", "--no-annotate", *options)
+
+
+def main(options: list[str]) -> None:
+    # Which Triton stands beside torch is torch's to say: see pyproject.toml.
+    alone = ["--strip-extras", "--no-annotate", "--no-emit-package=triton"]
+    compile_versions(CONSTRAINTS, "pyproject.toml", "--extra=dev", *alone, *options)
     for name, extras in LOCKS.items():
         compile_lock(name, "pyproject.toml", *(f"--extra={extra}" for extra in extras))
     cuda = CUDA.findall((ROOT / REQUIREMENTS / "worker.lock").read_text())
     without = [f"--no-emit-package={name}" for name in cuda]
-    compile_lock("worker-cpu", "pyproject.toml", "--extra=worker", *without)
+    compile_lock("worker-cpu", "pyproject.toml", *(f"--extra={extra}" for extra in LOCKS["worker"]), *without)
     for name in ("gateway", "build"):
         compile_lock(name, str(REQUIREMENTS / f"{name}.in"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

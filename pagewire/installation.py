@@ -1,4 +1,4 @@
-"""Names the packages that Pagewire needs, and tells whoever lacks one how to install it. It imports none of them.
+"""Names the packages that Pagewire and its extras need, and how to install what is lacking. It imports none of them.
 
 `python -m pagewire.installation gpu` says whether this Python can run the checks for GPUs from a source tree.
 """
@@ -23,90 +23,102 @@ class Package:
         return f"{self.name}>={self.least}" if self.least else self.name
 
 
-# The least versions of grpcio and protobuf are those that the committed stubs load with.
-BASE = (
+# Without these the base, or what an extra of pyproject.toml is for, does not run at all, by the extra's name. The least
+# versions of grpcio and protobuf are those that the committed stubs load with.
+_CLIENT = (
     Package("grpcio", "grpc", "1.76.0"),
     Package("protobuf", "google.protobuf", "6.31.1"),
+    Package("Jinja2", "jinja2"),
+)
+_SCHEDULER = (
     Package("prometheus-client", "prometheus_client"),
     Package("xxhash", "xxhash"),
     Package("tokenizers", "tokenizers"),
+    Package("llguidance", "llguidance"),
     Package("PyYAML", "yaml"),
-    Package("Jinja2", "jinja2"),
 )
-WORKER = (
+_WORKER = (
     Package("torch", "torch", "2.11"),
     Package("safetensors", "safetensors"),
     Package("numpy", "numpy"),
     Package("regex", "regex"),
+    Package("xxhash", "xxhash"),
+    Package("PyYAML", "yaml"),
 )
-GPU_CHECKS = (*BASE, *WORKER, Package("triton", "triton", "3.6"), Package("transformers", "transformers"))
-# Modules that only an extra of pyproject.toml installs, by its name.
-EXTRAS = {
-    "flash_attn": "flash",
-    "matplotlib": "bench",
-    "opentelemetry": "tracing",
-    "smg": "gateway",
-    "transformers": "transformers",
+_SERVE = tuple(dict.fromkeys((*_WORKER, *_SCHEDULER)))
+_TRANSFORMERS = Package("transformers", "transformers")
+NEEDED = {
+    "": _CLIENT,
+    "scheduler": _SCHEDULER,
+    "worker": _WORKER,
+    "serve": _SERVE,
+    "hub": (Package("huggingface_hub", "huggingface_hub", "1.31.0"),),
+    "gateway": (Package("smg", "smg"),),
+    "flash": (Package("flash-attn", "flash_attn"),),
+    "bench": (Package("matplotlib", "matplotlib"), *_SCHEDULER[:1]),
+    "tracing": (Package("opentelemetry-sdk", "opentelemetry.sdk"),),
+    "transformers": (_TRANSFORMERS,),
+    # No extra: the checks for GPUs, which run from a source tree.
+    "gpu": (*_SERVE, Package("triton", "triton", "3.6"), _TRANSFORMERS),
 }
-SETS = {"base": BASE, "worker": (*BASE, *WORKER), "gpu": GPU_CHECKS}
 
 
-def lacking(packages: Iterable[Package]) -> list[str]:
-    """Returns a phrase for each of these packages that is missing or too old."""
-    return [phrase for package in packages if (phrase := _complaint(package))]
+def shortage(extra: str = "") -> str | None:
+    """Returns a line on what the base and an extra lack, with the command that installs it, or None for nothing."""
+    lacking = {package: phrase for package in (*_CLIENT, *NEEDED[extra]) if (phrase := _complaint(package))}
+    if not lacking:
+        return None
+    return f"{', '.join(lacking.values())}: {command(extra, lacking)}"
 
 
-def shortage(packages: Sequence[Package]) -> str | None:
-    """Returns a line on what to install, or None if nothing is lacking."""
-    phrases = lacking(packages)
-    return _line(phrases, packages) if phrases else None
+def command(extra: str, lacking: Iterable[Package]) -> str:
+    """Returns the command that installs an extra. Pagewire is on no package index: where pip does not know it, as in a
+    source tree that is not installed, the command installs the packages that are lacking."""
+    wanted = " ".join(f"'{package}'" for package in lacking)
+    if extra != "gpu" and _version("pagewire"):
+        wanted = f"'pagewire[{extra}]'" if extra else "pagewire"
+    return f"{sys.executable} -m pip install {wanted}"
 
 
-def extra_shortage(module: str) -> str | None:
-    """Returns a line that says how to install what only an extra brings, or None if it is there."""
-    return None if _is_there(module) else f"{module} is not installed: pip install 'pagewire[{EXTRAS[module]}]'"
+def advice(error: BaseException, extra: str = "") -> str | None:
+    """Returns a line on what to install if the error comes of a missing or old package, else None. `extra` is what the
+    code that failed needs.
 
-
-def advice(error: BaseException) -> str | None:
-    """Returns a line on what to install if an error comes of a missing or old package, else None.
-
-    Packages of the base that are too old fail in many ways: a name that is not there yet, or the stubs' own errors. A
-    missing module counts if it is one that Pagewire needs.
+    Packages that are too old fail in many ways: a name that is not there yet, or the stubs' own errors. A missing
+    module is told by the extra that brings it.
     """
-    found = list(BASE)
     if isinstance(error, ModuleNotFoundError):
         module = (error.name or "").partition(".")[0]
-        if module in EXTRAS and (line := extra_shortage(module)):
-            return line
-        found += [package for package in WORKER if package.module == error.name]
-    return shortage(found)
+        bringing = [name for name, packages in NEEDED.items() if module in {p.module.split(".")[0] for p in packages}]
+        extra = extra if extra in bringing else next(iter(bringing), extra)
+    return shortage(extra)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the packages that are lacking for one of the sets. Returns 1 if there are some."""
+    """Prints what is lacking for an extra, or for the checks for GPUs. Returns 1 if something is."""
     names = sys.argv[1:] if arguments is None else list(arguments)
-    if len(names) != 1 or names[0] not in SETS:
-        print(f"usage: python -m pagewire.installation {'|'.join(SETS)}", file=sys.stderr)
+    if len(names) != 1 or names[0] not in NEEDED:
+        print(f"usage: python -m pagewire.installation {'|'.join(filter(None, NEEDED))}", file=sys.stderr)
         return 2
-    line = shortage(SETS[names[0]])
+    line = shortage(names[0])
     if line:
         print(f"pagewire: error: {line}", file=sys.stderr)
     return 1 if line else 0
 
 
-def _line(phrases: Sequence[str], packages: Iterable[Package]) -> str:
-    wanted = " ".join(f"'{package}'" for package in packages if _complaint(package))
-    return f"{', '.join(phrases)}: {sys.executable} -m pip install {wanted}"
+def _version(name: str) -> str | None:
+    """Returns None for what pip does not know, as it is unpacked somewhere on the path."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _complaint(package: Package) -> str | None:
     if not _is_there(package.module):
         return f"{package.name} is not installed"
-    try:
-        version = metadata.version(package.name)
-    except metadata.PackageNotFoundError:
-        return None  # Unpacked somewhere on the path: its version is not known.
-    if _numbers(version) < _numbers(package.least):
+    version = _version(package.name)
+    if version is not None and _numbers(version) < _numbers(package.least):
         return f"{package.name} {version} is too old (at least {package.least})"
     return None
 

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from pagewire.compatibility import FOREIGN, LISTS, MAPPED, SWITCHES, SYNONYMS, Spelling, suggestion, translate
 
 ENV_PREFIX = "PAGEWIRE_"
@@ -365,6 +363,8 @@ def _in_file(path: str, name: str, value: Any) -> str:
 def _typed(name: str, text: Any) -> Any:
     """Read the value of a flag of another engine as YAML, which JSON is too."""
     if name in FOREIGN or name in MAPPED:
+        import yaml
+
         with contextlib.suppress(yaml.YAMLError, TypeError, AttributeError):
             return yaml.safe_load(text)
     return text
@@ -386,6 +386,8 @@ def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str])
 
 
 def _read_yaml(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
+    import yaml  # clients have no files of options, and do without
+
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -1,6 +1,6 @@
 """A data set over many machines: Ray Data hands out the rows, and each of its actors has a `pagewire.LLM` of its own.
 
-    pip install -r examples/ray_data/requirements.txt       # beside Pagewire with the extra worker, on every machine
+    pip install -r examples/ray_data/requirements.txt       # beside Pagewire with the extra serve, on every machine
     python examples/ray_data/main.py MODEL PROMPTS.txt OUTPUT_FOLDER
 
 An actor is a scheduler and a worker on its machine, with CPUS_PER_ACTOR cores. It batches continuously within the rows

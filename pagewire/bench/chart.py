@@ -8,7 +8,7 @@ from typing import Any
 from pagewire.bench import result
 from pagewire.bench.run import Run
 from pagewire.bench.statistics import tokens_by_second
-from pagewire.installation import extra_shortage
+from pagewire.installation import shortage
 from pagewire.options import Parser
 
 SIZE_INCHES = (12.0, 3.6)
@@ -25,7 +25,7 @@ def check(parser: Parser, path: Path | None) -> None:
     """Ends the command, before anything runs, if no chart can be drawn or written."""
     if path is None:
         return
-    if missing := extra_shortage("matplotlib"):
+    if missing := shortage("bench"):
         parser.error(f"--chart needs matplotlib, but {missing}")
     if path.suffix != ".png":
         parser.error(f"--chart: {path} is no PNG file: its name must end in .png")

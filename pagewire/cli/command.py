@@ -16,19 +16,22 @@ from pagewire.common import __version__
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """The place of a verb's function, and the line of help about it."""
+    """The place of a verb's function, the line of help about it, and the extra of pyproject.toml that it needs."""
 
     module: str
     function: str
     help: str
+    extra: str = ""
 
 
 _SERVICES = "pagewire.cli.services"
 VERBS = {
-    "serve": Verb(_SERVICES, "serve", "serve a model: a scheduler and its worker on this machine"),
-    "worker": Verb(_SERVICES, "worker", "run only a worker, for a scheduler elsewhere"),
-    "scheduler": Verb(_SERVICES, "scheduler", "run only a scheduler, for a worker elsewhere"),
-    "frontend": Verb(_SERVICES, "frontend", "run only a front end (tokenizing, streaming), for a scheduler elsewhere"),
+    "serve": Verb(_SERVICES, "serve", "serve a model: a scheduler and its worker on this machine", "serve"),
+    "worker": Verb(_SERVICES, "worker", "run only a worker, for a scheduler elsewhere", "worker"),
+    "scheduler": Verb(_SERVICES, "scheduler", "run only a scheduler, for a worker elsewhere", "scheduler"),
+    "frontend": Verb(
+        _SERVICES, "frontend", "run only a front end (tokenizing, streaming), for a scheduler elsewhere", "scheduler"
+    ),
     "complete": Verb("pagewire.cli.complete", "main", "complete a text"),
     "chat": Verb("pagewire.cli.chat", "main", "chat with the model"),
     "submit": Verb(
@@ -37,7 +40,7 @@ VERBS = {
     "attach": Verb("pagewire.cli.detached", "attach", "stream the output of a submitted request, from any token on"),
     "result": Verb("pagewire.cli.detached", "result", "show the output of a submitted request so far"),
     "status": Verb("pagewire.cli.status", "main", "show what a server is doing"),
-    "bench": Verb("pagewire.bench.command", "main", "measure throughput, latency or a running server"),
+    "bench": Verb("pagewire.bench.command", "main", "measure throughput, latency or a running server", "bench"),
     "replay": Verb("pagewire.cli.replay", "main", "run a recording of a scheduler again and check it"),
     "simulate": Verb(
         "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
@@ -93,13 +96,18 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except Exception as error:
+        from pagewire.common.process import EXIT_REFUSED, announce_refusal, is_child
         from pagewire.installation import advice
 
-        line = advice(error)
+        line = advice(error, verb.extra)
         if line is None:
             raise
-        print(f"pagewire: error: {line}", file=sys.stderr)
-        return FAILURE
+        is_service = verb.module == _SERVICES
+        if is_service and is_child():
+            announce_refusal(line)
+        else:
+            print(f"pagewire: error: {line}", file=sys.stderr)
+        return EXIT_REFUSED if is_service else FAILURE
 
 
 def raise_descriptor_limit() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire import installation, options
+from pagewire.cli.command import VERBS
 from pagewire.cli.option_groups import GROUPS
 from pagewire.common import garbage_collection
 from pagewire.common.gguf import is_gguf
@@ -66,7 +67,6 @@ def serve(arguments: Sequence[str]) -> int:
     exit_with_parent()
     from scheduler_service.config import SchedulerConfig
     from worker_service.config import WorkerConfig
-    from worker_service.startup.preflight import check_worker
 
     description = "Serve a model: a scheduler and its worker on this machine."
     known = serve_options()
@@ -88,12 +88,14 @@ def serve(arguments: Sequence[str]) -> int:
     except OSError as error:
         log.critical("%s", error)
         return 1
-    found = _locate(resolved, with_weights=True)
+    found = _locate("serve", resolved, with_weights=True)
     has_tokenizer = is_gguf(Path(found.directory)) or (Path(found.directory) / "tokenizer.json").is_file()
     if gateway_config.gateway and not has_tokenizer:
         parser.error(f"--gateway needs a tokenizer, but {found.directory} has no tokenizer.json")
     scheduler_config = _at(scheduler_config, found)
     ranks = [_at(rank, found) for rank in ranks]
+    from worker_service.startup.preflight import check_worker
+
     try:
         check_worker(ranks[0], num_local_ranks=len(ranks))
     except ValueError as error:
@@ -235,18 +237,18 @@ def _service_config(
     resolved = _resolve(parser, known, arguments)
     config = _build(parser, resolved, config_type)
     _start_logging(known, resolved)
-    return _at(config, _locate(resolved, with_weights=with_weights))
+    return _at(config, _locate(verb, resolved, with_weights=with_weights))
 
 
-def _locate(resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
-    """Find the checkpoint directory of MODEL, downloaded if need be; not for a worker that could not run here.
+def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
+    """Find the checkpoint directory of MODEL, downloaded if need be; not for a service that could not run here.
 
     Raises SystemExit for what will not change by trying again.
     """
     reads_weights = with_weights and resolved.values["load_format"] != "dummy"
     try:
-        if with_weights and (missing := installation.shortage(installation.WORKER)):
-            raise ValueError(f"a worker cannot run here: {missing}")
+        if missing := installation.shortage(VERBS[verb].extra):
+            raise ValueError(f"pagewire {verb} cannot run here: {missing}")
         return locate(resolved.values["model"], resolved.values["revision"], with_weights=reads_weights)
     except DownloadError:
         raise

@@ -12,7 +12,7 @@ from typing import Any
 from pagewire.cli.number_flags import count, count_or_zero, number, positive
 from pagewire.compatibility import suggestion
 from pagewire.errors import CommandError
-from pagewire.installation import extra_shortage
+from pagewire.installation import shortage
 from pagewire.options import Parser
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES, create_policy
 from scheduler_service.simulation.driver import RETENTIONS, SimulatedRun, Simulation, SimulationSettings
@@ -204,7 +204,7 @@ def draw(by_policy: dict[str, dict[str, Any]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"no chart: {extra_shortage('matplotlib')}", file=sys.stderr)
+        print(f"no chart: {shortage('bench')}", file=sys.stderr)
         return
     names = list(by_policy)
     panels: dict[str, list[float]] = {

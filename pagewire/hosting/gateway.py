@@ -13,9 +13,8 @@ from pagewire.common.option_limits import PORT, between, check_options, option
 from pagewire.common.process import python_command
 from pagewire.common.transport.addresses import join
 from pagewire.common.transport.listening import check_port, passive_host
-from pagewire.installation import extra_shortage
+from pagewire.installation import shortage
 
-REQUIREMENT = "pagewire[gateway]"
 # The variable with the key that the gateway's administration asks for: adding workers, tokenizers, flushing caches.
 ADMIN_KEY_VARIABLE = "PAGEWIRE_GATEWAY_KEY"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "127.0.0.1"}  # where this process reaches what listens everywhere
@@ -36,7 +35,7 @@ _SHUTDOWN_GRACE = 1  # seconds; it is ended when the scheduler has drained
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    gateway: bool = option(False, f"also run a gateway with the OpenAI API; needs {REQUIREMENT}")
+    gateway: bool = option(False, "also run a gateway with the OpenAI API; needs pagewire[gateway]")
     gateway_host: str = option("127.0.0.1", "address that the gateway listens on; it admits everyone who can reach it")
     gateway_port: int = option(8000, "HTTP port that the gateway listens on", between(1, 65535))
     gateway_metrics_port: int = option(0, "port of the gateway's own /metrics, on loopback; 0 picks a free one", PORT)
@@ -44,7 +43,7 @@ class GatewayConfig:
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
         check_options(self)
-        if self.gateway and (missing := extra_shortage("smg")):
+        if self.gateway and (missing := shortage("gateway")):
             raise ValueError(f"--gateway needs smg, but {missing}")
 
     def check_ports(self) -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagewire import installation
 from pagewire.common.gguf import MAX_LISTING_BYTES, ModelFileError, is_gguf, read_text
 from pagewire.common.memory_size import describe_memory
 from pagewire.compatibility import suggestion
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 EXAMPLE = "Qwen/Qwen3-0.6B"
 GIVE = f"give a checkpoint directory, a GGUF file, or the id of a Hugging Face model such as {EXAMPLE}"
 MISSING = f"MODEL is missing (also --model): {GIVE}; `pagewire demo` serves the bundled model"
-REQUIREMENT = "huggingface_hub>=2.4"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What is read besides the weights, by the scheduler, the worker and gateways.
@@ -254,10 +254,11 @@ class _HubModel:
             from huggingface_hub.utils.tqdm import disable_progress_bars
         except ImportError as error:
             raise ModelSourceError(
-                f"{self._id} is not a directory here, and finding it on Hugging Face needs {REQUIREMENT} ({error}): "
-                f"{sys.executable} -m pip install '{REQUIREMENT}'"
+                f"{self._id} is not a directory here, and finding it on Hugging Face needs huggingface_hub ({error}): "
+                f"{installation.command('hub', installation.NEEDED['hub'])}"
             ) from None
-        logging.getLogger("httpx2").setLevel(logging.WARNING)  # its lines at INFO are one per HTTP request
+        for client in ("httpx", "httpx2"):  # their lines at INFO are one per HTTP request
+            logging.getLogger(client).setLevel(logging.WARNING)
         cached = self._cached()
         if cached is not None:
             log.info("%s is in the local cache: %s", self._name, cached)

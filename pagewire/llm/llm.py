@@ -68,7 +68,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], *, seed: int | None = None, **options: Any) -> None:
-        missing = installation.shortage(installation.WORKER)
+        missing = installation.shortage("serve")
         if missing is not None:
             raise ImportError(missing)
         self.model = os.fspath(model)
@@ -165,7 +165,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer as transformers loads it. Raises ImportError, in one line, without that."""
-        if missing := installation.extra_shortage("transformers"):
+        if missing := installation.shortage("transformers"):
             raise ImportError(f"get_tokenizer needs transformers, but {missing}")
         from transformers import AutoTokenizer
 

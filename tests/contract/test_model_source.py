@@ -284,7 +284,7 @@ def test_without_a_huggingface_hub_that_can(tmp_path: Path) -> None:
     variables = environ(tmp_path / "hf", "http://127.0.0.1:1", PYTHONPATH=f"{tmp_path / 'old'}:{ROOT}")
     ended = run(locating("org/whole"), variables, tmp_path)
     assert ended.stderr.startswith("org/whole is not a directory here, and finding it on Hugging Face needs")
-    assert "-m pip install 'huggingface_hub>=2.4'" in ended.stderr
+    assert "-m pip install 'pagewire[hub]'" in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

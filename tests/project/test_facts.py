@@ -27,6 +27,7 @@ from scheduler_service.rpc.public import generate_request, shared_call, structur
 from scheduler_service.rpc.worker import liveness
 from scheduler_service.server import EXIT_FENCED
 from scheduler_service.serving import chat_template, grammars, recording
+from tests.environments import constraints
 from tests.project.test_docs import DOCUMENTS, ROOT, read
 from worker_service.config import ATTENTION_BACKENDS, WorkerConfig
 from worker_service.models.config import MAX_EXPERTS
@@ -34,8 +35,8 @@ from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.quantization import METHODS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PINS = dict(line.split("==") for lines in PROJECT["optional-dependencies"].values() for line in lines if "==" in line)
-LEAST = {package.name: package.least for package in installation.GPU_CHECKS}
+PINS = constraints()
+LEAST = {package.name: package.least for package in installation.NEEDED["gpu"]}
 MIB = 1 << 20
 MAX_NAMES = generate_request._MAX_NAME_CHARS
 # What a page says, with the code's own values.

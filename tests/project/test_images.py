@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tomllib
 import venv
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import pagewire
+from deploy.lock import LOCKS
+from tests.environments import closure_of, constraints, files_of_the_build, link, project, requirements_of
 from tests.project.manifests import DEPLOY, ROOT, container_of, containers_of, pod_templates, rendered
 
 MODEL = ROOT / "models" / "storyteller"
@@ -30,19 +31,6 @@ def instructions_of(image: str) -> list[tuple[str, str]]:
     text = (DEPLOY / f"Dockerfile.{image}").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return [(name, argument) for name, _, argument in (line.partition(" ") for line in lines)]
-
-
-def project() -> dict:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def files_of_the_build() -> list[Path]:
-    """Returns the committed files that .dockerignore lets through."""
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    seen = {line.removeprefix("!") for line in lines if line[:1] == "!" and not line.endswith(".lock")}
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
-    paths = [Path(name) for name in listed.stdout.decode().splitlines()]
-    return [path for path in paths if any(path.is_relative_to(name) for name in seen) and (ROOT / path).exists()]
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -114,28 +102,31 @@ def locked(name: str) -> dict[str, str]:
 
 
 PYTHON_OF_IMAGES = {"python_version": "3.11", "python_full_version": "3.11.14"}
-# What each lock is made of: deploy/lock.py says the same.
-EXTRAS = {
-    "scheduler": (),
-    "scheduler-tracing": ("tracing",),
-    "worker": ("worker",),
-    "worker-cpu": ("worker",),
-    "worker-tracing": ("worker", "tracing"),
-    "serve": ("worker", "gateway"),
-}
+LOCKED = (*LOCKS, "worker-cpu")
 
 
-@pytest.mark.parametrize("lock", EXTRAS)
+@pytest.mark.parametrize("lock", LOCKED)
 def test_lock_pins_what_the_project_names(lock: str) -> None:
-    """After a change of pyproject.toml: python deploy/lock.py."""
-    named, versions = project()["project"], locked(lock)
-    requirements = named["dependencies"] + [
-        requirement for extra in EXTRAS[lock] for requirement in named["optional-dependencies"][extra]
-    ]
-    for requirement in map(Requirement, requirements):
+    """After a change of pyproject.toml: make lock."""
+    versions = locked(lock)
+    for requirement in requirements_of(*LOCKS[lock.removesuffix("-cpu")]):
         name = canonicalize_name(requirement.name)
         if (lock, name) != ("worker-cpu", "torch"):
             assert requirement.specifier.contains(versions[name]), name
+
+
+@pytest.mark.parametrize("lock", [*LOCKED, "gateway", "build"])
+def test_images_have_the_versions_that_are_tested(lock: str) -> None:
+    # triton is torch's choice, and no constraint.
+    assert locked(lock).items() - {("triton", locked("worker")["triton"])} <= constraints().items()
+
+
+def test_constraints_are_of_what_the_project_names() -> None:
+    tested = constraints()
+    named = [*requirements_of("dev"), Requirement(project()["build-system"]["requires"][0])]
+    for requirement in named:
+        if requirement.name != "triton":
+            assert requirement.specifier.contains(tested[canonicalize_name(requirement.name)]), requirement
 
 
 def test_lock_of_the_cpu_image_is_the_workers_without_cuda() -> None:
@@ -150,10 +141,9 @@ def test_lock_of_the_cpu_image_is_the_workers_without_cuda() -> None:
 
 
 def test_lock_of_the_gateway_agrees_with_the_extra() -> None:
-    (extra,) = map(Requirement, project()["project"]["optional-dependencies"]["gateway"])
+    (extra,) = (requirement for requirement in requirements_of("gateway") if requirement.name == "smg")
     assert extra.specifier.contains(locked("gateway")[canonicalize_name(extra.name)])
     assert canonicalize_name(extra.name) in locked("serve")
-    assert Requirement(project()["build-system"]["requires"][0]).specifier.contains(locked("build")["setuptools"])
 
 
 # Bytes on a disk. What python:3.11-slim holds, and gcc with libc6-dev on Debian 12, both rounded up.
@@ -164,9 +154,7 @@ def test_cpu_image_is_below_1500_megabytes() -> None:
     """By the sizes of what is installed here, where torch is a build for CPUs."""
     if "+cpu" not in metadata.version("torch"):
         pytest.skip("torch is here with CUDA, the CPU image has it without")
-    installed = closure_of(
-        [*project()["project"]["dependencies"], *project()["project"]["optional-dependencies"]["worker"]]
-    )
+    installed = closure_of(requirements_of(*LOCKS["worker"]))
     files = [file.locate() for distribution in installed for file in distribution.files or [] if ".." not in file.parts]
     own = sum((ROOT / path).stat().st_size for path in files_of_the_build())
     size = sum(file.stat().st_size for file in files if file.exists()) + own + PYTHON_IMAGE_BYTES + COMPILER_BYTES
@@ -204,20 +192,6 @@ def test_images_see_everything_that_the_package_needs() -> None:
     assert {path.parent for path in files_of_the_build() if path.parts[0] == "models"} == {Path("models/storyteller")}
 
 
-def closure_of(requirements: list[str]) -> list[metadata.Distribution]:
-    """Returns the distributions that installing these would bring, as they are installed here."""
-    waiting, found = list(requirements), {}
-    while waiting:
-        requirement = Requirement(waiting.pop())
-        name = canonicalize_name(requirement.name)
-        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        distribution = metadata.distribution(requirement.name)
-        found[name] = distribution
-        waiting += distribution.requires or []
-    return list(found.values())
-
-
 @pytest.fixture(scope="module")
 def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with what the scheduler's image holds, and nothing else.
@@ -232,12 +206,8 @@ def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copyfile(ROOT / path, target, follow_symlinks=False)
     venv.create(folder / "venv", with_pip=False)
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
-    for distribution in closure_of(project()["project"]["dependencies"]):
-        for file in distribution.files or []:
-            if ".." not in file.parts and "__pycache__" not in file.parts:
-                target = site_packages / file
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.symlink_to(distribution.locate_file(file))
+    for distribution in closure_of(requirements_of(*LOCKS["scheduler"])):
+        link(distribution, site_packages)
     options = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
     install = [sys.executable, "-m", "pip", "install", *options, "--target", str(site_packages), str(folder / "src")]
     done = subprocess.run(install, capture_output=True, text=True, check=False)

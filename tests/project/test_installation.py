@@ -8,21 +8,22 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from deploy.platform_wheel import PLACE, platform_wheel, variants_of
 from pagewire import LLM, installation
+from pagewire.common.process import EXIT_REFUSED
 from tests.compiler import skip_without_compiler
+from tests.environments import files_of_the_build, project, requirements_of
 from tests.project.sources import imports, parse, sources
-from tests.project.test_images import files_of_the_build
 
 ROOT = Path(__file__).parents[2]
+OPTIONAL = project()["project"]["optional-dependencies"]
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
 # A module of the kernels that needs no torch, which takes a second to be imported.
 KERNELS = "pagewire.kernels.triton.repeated_launch"
@@ -183,7 +184,7 @@ def test_source_tree_on_the_path_leaves_the_name_to_others(other_wheel: Path, en
 
 
 def test_least_versions_are_those_of_the_stubs() -> None:
-    least = {package.name: package.least for package in installation.BASE if package.least}
+    least = {package.name: package.least for package in installation.NEEDED[""] if package.least}
     stubs = list((ROOT / "protos" / "gen").rglob("*_pb2*.py"))
     grpcio = {found for path in stubs for found in re.findall(r"GRPC_GENERATED_VERSION = '(.*)'", path.read_text())}
     protobuf = {found for path in stubs for found in re.findall(r"# Protobuf Python Version: (.*)", path.read_text())}
@@ -196,28 +197,64 @@ def third_party(path: Path) -> set[str]:
     return names - sys.stdlib_module_names - {"pagewire", "scheduler_service", "worker_service"}
 
 
-def test_whatever_is_imported_comes_with_the_base_or_is_told() -> None:
-    """A package is of the base, of the worker, or of an extra that errors name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    for module, extra in installation.EXTRAS.items():
-        brought = {Requirement(line).name.partition("-")[0].replace("-", "_") for line in extras[extra]}
-        assert module.partition("_")[0] in brought
-    assert set(installation.EXTRAS.values()) == set(extras) - {"dev", "worker"}
-    of_base = {"google", "grpc", "grpc_health", "grpc_reflection", "smg_grpc_proto", "huggingface_hub"}
-    of_base |= {"cryptography", "jinja2", "llguidance", "prometheus_client", "tokenizers", "xxhash", "yaml"}
-    of_worker = {package.module for package in installation.WORKER} | {"triton"}
-    told = of_base | of_worker | set(installation.EXTRAS)
-    unknown = {path: third_party(path) - told for path in sources("pagewire", "scheduler_service", "worker_service")}
-    assert {path: names for path, names in unknown.items() if names} == {}
+# Modules that are not named as their packages are.
+MODULES = {
+    "flash-attn": "flash_attn",
+    "googleapis-common-protos": "google",
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+    "protobuf": "google",
+    "PyYAML": "yaml",
+}
 
 
-@pytest.mark.parametrize("module", installation.EXTRAS)
-def test_what_an_extra_brings_is_named_with_it(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation, "_is_there", lambda name: name != module)
-    line = f"{module} is not installed: pip install 'pagewire[{installation.EXTRAS[module]}]'"
-    assert installation.extra_shortage(module) == line
-    assert installation.advice(ModuleNotFoundError("no", name=f"{module}.part")) == line
+def brought_by(*extras: str) -> set[str]:
+    names = [requirement.name for requirement in requirements_of(*extras)]
+    return {MODULES.get(name, name.lower().replace("-", "_")) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("packages", "extras"),
+    [
+        (("pagewire",), ("gateway", "bench", "transformers", "tracing")),
+        (("scheduler_service", "common"), ("scheduler", "tracing")),
+        (("worker_service", "kernels", "common"), ("worker", "tracing", "flash")),
+    ],
+)
+def test_what_a_part_imports_comes_with_its_extras(packages: tuple[str, ...], extras: tuple[str, ...]) -> None:
+    imported = set(chain.from_iterable(map(third_party, sources(*packages))))
+    # torch brings Triton.
+    assert imported - {"triton"} <= brought_by(*extras)
+
+
+def test_an_extra_brings_nothing_that_is_not_imported() -> None:
+    imported = set(chain.from_iterable(map(third_party, sources("pagewire", "scheduler_service", "worker_service"))))
+    imported |= set(chain.from_iterable(map(third_party, sources("common", "kernels"))))
+    assert brought_by(*set(OPTIONAL) - {"test", "dev"}) <= imported
+
+
+def test_an_extra_brings_what_errors_name_by_it() -> None:
+    assert set(installation.NEEDED) == {"", "gpu", *OPTIONAL} - {"test", "dev"}
+    for extra, packages in installation.NEEDED.items():
+        if extra != "gpu":
+            brought = {requirement.name for requirement in requirements_of(*filter(None, [extra]))}
+            assert {package.name for package in packages} <= brought
+
+
+@pytest.mark.parametrize("extra", sorted(OPTIONAL.keys() - {"test", "dev"}))
+def test_what_an_extra_brings_is_named_with_it(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = installation.NEEDED[extra][0]
+    monkeypatch.setattr(installation, "_is_there", lambda name: name != package.module)
+    line = str(installation.shortage(extra))
+    assert line.startswith(f"{package.name} is not installed")
+    assert line.endswith(f": {sys.executable} -m pip install 'pagewire[{extra}]'")
+    assert installation.advice(ModuleNotFoundError("no", name=f"{package.module}.part"), extra) == line
+    # pip knows nothing of a source tree on the path.
+    monkeypatch.setattr(installation, "_version", lambda name: None)
+    assert f"-m pip install '{package}'" in str(installation.shortage(extra))
 
 
 def test_a_tokenizer_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,18 +266,12 @@ def test_a_tokenizer_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None
         llm.get_tokenizer()
 
 
-def test_packages_of_a_bare_machine_are_dependencies() -> None:
-    """The packages that are looked for are those of pyproject.toml, each at a version that is not below the least."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    listed = [
-        Requirement(line)
-        for line in [*project["dependencies"], *extras["worker"], *extras["transformers"], *extras["dev"]]
-    ]
-    specifiers = {requirement.name: requirement.specifier for requirement in listed}
-    for package in installation.GPU_CHECKS:
-        (pinned, *_) = sorted(specifier.version for specifier in specifiers[package.name])
-        assert installation._numbers(pinned) >= installation._numbers(package.least), package
+def test_packages_of_a_bare_machine_may_be_no_newer_than_the_ranges() -> None:
+    """A package that is looked for is of pyproject.toml, whose lower end is not below the least."""
+    specifiers = {requirement.name: requirement.specifier for requirement in requirements_of("dev", "flash")}
+    for package in {package for packages in installation.NEEDED.values() for package in packages}:
+        (least,) = (part.version for part in specifiers[package.name] if part.operator in (">=", "=="))
+        assert installation._numbers(least) >= installation._numbers(package.least), package
 
 
 # Python imports a module of this name by itself: packages look older than they are, or absent.
@@ -277,7 +308,7 @@ def test_what_is_lacking_is_one_line(
     flags = ["--model", str(ROOT / "models" / "storyteller"), "--worker", "127.0.0.1:1", "--log-level", "warning"]
     command = [sys.executable, "-m", "pagewire", "scheduler", *flags]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == EXIT_REFUSED
     (line,) = ended.stderr.splitlines()
     assert expected in line
     assert "-m pip install '" in line

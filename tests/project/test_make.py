@@ -28,11 +28,12 @@ def make(folder: Path, version: str, place: str) -> tuple[list[str], str]:
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(FAKE_PYTHON.format(python=sys.executable, version=version.replace(".", ",")))
     python.chmod(0o755)
-    (folder / "pyproject.toml").touch()
     return run_make(folder, f"PYTHON={folder / 'python'}")
 
 
 def run_make(folder: Path, *arguments: str) -> tuple[list[str], str]:
+    for name in ("pyproject.toml", "constraints.txt"):
+        (folder / name).touch()
     command = ["make", "-f", str(ROOT / "Makefile"), "setup", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -66,7 +67,6 @@ def test_an_environment_of_another_python_is_to_be_removed(tmp_path: Path) -> No
 
 
 def test_no_python_at_all_gets_one_line(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").touch()
     (line,), _ = run_make(tmp_path, "PYTHON=no-such-python")
     assert line == "there is no no-such-python: install Python 3.13, or name one, make PYTHON=/path/to/python3.13"
 

@@ -331,4 +331,4 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
     program = f"import pagewire\ntry: pagewire.LLM({str(MODEL)!r})\nexcept ImportError as error: print(error)"
     command = [sys.executable, "-c", program]
     printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"torch is not installed: \S+ -m pip install 'torch>=[0-9.]+'\n", printed.stdout)
+    assert re.fullmatch(r"torch is not installed: \S+ -m pip install 'pagewire\[serve\]'\n", printed.stdout)

@@ -165,8 +165,8 @@ def test_without_torch_it_says_what_to_install(sound: Path, tmp_path: Path, verb
     ended = run(verb, sound, [], PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert (ended.returncode, ended.stdout) == (EXIT_REFUSED, "")
     [line] = refusals(ended.stderr)
-    assert "a worker cannot run here: torch is not installed, safetensors is not installed: " in line
-    assert "-m pip install 'torch>=" in line
+    assert f"pagewire {verb} cannot run here: torch is not installed, safetensors is not installed: " in line
+    assert f"-m pip install 'pagewire[{verb}]'" in line
 
 
 def test_ranks_say_it_once(sound: Path) -> None:
