@@ -8,13 +8,16 @@ SEEDS := 5000
 FIRST := 0
 MINUTES := 30
 
-.PHONY: help setup run test test-lowest check-aarch64 fuzz sim sim-mutants lint lock protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-layer-launches bench-gateway bench-grammars bench-structured-output bench-traces bench-fresh-starts bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
+.PHONY: help check setup run test test-lowest nightly check-aarch64 fuzz sim sim-mutants lint lock protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-layer-launches bench-gateway bench-grammars bench-structured-output bench-traces bench-fresh-starts bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # What pyproject.toml says of versions, in words that any Python understands: pip's own take lines.
 CHECK_PYTHON := import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("Pagewire needs Python 3.11, 3.12 or 3.13, \
 and %s is %d.%d" % ((sys.executable,) + sys.version_info[:2]) + sys.argv[1])
+
+check: lint  ## the quick check: lint, types, the scheduler's core, the project itself
+	$(BIN)/python -m pytest -q -m 'not gpu and not alone' -n 2 --dist loadfile tests/core tests/project
 
 $(READY): pyproject.toml constraints.txt
 	@if test -x $(BIN)/python; then $(BIN)/python -c '$(CHECK_PYTHON)' ": remove $(VENV) to have it made again"; \
@@ -43,6 +46,9 @@ test-lowest: .venv-lowest/.ready  ## with the oldest packages of pyproject.toml'
 	@# What is left out compares with transformers, whose newest version it is about.
 	.venv-lowest/bin/python -m pytest -m 'not gpu and not alone' -n 4 --dist loadfile tests/core tests/contract tests/system/test_serve.py \
 	  $(patsubst %,--ignore=tests/contract/test_%.py,gguf_tokenizer template_forms tokenizer_files)
+
+nightly:  ## what takes hours: test-lowest, check-aarch64, sim, sim-mutants, fuzz, bench-fresh-starts, each whether or not another fails
+	$(MAKE) --keep-going test-lowest check-aarch64 sim sim-mutants fuzz bench-fresh-starts
 
 check-aarch64: $(READY)  ## tests of the CPU kernels as AArch64 computes them, under qemu; ARGS: pytest's, PROCESSOR=cortex-a53: a lesser one
 	$(BIN)/python -m tests.kernels.emulated $(if $(PROCESSOR),--processor $(PROCESSOR)) $(ARGS)
