@@ -18,9 +18,9 @@ from urllib.parse import quote
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
 
 from pagewire import Client, SamplingParams
+from pagewire.common.messages import PROTOCOL_VERSION
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from testing.checkpoints.families import make_checkpoint
 from testing.services import Service
