@@ -1,8 +1,10 @@
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, processors
 
 from testing.scheduler_stack import make_checkpoint
 
@@ -10,6 +12,19 @@ from testing.scheduler_stack import make_checkpoint
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def special_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose tokenizer puts a special token before a prompt."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("special"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = ("<end>", tokenizer.token_to_id("<end>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<end>", "eos_token": {"content": "<end>"}, "pad_token": None, "model_max_length": 9}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture(autouse=True)

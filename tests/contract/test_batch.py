@@ -16,7 +16,7 @@ from pagewire.errors import Cancelled
 from pagewire.llm.llm import _requests
 from pagewire.retry import Attempts
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
-from tests.contract.test_attachment import proxied
+from tests.contract.cut_proxy import proxied
 
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=20, ignore_eos=True)
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import importlib.util
 import io
 import itertools
@@ -35,10 +34,7 @@ from pagewire.cli.command import main
 from pagewire.errors import CommandError, ResourceExhausted
 from pagewire.hosting.supervisor import free_port
 from pagewire.sampling import SamplingParams
-from scheduler_service.serving.model_info import read_model_info
-from testing.fake_worker import FakeWorker
-from testing.scheduler_stack import Stack, serve
-from testing.simulated_worker import SimulatedWorker
+from tests.contract.bench_stack import bench, stack_of
 
 # Sent at 0, 1, 2 and 3 s. The first gets tokens at 0.5, 1.0, 2.0 (two) s, the second one at 1.5 s, the third fails and
 # the fourth is cut off.
@@ -285,29 +281,6 @@ async def test_failed_requests_are_told_apart() -> None:
 
 
 # Against a real scheduler, over gRPC
-
-
-class SoundWorker(FakeWorker):
-    """Has no token whose logits are bad: prompts are random."""
-
-    def _simulated_worker(self) -> SimulatedWorker:
-        worker = super()._simulated_worker()
-        worker.poisoned = frozenset()
-        return worker
-
-
-@contextlib.asynccontextmanager
-async def stack_of(checkpoint: Path, step_seconds: float = 0.0, **options: object) -> AsyncIterator[Stack]:
-    worker = SoundWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
-    async with serve(checkpoint, worker=worker, **options) as stack:
-        stack.worker.step_seconds = step_seconds
-        yield stack
-
-
-async def bench(stack: Stack, *arguments: object) -> int:
-    """The command on a thread, as it needs an event loop of its own."""
-    return await asyncio.to_thread(main, ["bench", *map(str, arguments), "--url", stack.url])
 
 
 SMALL = ("--input-len", 20, "--output-len", 10, "--random-range-ratio", 0.5, "--num-prompts", 12, "--seed", 3)

@@ -18,8 +18,8 @@ from pagewire.bench.text_tokenizer import TextTokenizer
 from pagewire.cli.command import main
 from pagewire.errors import CommandError
 from tests.contract import openai_stub
+from tests.contract.bench_stack import bench, stack_of
 from tests.contract.openai_stub import OpenAIStub
-from tests.contract.test_bench import bench, stack_of
 
 ROOT = Path(__file__).parents[2]
 STORYTELLER = ROOT / "models" / "storyteller"

@@ -17,7 +17,7 @@ from scheduler_service import request_service
 from scheduler_service.rpc.public import shared_call
 from scheduler_service.serving.tokenizer import Tokenizer
 from testing.scheduler_stack import Stack, details, make_checkpoint, request, serve, status_of
-from tests.contract.test_structured_output import held_checks
+from tests.contract.held_checks import held_checks
 
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -16,7 +16,6 @@ from pagewire.cli.status import table
 from pagewire.common.chat_template import ChatTemplateError, render
 from pagewire.common.template_sandbox import MAX_STEPS
 from testing.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
-from tests.contract.test_tokenization import checkpoint  # noqa: F401 - a fixture
 
 HELLO = {"role": "user", "content": "hello"}
 TEMPLATE = (
@@ -27,11 +26,11 @@ TEXT = "<end>[user]hello<end>[assistant]"
 
 
 @pytest.fixture(scope="module")
-def chatty(checkpoint: Path) -> Path:  # noqa: F811
+def chatty(special_checkpoint: Path) -> Path:
     """A checkpoint whose tokenizer and whose chat template both put a special token before a prompt."""
-    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    return checkpoint
+    config = json.loads((special_checkpoint / "tokenizer_config.json").read_text())
+    (special_checkpoint / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return special_checkpoint
 
 
 def answer_of(completion: pagewire.Completion) -> tuple[object, ...]:
@@ -105,8 +104,10 @@ async def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> Non
                 await client.achat(wrong, chat_template=TEMPLATE)
 
 
-async def test_templates_are_asked_for_by_name_and_refuse_in_their_own_words(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
-    path = shutil.copytree(checkpoint, tmp_path / "named")
+async def test_templates_are_asked_for_by_name_and_refuse_in_their_own_words(
+    special_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(special_checkpoint, tmp_path / "named")
     refusing = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}{{ messages[0].content }}"
     (path / "chat_template.jinja").write_text(refusing)
     (path / "additional_chat_templates").mkdir()

@@ -19,10 +19,10 @@ from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import VOCAB_SIZE, Stack, details, make_checkpoint, request, serve
 from testing.simulated_worker import reference_embedding
+from tests.contract.front_end import serve_front_end
 from tests.contract.shared_stream import SharedStream
-from tests.contract.test_front_end import serve_front_end
-from tests.contract.test_tenants import PROMPT as TENANTS_PROMPT
-from tests.contract.test_tenants import credentials, write_tenants
+from tests.contract.tenants import PROMPT as TENANTS_PROMPT
+from tests.contract.tenants import credentials, write_tenants
 from tests.contract.vllm_client import stub_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

@@ -11,20 +11,14 @@ import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Result, Stack, request, serve
-from tests.contract.test_front_end import FrontEnd, serve_front_end
-from tests.contract.test_tenants import KEYS, PROMPT, code_of, credentials, remove_tenant, write_tenants
+from tests.contract.front_end import FrontEnd, serve_front_end
+from tests.contract.tenants import PROMPT, code_of, credentials, key_file, remove_tenant, write_tenants
 
 
 @pytest.fixture
 def tenants(tmp_path: Path) -> Path:
     write_tenants(tmp_path / "tenants.yaml")
     return tmp_path / "tenants.yaml"
-
-
-def key_file(folder: Path, tenant: str) -> str:
-    path = folder / f"{tenant}.key"
-    path.write_text(KEYS[tenant] + "\n")
-    return str(path)
 
 
 @asynccontextmanager

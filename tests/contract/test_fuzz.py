@@ -20,7 +20,7 @@ from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, make_checkpoint, request, serve
 from testing.simulated_worker import SimulatedWorker
-from tests.contract.test_front_end import FrontEnd, serve_front_end
+from tests.contract.front_end import FrontEnd, serve_front_end
 
 NUM_REQUESTS = 10_000
 NUM_AT_ONCE = 16

@@ -17,7 +17,7 @@ from scheduler_service.config import FrontEndConfig
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import expected_tokens, serve
-from tests.contract.test_wrong_ports import listener
+from tests.contract.raw_port import listener
 
 PROMPT = [5, 6, 7, 8, 9]
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=8)

@@ -19,7 +19,7 @@ from pagewire.common.transport.tls import server_files
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.rpc.worker.worker_link import WorkerLink
 from tests.contract.certificates import Authority
-from tests.contract.test_worker_link import Listener
+from tests.contract.worker_listener import Listener
 from worker_service.engine import Engine, LoadedWorker
 from worker_service.rpc.servicer import WorkerServicer
 

@@ -16,7 +16,7 @@ from scheduler_service.rpc.worker.worker_link import FencedError, WorkerLink
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import expected_tokens, request, serve
-from tests.contract.test_worker_link import SWAP_OUT, WORK, Listener, opening
+from tests.contract.worker_listener import SWAP_OUT, WORK, Listener, opening
 
 PROMPT = [5, 6, 7, 8, 9]
 

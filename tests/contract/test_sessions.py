@@ -13,10 +13,9 @@ from scheduler_service.core.request import Request
 from scheduler_service.rpc.tenants.tenant_file import parse_tenants
 from scheduler_service.serving.recording import RecordingReader
 from testing.scheduler_stack import details, request, serve, status_of
+from tests.contract.front_end import serve_front_end
 from tests.contract.shared_stream import SharedStream
-from tests.contract.test_front_end import serve_front_end
-from tests.contract.test_front_end_tenants import key_file
-from tests.contract.test_tenants import credentials, write_tenants
+from tests.contract.tenants import credentials, key_file, write_tenants
 from tests.contract.vllm_client import generate as generate_vllm
 from tests.contract.vllm_client import request as vllm_request
 from tests.contract.vllm_client import stub_of

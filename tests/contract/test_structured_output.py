@@ -3,9 +3,8 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from threading import Event
 
 import grpc
 import grpc.aio
@@ -16,13 +15,13 @@ from pagewire.common.messages import GrammarKind, RowStatus
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.rpc.public.structured_output import MAX_GRAMMAR_BYTES
 from scheduler_service.serving import grammars
-from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, make_checkpoint, request, serve, status_of
+from tests.contract.front_end import FrontEnd, serve_front_end
+from tests.contract.held_checks import held_checks
 from tests.contract.shared_stream import SharedStream
-from tests.contract.test_front_end import FrontEnd, serve_front_end
-from tests.contract.test_tenants import credentials, write_tenants
+from tests.contract.tenants import credentials, write_tenants
 
 END = 0  # of the tokenizer
 PROMPT = [5, 6, 7, 8, 9]
@@ -54,25 +53,6 @@ async def serving(path: Path, *, is_front_end: bool = False, **options: object) 
         async with serve_front_end(path, stack.url) as front:
             front.worker = stack.worker
             yield front
-
-
-@contextmanager
-def held_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
-    """Hold the thread on which grammars are checked, once a check has begun: it sets the first event, and goes on with
-    the second."""
-    begun, go_on = Event(), Event()
-    compile_on_thread = GrammarChecks._compile_on_thread
-
-    def compile_held(checks: GrammarChecks, grammar: object) -> tuple[float, str]:
-        begun.set()
-        assert go_on.wait(30)
-        return compile_on_thread(checks, grammar)
-
-    monkeypatch.setattr(GrammarChecks, "_compile_on_thread", compile_held)
-    try:
-        yield begun, go_on
-    finally:
-        go_on.set()
 
 
 async def test_grammars_come_to_the_worker_as_they_were_written(model_path: Path) -> None:

@@ -2,18 +2,14 @@
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import re
 import resource
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
-import yaml
 from cryptography import x509
 
 from pagewire import Client, SamplingParams
@@ -29,35 +25,7 @@ from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, Stack, request, serve
 from tests.contract.certificates import Authority
-
-KEYS = {"acme": "key-of-acme", "globex": "key-of-globex", "root": "key-of-root"}
-PROMPT = list(range(1, 41))
-
-
-def digest(key: str) -> str:
-    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
-
-
-def write_tenants(path: Path, **changes: dict[str, object]) -> None:
-    tenants: dict[str, dict[str, object]] = {name: {"api_keys": [digest(key)]} for name, key in KEYS.items()}
-    tenants["root"]["operator"] = True
-    for name, entry in changes.items():
-        tenants.setdefault(name, {}).update(entry)
-    path.write_text(yaml.safe_dump({"tenants": tenants}))
-
-
-def remove_tenant(path: Path, name: str) -> None:
-    document = yaml.safe_load(path.read_text())
-    del document["tenants"][name]
-    path.write_text(yaml.safe_dump(document))
-
-
-def write_text(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
-def credentials(tenant: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {KEYS[tenant]}"),)
+from tests.contract.tenants import KEYS, PROMPT, code_of, credentials, digest, remove_tenant, slow_stack, write_tenants
 
 
 @pytest.fixture
@@ -66,22 +34,8 @@ def tenants(tmp_path: Path) -> Path:
     return tmp_path / "tenants.yaml"
 
 
-@asynccontextmanager
-async def slow_stack(checkpoint: Path, tenants: Path) -> AsyncIterator[Stack]:
-    """A worker that takes its time, so that requests are there to be looked at."""
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    await worker.start()
-    worker.step_seconds = 0.02
-    async with serve(checkpoint, worker=worker, tenants=str(tenants)) as stack:
-        yield stack
-
-
-async def code_of(call: object) -> grpc.StatusCode | None:
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return None
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text)
 
 
 async def generate(stack: Stack, message: pb.GenerateRequest, tenant: str) -> Result:

@@ -1,33 +1,19 @@
 """Tokenize and Detokenize, at the scheduler and at a front end, against the tokenizer itself."""
 
-import json
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from testing.scheduler_stack import VOCAB_SIZE, make_checkpoint, request, serve
-from tests.contract.test_front_end import serve_both
+from tests.contract.front_end import serve_both
 
 TEXTS = ("once upon a time", "", "é😀 <end>", "hello\nworld")
 SPECIAL_TOKENS = {"bos_token": "<end>", "eos_token": "<end>"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose tokenizer puts a special token before a prompt."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("special"))
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    special = ("<end>", tokenizer.token_to_id("<end>"))
-    tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<end>", "eos_token": {"content": "<end>"}, "pad_token": None, "model_max_length": 9}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 async def check(stub: pb_grpc.SchedulerServiceStub, tokenizer: Tokenizer) -> None:
@@ -47,15 +33,15 @@ async def check(stub: pb_grpc.SchedulerServiceStub, tokenizer: Tokenizer) -> Non
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_the_scheduler_and_a_front_end_tokenize(checkpoint: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    async with serve_both(checkpoint) as (stack, front):
+async def test_the_scheduler_and_a_front_end_tokenize(special_checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(special_checkpoint / "tokenizer.json"))
+    async with serve_both(special_checkpoint) as (stack, front):
         await check(stack.stub, tokenizer)
         await check(front.stub, tokenizer)
 
 
-async def test_tokens_are_those_of_a_prompt(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack:
+async def test_tokens_are_those_of_a_prompt(special_checkpoint: Path) -> None:
+    async with serve(special_checkpoint) as stack:
         prompt = (await stack.stub.Tokenize(pb.TokenizeRequest(texts=["once upon"]))).prompts[0]
         from_text = await stack.generate(request("once upon", max_tokens=9))
         assert (await stack.generate(request(list(prompt.ids), max_tokens=9))).token_ids == from_text.token_ids

@@ -21,8 +21,8 @@ from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, Stack, details, expected_tokens, request, serve
 from tests.contract import vllm_client
+from tests.contract.front_end import FrontEnd, serve_both
 from tests.contract.shared_stream import SharedStream
-from tests.contract.test_front_end import FrontEnd, serve_both
 
 PROMPT = [5, 6, 7, 8, 9]
 DEADLINE = 30

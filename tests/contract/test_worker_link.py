@@ -12,16 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire.common.messages import (
-    PROTOCOL_VERSION,
-    AddedGrammar,
-    GrammarKind,
-    RowOpening,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    WorkerCapacity,
-)
+from pagewire.common.messages import PROTOCOL_VERSION, AddedGrammar, GrammarKind, StepPlan, StepResult, WorkerCapacity
 from pagewire.common.transport.dialling import Dialler
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -34,6 +25,7 @@ from scheduler_service.rpc.worker.worker_session import Session
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, request, serve
+from tests.contract.worker_listener import SWAP_OUT, WORK, Listener, opening
 
 PROMPT = [5, 6, 7, 8, 9]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -269,32 +261,6 @@ async def test_limits_that_the_worker_lowers_are_told_once(checkpoint: Path, cap
 # Moves, with a scheduler that writes down what it is told
 
 
-class Listener:
-    def __init__(self) -> None:
-        self.events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
-
-    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: Session) -> None:
-        self.events.put_nowait(("ready", (capacity, link)))
-
-    def moved(self, step: int) -> None:
-        self.events.put_nowait(("moved", step))
-
-    def grammar_ready(self, grammar_id: int, error: str) -> None:
-        self.events.put_nowait(("grammar", (grammar_id, error)))
-
-    def result(self, result: StepResult) -> None:
-        self.events.put_nowait(("result", result.step))
-
-    def worker_lost(self, reason: str) -> None:
-        self.events.put_nowait(("lost", reason))
-
-    def worker_missing(self, reason: str) -> None:
-        self.events.put_nowait(("missing", reason))
-
-    async def next(self) -> tuple[str, object]:
-        return await asyncio.wait_for(self.events.get(), 20)
-
-
 @asynccontextmanager
 async def linking(worker: FakeWorker, **options: object) -> AsyncIterator[Listener]:
     """What a link to the worker says, from its start."""
@@ -349,14 +315,6 @@ async def test_a_worker_that_joins_as_the_scheduler_stops_does_not_keep_it(monke
     await dialler.close()
     assert done == {running}
     assert running.cancelled()
-
-
-SWAP_OUT = {"swap_out_device_blocks": (1, 2), "swap_out_host_blocks": (4, 3)}
-WORK = {"work_slots": (0,), "work_num_tokens": (4,)}
-
-
-def opening(num_computed_tokens: int = 0) -> RowOpening:
-    return RowOpening(0, 7, tuple(range(9)), 9, num_computed_tokens, (1, 2, 3), SamplingParams(), 0, 0)
 
 
 class MistakenWorker(FakeWorker):

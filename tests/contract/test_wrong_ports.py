@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,36 +20,13 @@ from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.metrics_server import MetricsServer
 from scheduler_service.rpc.waiting import Waiting
 from tests.contract.certificates import self_signed
+from tests.contract.raw_port import listener
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 # HEADERS, for a stream, that end it, with :status 404, which stands in HPACK's table.
 HEADERS, NOT_FOUND = b"\0\0\1\1\5", b"\x8d"
-
-
-@contextmanager
-def listener(behave: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The address of a port whose connections are left to a function."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def run() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                threading.Thread(target=serve, args=(connection,), daemon=True).start()
-
-        def serve(connection: socket.socket) -> None:
-            with connection:
-                behave(connection)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
 
 
 def web_server(connection: socket.socket) -> None:

@@ -9,7 +9,7 @@ from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import AdmissionError, EndReason
 from testing.simulated_worker import reference_embedding
-from tests.core.test_scheduler import VOCAB, System, prompt_of
+from tests.core.system import VOCAB, System, prompt_of
 
 POOLINGS = [Pooling.LAST, Pooling.MEAN]
 poolings = pytest.mark.parametrize("pooling", POOLINGS)

@@ -17,7 +17,7 @@ from scheduler_service.core.request import (
     EndReason,
     Tier,
 )
-from tests.core.test_scheduler import System, beam_reference, prompt_of
+from tests.core.system import System, beam_reference, prompt_of
 
 
 def plans_of(system: System) -> list:

@@ -9,7 +9,7 @@ from scheduler_service.core.cache import RootKey
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import EndReason
 from scheduler_service.core.retention import Recency, ReturnTimes, Session
-from tests.core.test_scheduler import System, prompt_of
+from tests.core.system import System, prompt_of
 
 
 def agent(max_wait_s: float = 600.0, **settings) -> System:

@@ -16,10 +16,10 @@ from testing.checkpoints.families import make_checkpoint
 from tests.compiler import skip_without_compiler
 from tests.kernels.emulated import aarch64
 from tests.kernels.paged import paged_attention
-from tests.kernels.test_cpu_products import KINDS, random_activations, random_product, random_quantized
-from tests.worker import test_same_bits
-from tests.worker.test_models import TOLERANCE, transformers_logits
-from tests.worker.test_same_bits import CPU, VOCAB, Engine
+from tests.kernels.random_products import KINDS, random_activations, random_product, random_quantized
+from tests.worker import shared_steps
+from tests.worker.model_logits import TOLERANCE, transformers_logits
+from tests.worker.shared_steps import CPU, VOCAB, Engine
 from worker_service.host import create_host_operations
 from worker_service.models import loading
 from worker_service.startup.cpu_kernels import environment_build
@@ -108,7 +108,7 @@ def test_attention(emulated, cache_dtype, seed):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_steps_of_a_decoder(emulated, family, dtype, tmp_path, monkeypatch):
     """Chunks of prompts beside each other: in float32 what transformers computes; always the bits of a prompt alone."""
-    monkeypatch.setattr(test_same_bits, "load_cpu_kernels", lambda: emulated)
+    monkeypatch.setattr(shared_steps, "load_cpu_kernels", lambda: emulated)
     checkpoint = make_checkpoint(tmp_path, family, seed=3, dtype=str(dtype).removeprefix("torch."))
     model = loading.load_model(checkpoint, dtype=dtype, device=CPU, operations=create_host_operations(emulated))
     generator = torch.Generator().manual_seed(1)
@@ -117,7 +117,7 @@ def test_steps_of_a_decoder(emulated, family, dtype, tmp_path, monkeypatch):
     rows = [engine.row(tokens) for tokens in prompts]
     for nums in ((3, 20), (1, 1), (1, 2)):
         engine.step(list(zip(rows, nums, strict=True)))
-    for row, alone in zip(rows, test_same_bits.alone(model, dtype, dtype, prompts), strict=True):
+    for row, alone in zip(rows, shared_steps.alone(model, dtype, dtype, prompts), strict=True):
         assert torch.equal(torch.cat(row.logits), alone)
         if dtype == torch.float32:
             expected = transformers_logits(checkpoint, row.tokens)

@@ -28,7 +28,7 @@ from pagewire.kernels.cpu import (
 from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.experts import ExpertRouting, multiply_routed, route_tokens, sum_slots
 from pagewire.kernels.float8 import Float8Weight
-from tests.kernels.test_cpu_products import compact, threads
+from tests.kernels.random_products import compact, threads
 from tests.kernels.variants import load_variant
 
 NUM_TOKENS = (1, 2, 7, 8, 9, 40)

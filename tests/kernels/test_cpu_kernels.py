@@ -465,22 +465,12 @@ def test_tests_have_every_variant_built_that_of_this_processor_first(tmp_path, m
     assert len([line for line in log.read_text().splitlines() if " -c " in line]) == len(variants)
 
 
-def damaged(content: bytes, rng: random.Random) -> bytes:
-    """What may become of a file: it is cut, overwritten, filled with zeros from somewhere on, or longer."""
-    place = rng.randrange(len(content))
-    overwritten = bytearray(content)
-    overwritten[place] ^= 1 << rng.randrange(8)
-    zeros = bytes(len(content) - place)
-    ways = [content[:place], bytes(overwritten), content[:place] + zeros, content + content[: place + 1], b""]
-    return next(way for way in rng.sample(ways, len(ways)) if way != content)
-
-
 # In a process of its own, which the first instruction that is not there would end.
 LOADING = """
 import logging, random, sys
 from pathlib import Path
 from pagewire.kernels.cpu import library
-from tests.kernels.test_cpu_kernels import damaged
+from tests.kernels.damage import damaged
 folder = Path(sys.argv[1])
 library.SOURCES, library.BUILT = folder / "source", folder / "built"
 logging.basicConfig(stream=sys.stdout, format="%(message)s")

@@ -1,6 +1,5 @@
 """The C kernels' matrix products against float64 and, bit for bit, against their order of sums."""
 
-import contextlib
 import platform
 import random
 from dataclasses import replace
@@ -11,12 +10,18 @@ import torch
 from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.float8 import Float8Format, Float8Weight, unit_size
 from pagewire.kernels.quantized import QuantizedWeight
+from tests.kernels.random_products import (
+    DTYPES,
+    KINDS,
+    NUM_ROWS,
+    compact,
+    random_activations,
+    random_product,
+    random_quantized,
+    threads,
+)
 from tests.kernels.variants import load_variant
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of weights, and of the activations that they are multiplied with.
-KINDS = (*((dtype, torch.float32) for dtype in DTYPES), (torch.bfloat16, torch.bfloat16))
-NUM_ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 23, 40)
 RUN = 256  # inputs that are summed up one after the other
 INTEGER_RUN = 1024  # the same over quantised weights
 
@@ -25,28 +30,6 @@ INTEGER_RUN = 1024  # the same over quantised weights
 def variant(request):
     """For every processor that has no more than this one."""
     return load_variant(request.param)
-
-
-@contextlib.contextmanager
-def threads(number):
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def random_product(seed, dtype):
-    """A weight of a size that is seldom a whole number of panels, its bias or None, and activations."""
-    rng = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    in_size = rng.choice([1, 7, 64, 255, 256, 257, 700])
-    out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
-    print(f"seed {seed}: {in_size} inputs, {out_size} outputs")
-    weight = torch.randn(out_size, in_size, generator=generator).to(dtype)
-    bias = torch.randn(out_size, generator=generator) if rng.random() < 0.5 else None
-    return weight, bias, torch.randn(max(NUM_ROWS), in_size, generator=generator)
 
 
 def error_bound(x, weight):
@@ -166,45 +149,6 @@ def test_bad_arguments_are_refused(cpu_kernels):
 
 # Quantised weights
 
-Q4_0 = tuple(range(-8, 8))
-MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12)
-IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TABLES = (tuple(range(-128, 128)), Q4_0, tuple(range(16)), (120, 127), MXFP4, IQ4_NL)
-
-
-def random_quantized(seed, rng=None):
-    """Codes of 8 bits or from a table, in groups of some size, with scales of some kind and perhaps minima."""
-    rng = rng or random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    group_size = rng.choice([16, 32, 32, 48, 64, 128])
-    in_size = group_size * rng.choice([1, 2, 3, 9, 1200 // group_size])
-    out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
-    table = torch.tensor(rng.choice(TABLES), dtype=torch.int8)
-    kind, has_minima = rng.choice(["float16", "float32", "powers"]), rng.random() < 0.5
-    print(
-        f"seed {seed}: {in_size} inputs, {out_size} outputs, groups of {group_size}, {len(table)} codes,",
-        f"scales: {kind}, minima: {has_minima}",
-    )
-
-    def floats():
-        shape = (out_size, in_size // group_size)
-        if kind == "powers":
-            exponents = torch.randint(-20, 3, shape, generator=generator)
-            return torch.where(exponents == -20, 0.0, torch.ldexp(torch.ones(shape), exponents))
-        values = torch.randn(shape, generator=generator)
-        return values.half().float() if kind == "float16" else values
-
-    codes = table[torch.randint(0, len(table), (out_size, in_size), generator=generator)]
-    return QuantizedWeight(codes, floats(), floats() if has_minima else None, group_size)
-
-
-def random_activations(seed, num_rows, in_size):
-    """Of rows of sizes far apart; some groups of inputs are zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_rows, in_size, generator=generator) * 10 ** torch.randn(num_rows, 1, generator=generator)
-    x[num_rows // 2, : in_size // 2] = 0
-    return x
-
 
 def round_to_int8(x):
     """Codes and scale of each row and 32 inputs: [num_rows, units, 32] and [num_rows, units, 1]."""
@@ -299,34 +243,6 @@ def test_packed_codes_are_the_weight(variant, seed):
     weight = random_quantized(seed)
     indexes = torch.randint(0, len(weight.codes), (30,), generator=torch.Generator().manual_seed(seed))
     assert torch.equal(variant.take_rows(variant.pack_quantized(weight), indexes), weight.dequantized()[indexes])
-
-
-def with_factors(weight, seed):
-    """Scales and minima that are integers of 8 bits, with a factor of float16 for each 256 inputs."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers():
-        return torch.randint(-128, 128, weight.scale.shape, generator=generator).float()
-
-    def factors():
-        return torch.randn(len(weight.codes), weight.codes.shape[1] // 256, generator=generator).half().float()
-
-    minimum = None if weight.minimum is None else integers()
-    minimum_factor = None if minimum is None else factors()
-    return replace(weight, scale=integers(), minimum=minimum, scale_factor=factors(), minimum_factor=minimum_factor)
-
-
-def compact(seed, bits, group_size, has_minima, has_factors):
-    """A weight of scales with factors, or of zero points; there are 9 blocks of inputs, two runs and a part."""
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << bits, (70, 9 * 256), generator=generator) - (0 if bits == 4 else 128)
-    shape = (70, 9 * 256 // group_size)
-    scale = torch.randn(shape, generator=generator).half().float()
-    weight = QuantizedWeight(codes.to(torch.int8), scale, scale.flip(0) if has_minima else None, group_size)
-    if has_factors:
-        return with_factors(weight, seed)
-    zero = torch.randint(0, 1 << bits, shape, generator=generator) - (0 if bits == 4 else 128)
-    return replace(weight, zero=zero.to(torch.int8))
 
 
 COMPACT = [

@@ -18,12 +18,10 @@ from docs.reference import FOLDER, PAGES, by_hand
 from pagewire import options
 from pagewire.bench.command import VERBS as BENCH_VERBS
 from pagewire.cli.command import VERBS
-from tests.project.test_monitoring import NAME as METRIC
-from tests.project.test_monitoring import exported
+from tests.project.documents import DOCUMENTS, ROOT, TRACKED, read
+from tests.project.exported_metrics import NAME as METRIC
+from tests.project.exported_metrics import exported
 
-ROOT = Path(__file__).parents[2]
-TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-DOCUMENTS = sorted(Path(name) for name in TRACKED if name.endswith(".md"))
 SERVICES = ("serve", "scheduler", "worker", "frontend")
 MAX_README_LINES = 120
 # Written by hand: what is made from code does not count. A page that grows shortens another.
@@ -40,10 +38,6 @@ MAKE_TARGET = re.compile(r"\bmake ([a-z][a-z0-9-]+)\b")
 SOURCE_PATH = re.compile(r"^(?:[\w.-]+/)+[\w.-]+\.(?:py|md|h|c|js|sh|json|proto|yaml|toml|binpb)$|^(?:[\w.-]+/)+$")
 MADE_PATHS = re.compile(r"^bench/results/gpu_")  # by commands that need a GPU
 MODULE_NAME = re.compile(r"^[\w/]+\.py$")
-
-
-def read(path: Path) -> str:
-    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def offenders(rule: Callable[[Path], Iterable[str]]) -> list[str]:

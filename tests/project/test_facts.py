@@ -28,7 +28,7 @@ from scheduler_service.rpc.worker import liveness
 from scheduler_service.server import EXIT_FENCED
 from scheduler_service.serving import chat_template, grammars, recording
 from tests.environments import constraints
-from tests.project.test_docs import DOCUMENTS, ROOT, read
+from tests.project.documents import DOCUMENTS, ROOT, read
 from worker_service.config import ATTENTION_BACKENDS, WorkerConfig
 from worker_service.models.config import MAX_EXPERTS
 from worker_service.models.families import BY_ARCHITECTURE

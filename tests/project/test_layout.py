@@ -4,6 +4,7 @@ The rules are those of ARCHITECTURE.md. They are checked on the source, so that 
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -41,6 +42,9 @@ DENIED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal
 DENIED_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 
 
+IMPORT_IN_TEXT = re.compile(r"^ *from (tests[.\w]*) import (\w+)", re.MULTILINE)
+
+
 def is_under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
@@ -62,6 +66,29 @@ def test_only_tests_import_tests() -> None:
         return [name for name in imports(parse(path)) if is_under(name, "tests")]
 
     assert offenders((*EVERY_SOURCE, "deploy", "docs", "examples", "testing"), of_tests) == []
+
+
+def is_of_a_test_module(name: str) -> bool:
+    parts = name.split(".")
+    return any(
+        part.startswith("test_") and (ROOT.joinpath(*parts[:index]) / f"{part}.py").exists()
+        for index, part in enumerate(parts)
+    )
+
+
+def test_nothing_imports_a_test_module() -> None:
+    """What several tests need has a module of its own. Programs in strings count too."""
+
+    def of_a_test_module(path: Path) -> list[str]:
+        tree = parse(path)
+        texts = [
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        in_texts = [".".join(names) for text in texts for names in IMPORT_IN_TEXT.findall(text)]
+        return [name for name in (*imports(tree), *in_texts) if is_of_a_test_module(name)]
+
+    assert is_of_a_test_module("tests.project.test_layout.offenders")
+    assert offenders((*EVERY_SOURCE, "deploy", "docs", "examples", "testing", "tests"), of_a_test_module) == []
 
 
 def around_doors(module: str, imported: list[str]) -> list[str]:

@@ -6,37 +6,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
 
 import pytest
 
-from pagewire.common.messages import WorkerCapacity
-from pagewire.common.transport.tls import DAYS_LEFT, SHARE_LEFT, Life
-from scheduler_service.core.request import SchedulerStats
-from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
+from pagewire.common.transport.tls import DAYS_LEFT, SHARE_LEFT
+from tests.project.exported_metrics import NAME, exported
 from tests.project.manifests import DEPLOY, documents
 
 MONITORING = DEPLOY / "components" / "monitoring"
-# Prometheus adds these to whatever it scrapes from a pod.
-TARGET_LABELS = {"namespace", "pod"}
-NAME = re.compile(r"\b(?:vllm|pagewire):[a-z0-9_:]+")
 LABEL_USE = re.compile(r"([a-z_]+)\s*(?:=~|!~|!=|=)\s*\"")
-
-
-def exported() -> dict[str, set[str]]:
-    """Returns every series that the scheduler and front ends export, and its labels."""
-    metrics = Metrics()
-    metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
-    numbers = {field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING}
-    lives = {"--tls-cert": Life(0.0, 1.0)}
-    service = ServiceStats(certificate_lives=lives)
-    collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model", lambda: service)
-    front_end = FrontEndCollector(lambda: FrontEndStats(certificate_lives=lives))
-    return {
-        sample.name: set(sample.labels) | TARGET_LABELS
-        for family in (*collector.collect(), *front_end.collect())
-        for sample in family.samples
-    }
 
 
 def dashboard() -> dict:

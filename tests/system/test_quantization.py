@@ -15,8 +15,8 @@ from testing.checkpoints.gguf_files import write_gguf
 from testing.services import ENVIRON, System, running
 from testing.streams import until_lost
 from tests.compiler import skip_without_compiler
-from tests.worker.test_models import compute_logits
-from tests.worker.test_quantizing import load as load_here
+from tests.worker.model_logits import compute_logits
+from tests.worker.model_logits import load as load_here
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, logprobs=1)

@@ -1,9 +1,14 @@
 """Runners over a model, on the host and on a device."""
 
+from pathlib import Path
+from typing import Any
+
 from worker_service.attention import AttentionBackend
 from worker_service.cache.cache_engine import CacheEngine
+from worker_service.config import WorkerConfig
 from worker_service.device.computation import DeviceComputation
 from worker_service.device.sampler import Sampler
+from worker_service.engine import LoadedWorker
 from worker_service.grammars import EpochGrammars
 from worker_service.host.computation import HostComputation
 from worker_service.host.model import LayeredModel
@@ -12,6 +17,7 @@ from worker_service.models.model import Model
 from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.runner import ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels
+from worker_service.startup.loader import load_worker
 from worker_service.streams import Device
 
 
@@ -47,3 +53,7 @@ def device_runner(
     graphs = (max_graph_batch_size, max_graph_tokens)
     computation = DeviceComputation(model, cache.layers, backend, sampler, table, device, *graphs)
     return ModelRunner(computation, cache, SingleRank(), splits_steps, grammars)
+
+
+def load(path: Path, **options: Any) -> LoadedWorker:
+    return load_worker(WorkerConfig(model=str(path), device="cpu", **{"num_device_blocks": 200, **options}), "worker")

@@ -6,25 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from testing.checkpoints.packed import E4M3, make_quantized, with_section
 from testing.checkpoints.quantized import BY_NAME
 from tests.broken_json import refusal_of
-from tests.worker.test_models import compute_logits, random_tokens
+from tests.worker.model_logits import compute_logits, edited, random_tokens
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.loading import load_model, prepare_model
 
 CPU = torch.device("cpu")
 QUERIES, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 FILE = r"model\.safetensors"
-
-
-def edited(path, **changes):
-    """Replaces tensors; None removes one."""
-    tensors = {**load_file(path / "model.safetensors"), **changes}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
 def prepare(path):

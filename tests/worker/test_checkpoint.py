@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from testing.checkpoints.families import make_checkpoint
-from tests.worker.test_models import edit_config
+from tests.worker.model_logits import edit_config
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError, model_digest
 from worker_service.models.loading import load_model

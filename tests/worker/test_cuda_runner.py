@@ -38,7 +38,6 @@ from pagewire.common.messages import (
     WorkerProtocolError,
 )
 from pagewire.common.worker_wire import decode_request, encode_request
-from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import (
     AdmissionError,
@@ -53,7 +52,8 @@ from scheduler_service.core.scheduler import Scheduler
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.plans import GREEDY, Row, plan_steps
 from tests.worker.device_attention import DeviceAttention
-from tests.worker.fake_device import CPU, FakeDevice, FakeGraph, Guard, as_kernel
+from tests.worker.device_sampler import SAMPLER
+from tests.worker.fake_device import CPU, FakeDevice, FakeGraph, Guard
 from tests.worker.late_queue import LateQueue
 from tests.worker.letters import END_TOKEN_ID, letters_tokenizer
 from tests.worker.runners import device_runner, host_runner
@@ -63,7 +63,6 @@ from worker_service.config import WorkerConfig
 from worker_service.device.computation import StepTimer
 from worker_service.device.graphs import graph_sizes
 from worker_service.device.mixed_graphs import token_counts
-from worker_service.device.sampler import REFERENCE
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.grammars import CompileThread, EpochGrammars
 from worker_service.models.communicator import SingleRank
@@ -79,27 +78,6 @@ from worker_service.streams import Operation
 
 VOCAB_SIZE = 151
 READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
-
-
-@as_kernel
-def sample(
-    logits: torch.Tensor,
-    columns: SamplingColumns,
-    token_counts: torch.Tensor | None,
-    max_logprobs: int | None,
-    target: TokenTarget | None,
-) -> SampledTokens:
-    """The reference, which sees that its columns are as a kernel wants them."""
-    for name, tensor in columns._asdict().items():
-        if tensor is not None:
-            assert tensor.is_contiguous(), name
-            assert len(tensor) == len(logits) or name == "masks", name
-            assert tensor.data_ptr() % 16 == 0, f"a kernel would be compiled again for {name}"
-            assert tensor.dtype in (torch.float32, torch.int32) or name == "seeds"
-    return REFERENCE.sample(logits, columns, token_counts, max_logprobs, target)
-
-
-SAMPLER = replace(REFERENCE, sample=sample, count_tokens=as_kernel(REFERENCE.count_tokens), is_capturable=True)
 
 
 @pytest.fixture(scope="module")

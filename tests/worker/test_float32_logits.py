@@ -5,7 +5,7 @@ import torch
 
 from testing.checkpoints.families import make_checkpoint
 from tests.worker.float32_products import float32_products
-from tests.worker.test_tensor_parallel import on_every_rank
+from tests.worker.thread_ranks import on_every_rank
 from worker_service.models.loading import load_model
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from testing.checkpoints.packed import make_quantized
 from testing.checkpoints.quantized import BY_NAME
 from tests.compiler import skip_without_compiler
-from tests.worker.test_same_bits import VOCAB, alone, together
+from tests.worker.shared_steps import VOCAB, alone, together
 from worker_service.host import create_host_operations
 from worker_service.models.linear import Linear
 from worker_service.models.loading import load_model, prepare_model

@@ -28,6 +28,7 @@ from pagewire.common.process import EXIT_WITH_PARENT, MEMORY_PREFIX
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.plans import Row, num_blocks_needed, plan_steps
 from tests.compiler import skip_without_compiler
+from tests.worker.runners import load
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.startup.cpu_kernels import load_cpu_kernels
@@ -43,10 +44,6 @@ GREEDY = SamplingParams()
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     return {family: make_checkpoint(root / family, family, seed=7) for family in FAMILIES}
-
-
-def load(path: Path, **options: Any) -> LoadedWorker:
-    return load_worker(WorkerConfig(model=str(path), device="cpu", **{"num_device_blocks": 200, **options}), "worker")
 
 
 def generate(worker: LoadedWorker, rows: Sequence[Row], budget: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from testing.checkpoints.families import make_checkpoint  # noqa: E402
 from testing.checkpoints.gguf_files import write_gguf  # noqa: E402
 from testing.checkpoints.packed import Case, fp8, make_mxfp4, make_quantized, w8a8  # noqa: E402
 from testing.checkpoints.quantized import BY_NAME, CASES  # noqa: E402
-from tests.worker.test_triton_model import HEADS_OF_32, SHAPES, check_tokens, make_runner  # noqa: E402
+from tests.worker.triton_tokens import HEADS_OF_32, SHAPES, check_tokens, make_runner  # noqa: E402
 from worker_service.device.products import PackedExpertProduct, PackedProduct, RoundedProduct  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
 from worker_service.models.linear import ExpertLinear, Linear  # noqa: E402

@@ -12,8 +12,8 @@ from scheduler_service.serving.model_info import read_model_info
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.packed import awq, gptq, make_quantized
 from testing.checkpoints.quantized import BY_NAME, CASES
-from tests.worker.test_models import compute_logits, host_operations, packed_products, random_tokens, use_kernels
-from tests.worker.test_tensor_parallel import Meeting, ThreadRank, kept
+from tests.worker.model_logits import compute_logits, host_operations, packed_products, random_tokens, use_kernels
+from tests.worker.thread_ranks import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig
 from worker_service.models import packing
 from worker_service.models.checkpoint import Checkpoint, Piece

@@ -19,13 +19,13 @@ from testing.checkpoints.gguf_files import write_gguf
 from testing.checkpoints.packed import make_quantized
 from testing.checkpoints.quantized import BY_NAME
 from tests.compiler import skip_without_compiler
-from tests.worker.test_models import compute_logits, random_tokens
+from tests.worker.model_logits import CPU, compute_logits, load, random_tokens
 from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.linear import ExpertLinear, Linear
-from worker_service.models.loading import load_model, prepare_model
+from worker_service.models.loading import prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.quantizing import tensors
@@ -36,7 +36,6 @@ from worker_service.startup.loader import check_products, load_worker
 from worker_service.startup.preflight import check_worker
 from worker_service.startup.progress import LoadProgress
 
-CPU = torch.device("cpu")
 GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
 
 
@@ -51,11 +50,6 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "kernels").symlink_to(built)
     monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
-
-
-def load(path: Path, quantization: str | None = None) -> Model:
-    operations = create_host_operations(load_cpu_kernels())
-    return load_model(path, dtype=torch.float32, device=CPU, operations=operations, quantization=quantization)
 
 
 def logits_of(model: Model, *, is_fused: bool = True) -> torch.Tensor:

@@ -6,9 +6,8 @@ from safetensors.torch import load_file
 
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.packed import make_mxfp4
-from tests.worker.test_broken_quantization import edited
-from tests.worker.test_models import compute_logits, host_operations, random_tokens, use_kernels
-from tests.worker.test_tensor_parallel import Meeting, ThreadRank
+from tests.worker.model_logits import compute_logits, edited, host_operations, random_tokens, use_kernels
+from tests.worker.thread_ranks import Meeting, ThreadRank
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.linear import ExpertLinear
 from worker_service.models.loading import load_model, prepare_model

@@ -13,9 +13,9 @@ import torch
 from pagewire.common.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 from testing.checkpoints.families import make_checkpoint
 from tests.worker.device_attention import DeviceAttention
+from tests.worker.device_sampler import SAMPLER
 from tests.worker.fake_device import CPU, FakeDevice, as_kernel
 from tests.worker.runners import device_runner, host_runner
-from tests.worker.test_cuda_runner import SAMPLER
 from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.errors import is_fatal, is_out_of_memory

@@ -1,0 +1,35 @@
+"""Runs `pagewire bench` against a scheduler in this process."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from pagewire.cli.command import main
+from scheduler_service.serving.model_info import read_model_info
+from testing.fake_worker import FakeWorker
+from testing.scheduler_stack import Stack, serve
+from testing.simulated_worker import SimulatedWorker
+
+
+class SoundWorker(FakeWorker):
+    """Has no token whose logits are bad: prompts are random."""
+
+    def _simulated_worker(self) -> SimulatedWorker:
+        worker = super()._simulated_worker()
+        worker.poisoned = frozenset()
+        return worker
+
+
+@contextlib.asynccontextmanager
+async def stack_of(checkpoint: Path, step_seconds: float = 0.0, **options: object) -> AsyncIterator[Stack]:
+    worker = SoundWorker(read_model_info(str(checkpoint)).digest)
+    await worker.start()
+    async with serve(checkpoint, worker=worker, **options) as stack:
+        stack.worker.step_seconds = step_seconds
+        yield stack
+
+
+async def bench(stack: Stack, *arguments: object) -> int:
+    """The command on a thread, as it needs an event loop of its own."""
+    return await asyncio.to_thread(main, ["bench", *map(str, arguments), "--url", stack.url])

@@ -1,0 +1,28 @@
+"""Holds the checks of grammars as long as a test needs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event
+
+import pytest
+
+from scheduler_service.serving.grammars import GrammarChecks
+
+
+@contextmanager
+def held_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
+    """Hold the thread on which grammars are checked, once a check has begun: it sets the first event, and goes on with
+    the second."""
+    begun, go_on = Event(), Event()
+    compile_on_thread = GrammarChecks._compile_on_thread
+
+    def compile_held(checks: GrammarChecks, grammar: object) -> tuple[float, str]:
+        begun.set()
+        assert go_on.wait(30)
+        return compile_on_thread(checks, grammar)
+
+    monkeypatch.setattr(GrammarChecks, "_compile_on_thread", compile_held)
+    try:
+        yield begun, go_on
+    finally:
+        go_on.set()

@@ -1,0 +1,13 @@
+"""What may become of a file."""
+
+import random
+
+
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """What may become of a file: it is cut, overwritten, filled with zeros from somewhere on, or longer."""
+    place = rng.randrange(len(content))
+    overwritten = bytearray(content)
+    overwritten[place] ^= 1 << rng.randrange(8)
+    zeros = bytes(len(content) - place)
+    ways = [content[:place], bytes(overwritten), content[:place] + zeros, content + content[: place + 1], b""]
+    return next(way for way in rng.sample(ways, len(ways)) if way != content)

@@ -1,0 +1,29 @@
+"""The metrics that services export."""
+
+import re
+from dataclasses import MISSING, fields
+
+from pagewire.common.messages import WorkerCapacity
+from pagewire.common.transport.tls import Life
+from scheduler_service.core.request import SchedulerStats
+from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
+
+# Prometheus adds these to whatever it scrapes from a pod.
+TARGET_LABELS = {"namespace", "pod"}
+NAME = re.compile(r"\b(?:vllm|pagewire):[a-z0-9_:]+")
+
+
+def exported() -> dict[str, set[str]]:
+    """Returns every series that the scheduler and front ends export, and its labels."""
+    metrics = Metrics()
+    metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
+    numbers = {field.name: 0 for field in fields(SchedulerStats) if field.default is MISSING}
+    lives = {"--tls-cert": Life(0.0, 1.0)}
+    service = ServiceStats(certificate_lives=lives)
+    collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model", lambda: service)
+    front_end = FrontEndCollector(lambda: FrontEndStats(certificate_lives=lives))
+    return {
+        sample.name: set(sample.labels) | TARGET_LABELS
+        for family in (*collector.collect(), *front_end.collect())
+        for sample in family.samples
+    }

@@ -1,0 +1,71 @@
+"""Ranks of a model that are threads of this process."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from tests.worker.model_logits import CPU
+from worker_service.models.linear import Linear
+from worker_service.models.loading import load_model
+from worker_service.models.operations import Operations
+
+
+class Meeting:
+    """Where the threads of all ranks meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.brought: list[torch.Tensor] = [torch.empty(0)] * size
+
+
+class ThreadRank:
+    """A `Communicator`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size = rank, meeting.size
+        self._meeting = meeting
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(x)).sum(0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._exchange(x), dim=1)
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._meeting.brought[self.rank] = x
+        self._meeting.barrier.wait()
+        brought = [part.clone() for part in self._meeting.brought]
+        self._meeting.barrier.wait()  # from here on, whoever brought a part may write to it
+        return brought
+
+
+def on_every_rank(size, compute):
+    """What `compute(communicator)` returns on each of them, one thread a rank."""
+    meeting = Meeting(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(compute, [ThreadRank(meeting, rank) for rank in range(size)]))
+
+
+class KeptProduct:
+    def __init__(self, weight, bias):
+        self.weight, self.bias = weight, bias
+
+
+class KeepingOperations(Operations):
+    """Products that only remember what they would multiply with."""
+
+    def prepare_product(self, weight, bias, computed):
+        return KeptProduct(weight, bias)
+
+
+def kept(path, size):
+    """Of every rank, the products of its model by name."""
+
+    def load(communicator):
+        options = {"operations": KeepingOperations(), "communicator": communicator}
+        model = load_model(path, dtype=torch.float32, device=CPU, **options)
+        return {name: module.product for name, module in model.named_modules() if isinstance(module, Linear)}
+
+    return on_every_rank(size, load)

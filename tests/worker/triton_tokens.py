@@ -1,0 +1,92 @@
+"""Tokens of a model by the Triton kernels, beside the reference."""
+
+import random
+
+import torch
+import transformers
+
+from tests.kernels.triton.device import choose_device
+
+DEVICE = choose_device()
+
+from testing.checkpoints.families import FAMILIES  # noqa: E402
+from testing.plans import Row, plan_steps  # noqa: E402
+from tests.worker.runners import device_runner, host_runner  # noqa: E402
+from worker_service.attention import create_backend  # noqa: E402
+from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
+from worker_service.cache.cache_engine import CacheEngine, CacheShape  # noqa: E402
+from worker_service.device.sampler import create_sampler  # noqa: E402
+from worker_service.device.triton_operations import TritonOperations  # noqa: E402
+from worker_service.models.config import ModelConfig  # noqa: E402
+from worker_service.models.loading import load_model  # noqa: E402
+from worker_service.rows.table import TableLimits  # noqa: E402
+from worker_service.startup.loader import attention_shape  # noqa: E402
+
+BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 4
+HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+ONE_LAYER = {**HEADS_OF_32, "num_hidden_layers": 1}
+SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
+    "gpt2": {"n_embd": 64, "n_head": 2},
+    "gpt_neox": {"num_attention_heads": 2},
+    "bloom": {"n_head": 2},
+    "mpt": {"n_heads": 2},
+    "gemma3_text": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {**HEADS_OF_32, "num_hidden_layers": 2, "no_rope_layer_interval": 2},
+    "olmo3": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {**HEADS_OF_32, "num_hidden_layers": 2, "mlp_only_layers": [0]},
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe"), ONE_LAYER),
+}
+
+
+def make_runner(path, backend="triton", device=None):
+    """That of the host; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows that
+    decode, and for 16 and 32 tokens of any."""
+    config = ModelConfig.load(path)
+    assert TritonOperations.refusal(config) is None
+    shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
+    model = load_model(path, dtype=torch.float32, device=DEVICE, operations=TritonOperations(DEVICE))
+    cache_shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32)
+    limits = TableLimits(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=config.max_position_embeddings,
+        block_size=BLOCK_SIZE,
+        num_device_blocks=NUM_BLOCKS,
+        vocab_size=config.vocab_size,
+        sliding_window=config.sliding_window,
+    )
+    cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE)
+    cache.storage[1:] = float("nan")
+    attention = create_backend("torch", DEVICE, shape) if backend == "torch" else TritonAttention(shape, 8, DEVICE)
+    if device is None:
+        return host_runner(model, cache, attention, limits)
+    cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE, streams=device)
+    cache.storage[1:] = float("nan")
+    sampler = create_sampler(config.vocab_size)
+    runner = device_runner(
+        model, cache, attention, sampler, limits, device, max_graph_batch_size=2, max_graph_tokens=32
+    )
+    runner.computation.capture_graphs()
+    return runner
+
+
+def reference_tokens(path, prompt):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    output = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_OUTPUT_TOKENS, min_new_tokens=NUM_OUTPUT_TOKENS
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def check_tokens(path, runner):
+    rng = random.Random(11)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 33)]
+    outputs = [[] for _ in prompts]
+    rows = [Row(prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
+    runner.reset(epoch=1)
+    for step in plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=20):
+        result = runner.execute(step.plan)
+        assert result.statuses == ()
+        for slot, token_id in zip(step.sampling_slots, result.token_ids, strict=True):
+            outputs[slot].append(token_id)
+    assert outputs == [reference_tokens(path, prompt) for prompt in prompts]
