@@ -8,7 +8,7 @@ SEEDS := 5000
 FIRST := 0
 MINUTES := 30
 
-.PHONY: help check setup run test test-lowest nightly check-aarch64 fuzz sim sim-mutants lint lock protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-sessions bench-fork bench-beam bench-interference bench-attention bench-garbage bench-layer-launches bench-gateway bench-grammars bench-structured-output bench-traces bench-fresh-starts bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
+.PHONY: help check setup run test test-lowest nightly check-aarch64 fuzz sim sim-mutants lint lock protos docs model wheel bench gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -47,8 +47,8 @@ test-lowest: .venv-lowest/.ready  ## with the oldest packages of pyproject.toml'
 	.venv-lowest/bin/python -m pytest -m 'not gpu and not alone' -n 4 --dist loadfile tests/core tests/contract tests/system/test_serve.py \
 	  $(patsubst %,--ignore=tests/contract/test_%.py,gguf_tokenizer template_forms tokenizer_files)
 
-nightly:  ## what takes hours: test-lowest, check-aarch64, sim, sim-mutants, fuzz, bench-fresh-starts, each whether or not another fails
-	$(MAKE) --keep-going test-lowest check-aarch64 sim sim-mutants fuzz bench-fresh-starts
+nightly:  ## what takes hours: test-lowest, check-aarch64, sim, sim-mutants, fuzz, bench NAME=fresh-starts, each whether or not another fails
+	$(MAKE) --keep-going test-lowest check-aarch64 sim sim-mutants fuzz bench NAME=fresh-starts
 
 check-aarch64: $(READY)  ## tests of the CPU kernels as AArch64 computes them, under qemu; ARGS: pytest's, PROCESSOR=cortex-a53: a lesser one
 	$(BIN)/python -m tests.kernels.emulated $(if $(PROCESSOR),--processor $(PROCESSOR)) $(ARGS)
@@ -105,74 +105,8 @@ wheel: $(READY)  ## dist/: a wheel for any machine, and one for this kind with t
 	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
 	$(BIN)/python -m deploy.platform_wheel dist/pagewire-*-none-any.whl
 
-bench: $(READY)  ## the same models, weight formats and loads through llama.cpp, vLLM and transformers; ARGS="--isa avx2"
-	$(BIN)/python -m bench.peers.peers $(ARGS)
-
-bench-split: $(READY)  ## what two processes over gRPC cost against one process
-	$(BIN)/python -m bench.services.split
-
-bench-scheduler: $(READY)  ## what the scheduler core costs per sequence and step
-	$(BIN)/python -m bench.core.scheduler
-
-bench-traces: $(READY)  ## scheduling policies over real traces, in the folder TRACES= (default: samples), in simulated time
-	$(BIN)/python -m bench.core.traces $(if $(TRACES),--traces $(TRACES))
-
-bench-preemption: $(READY)  ## swapping, recomputing and choosing, with a third of the blocks
-	$(BIN)/python -m bench.services.preemption
-
-bench-prefix-tier: $(READY)  ## a shared prefix that comes back from host blocks
-	$(BIN)/python -m bench.services.prefix_tier
-
-bench-sessions: $(READY)  ## sessions of coding agents, measured and simulated; ARGS="--trace FILE"
-	$(BIN)/python -m bench.services.sessions $(ARGS)
-
-bench-fork: $(READY)  ## what eight samples of a prompt cost
-	$(BIN)/python -m bench.services.fork
-
-bench-beam: $(READY)  ## beam search against transformers
-	$(BIN)/python -m bench.peers.beam
-
-bench-interference: $(READY)  ## what arriving prompts do to those who stream
-	$(BIN)/python -m bench.services.interference
-
-bench-attention: $(READY)  ## how fast a CPU's attention reads the cache, beside the machine's memory
-	$(BIN)/python -m bench.core.attention
-
-bench-frontend: $(READY)  ## what delivering a token to a client costs the scheduler
-	$(BIN)/python -m bench.services.front_end
-
-bench-fresh-starts: $(READY)  ## whether 20,000 fresh starts of a worker compute the same tables; ARGS="--starts 500"
-	$(BIN)/python -m bench.core.fresh_starts $(ARGS)
-
-bench-layer-launches: $(READY)  ## what the host does for a GPU in a layer without CUDA graphs; no GPU is needed
-	$(BIN)/python -m tests.kernels.triton.layer_launches
-
-bench-garbage: $(READY)  ## what garbage collections do to a scheduler that remembers much
-	$(BIN)/python -m bench.services.garbage
-
-bench-gateway: $(READY)  ## what the gateway adds to the first token, and conversations that follow their cache
-	$(BIN)/python -m bench.services.gateway
-
-bench-grammars: $(READY)  ## masks of grammars, what they add to sampling, and trials of hostile grammars, in one process
-	$(BIN)/python -m bench.core.grammars
-
-bench-structured-output: $(READY)  ## what schemas cost through both services: rates, first tokens, neighbours
-	$(BIN)/python -m bench.services.structured_output
-
-bench-hostile: $(READY)  ## what a hostile tenant does to the streams of a polite one
-	$(BIN)/python -m bench.services.hostile
-
-bench-long-text: $(READY)  ## what long texts of one client do to the stream of another, and to memory
-	$(BIN)/python -m bench.services.long_text
-
-bench-overload: $(READY)  ## ten times too many requests: how soon they are refused, what those that run lose
-	$(BIN)/python -m bench.services.overload
-
-bench-perplexity: $(READY)  ## what formats of weights and of the KV cache cost the bundled model in exactness
-	$(BIN)/python -m bench.core.perplexity
-
-bench-worker-loss: $(READY)  ## what clients of a gateway notice when one of two pairs loses its worker
-	$(BIN)/python -m bench.services.worker_loss
+bench: $(READY)  ## list the benchmarks, or run one: NAME=fork ARGS="--rounds 3"
+	@$(BIN)/python -m bench $(NAME) $(ARGS)
 
 # These install nothing: PYTHON=/path/to/python has torch with CUDA and Triton. The first line says what else is lacking.
 gpu-check:  ## on a GPU: both services against transformers and themselves, in PARTS="parity kills ..." (all)
@@ -181,19 +115,19 @@ gpu-check:  ## on a GPU: both services against transformers and themselves, in P
 
 gpu-check-kernels:  ## on a GPU: every Triton kernel against the reference
 	@$(PYTHON) -m pagewire.installation gpu
-	$(PYTHON) -m bench.gpu.kernels check
+	$(PYTHON) -m tests.gpu.check_kernels
 
 gpu-bench:  ## on a GPU: steps, throughput, idle time and swaps beside their goals, in PARTS="decode_small idle ..." (all)
 	@$(PYTHON) -m pagewire.installation gpu
-	$(PYTHON) -m bench.gpu.speed $(if $(PARTS),--parts $(PARTS))
+	$(PYTHON) -m bench speed $(if $(PARTS),--parts $(PARTS))
 
 gpu-bench-kernels:  ## on a GPU: how fast they are, beside the card's copy and torch's flash attention
 	@$(PYTHON) -m pagewire.installation gpu
-	$(PYTHON) -m bench.gpu.kernels bench
+	$(PYTHON) -m bench kernels
 
 gpu-tune-kernels:  ## on a GPU: measure tiles for the shapes of common models, and write them to the static table
 	@$(PYTHON) -m pagewire.installation gpu
-	$(PYTHON) -m bench.gpu.tune_kernels
+	$(PYTHON) -m bench tune-kernels
 
 gpu-kernel-resources: $(READY)  ## without a GPU: registers, shared memory and spills of every Triton kernel, compiled for an H200
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.compilation

@@ -7,6 +7,7 @@ device: that costs the case, and the next one has a new process.
 
 import contextlib
 import datetime
+import gc
 import json
 import os
 import signal
@@ -67,6 +68,18 @@ def run_cases(cases: Iterable[Case], done: int, after_each: Callable[[], None] =
             traceback.print_exc()
         _tell({"name": case.name, **result, "wall_seconds": round(time.monotonic() - started, 3)})
         after_each()
+
+
+def run_on_device(cases: Iterable[Case], device: torch.device, done: int) -> None:
+    """Runs the cases behind the first `done`, each with the memory of the device to itself."""
+
+    def release() -> None:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # raises where the device was lost with this case: the next has a new process
+            torch.cuda.empty_cache()
+
+    run_cases(cases, done, release)
 
 
 def _tell(result: dict) -> None:

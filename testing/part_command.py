@@ -1,6 +1,7 @@
 """The flags of commands that run parts on a GPU: which ones, for how long, and where results go."""
 
 import argparse
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from testing.record import RESULTS
 SECONDS = 450.0
 
 
-def parser_of(module: str, description: str | None, parts: Mapping[str, object]) -> argparse.ArgumentParser:
+def part_parser(command: str, description: str | None, parts: Mapping[str, object]) -> argparse.ArgumentParser:
     """Returns a parser whose help lists the parts. A part's own process gets --part, and --done with the cases done."""
     width = max(map(len, parts))
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=f"python -m {command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="parts:\n" + "\n".join(f"  {name:{width}} {part.__doc__}" for name, part in parts.items()),
@@ -24,17 +25,22 @@ def parser_of(module: str, description: str | None, parts: Mapping[str, object])
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), metavar="PART", help="default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="that a part may take (default: %(default)g)")
-    parser.add_argument("--output", type=Path, help=f"defaults to bench/results/gpu_{module.split('.')[-1]}.json")
+    parser.add_argument("--output", type=Path, help=f"defaults to {RESULTS}/{_file_name(command)}")
     parser.add_argument("--part", choices=parts, help=argparse.SUPPRESS)
     parser.add_argument("--done", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
-def open_report(module: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> Report:
+def open_report(command: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> Report:
     """Ends the process with a text for people where there is no device, or a rehearsal has no file of its own."""
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; run this on a machine that has one, with torch built for it")
     if options.device != "cuda" and options.output is None:
         parser.error(f"on {options.device} this is a rehearsal: name a file for its results with --output")
-    path = options.output or RESULTS / f"gpu_{module.split('.')[-1]}.json"
+    path = options.output or RESULTS / _file_name(command)
     return Report(path, describe(torch.device(options.device)), options.parts)
+
+
+def _file_name(command: str) -> str:
+    """Returns that of the results of `tests.gpu.check`, or of `bench speed`."""
+    return f"gpu_{re.split('[. ]', command)[-1]}.json"

@@ -1,10 +1,8 @@
-"""Keeps the raw numbers of a benchmark, and describes the machine they were measured on."""
+"""Keeps the raw numbers of a measurement, and describes the machine they were measured on."""
 
 import json
 import os
 import platform
-import statistics
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RESULTS = Path("bench/results")
@@ -29,17 +27,3 @@ def cpu_model() -> str:
 def write(path: Path, figures: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def verdict(value: float, goal: float, *, at_least: bool) -> str:
-    """Returns the goal beside a figure, and whether it is met."""
-    met = value >= goal if at_least else value <= goal
-    return f"(goal: at {'least' if at_least else 'most'} {goal:g}: {'met' if met else 'MISSED'})"
-
-
-def medians(rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Returns the median of each figure over the rounds of each arm."""
-    return {
-        arm: {key: statistics.median(figures[key] for figures in of_arm) for key in of_arm[0]}
-        for arm, of_arm in rounds.items()
-    }

@@ -1,6 +1,6 @@
 """Measures how fast a CPU's paged attention reads the cache, beside how fast the machine reads memory.
 
-    python -m bench.core.attention
+    python -m bench attention
 
 Four sequences of 8,192 positions decode, blocks in random order, each layer's cache far larger than the processor's.
 Memory is read by torch's sum over as much. Raw numbers go to bench/results/attention.json.
@@ -12,14 +12,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from bench.checkpoint import SHAPES
+from bench.goals import verdict
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu import CpuKernels, PagedRows
-from testing.record import RESULTS, machine, verdict, write
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 NUM_SEQUENCES, CONTEXT, BLOCK_SIZE, NUM_LAYERS = 4, 8192, 16, 4
@@ -67,7 +66,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def measure(arguments: argparse.Namespace, kernels: CpuKernels) -> dict:
+def measure(arguments: argparse.Namespace) -> dict:
+    kernels = load_cpu_kernels()
+    if kernels is None:
+        raise SystemExit("there are no CPU kernels to measure: see the warning above")
     torch.set_num_threads(arguments.num_threads)
     memory = torch.randn(128 * 1024 * 1024)
     memory.sum()
@@ -89,7 +91,7 @@ def measure(arguments: argparse.Namespace, kernels: CpuKernels) -> dict:
                 "rounds": {"attention": reads, "memory": bandwidths},
             }
     load = {"sequences": NUM_SEQUENCES, "context": CONTEXT, "block_size": BLOCK_SIZE, "threads": arguments.num_threads}
-    return {"machine": machine(), "variant": kernels.variant, "load": load, "attention": found}
+    return {"variant": kernels.variant, "load": load, "attention": found}
 
 
 def report(figures: dict) -> None:
@@ -101,19 +103,6 @@ def report(figures: dict) -> None:
         print(f"  {name:38} {rates}: {found['share']:.2f} of the memory's {goal}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How fast attention reads.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds (default: 9)")
     parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="threads (default: all cores)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "attention.json", help="raw numbers")
-    arguments = parser.parse_args()
-    kernels = load_cpu_kernels()
-    if kernels is None:
-        raise SystemExit("there are no CPU kernels to measure: see the warning above")
-    figures = measure(arguments, kernels)
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,22 +14,24 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from bench.report import parser_of
 
 _PRELOADED = "int mkl_serv_intel_cpu(void) { return 1; }\nint mkl_serv_intel_cpu_true(void) { return 1; }\n"
 _NUM_THREADS = 2
 _NUM_POSITIONS, _HEAD_DIM = 768, 128
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(flags: Sequence[str]) -> int:
+    parser = parser_of("fresh_starts", __doc__)
     parser.add_argument("--starts", type=int, default=20_000)
     parser.add_argument("--as-torch", action="store_true", help="call torch's cosines, unprepared")
     parser.add_argument("--is-faked", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(flags)
     if not arguments.is_faked:
-        return _run_as_intel(sys.argv[1:])
+        return _run_as_intel(flags)
     digests = count_digests(_torch_start() if arguments.as_torch else _worker_start(), arguments.starts)
     print(f"{arguments.starts} starts, {len(digests)} digests")
     for digest, num_starts in digests.items():
@@ -90,7 +92,7 @@ def _torch_start() -> Callable[[], bytes]:
     return start
 
 
-def _run_as_intel(arguments: list[str]) -> int:
+def _run_as_intel(flags: Sequence[str]) -> int:
     """Run this program again on what MKL takes for a processor of Intel's. Raises OSError without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -99,7 +101,7 @@ def _run_as_intel(arguments: list[str]) -> int:
         source, library = Path(folder) / "preloaded.c", Path(folder) / "preloaded.so"
         source.write_text(_PRELOADED)
         subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-        command = [sys.executable, "-m", "bench.core.fresh_starts", "--is-faked", *arguments]
+        command = [sys.executable, "-m", "bench", "fresh_starts", "--is-faked", *flags]
         environ = {
             **os.environ,
             "LD_PRELOAD": str(library),
@@ -107,7 +109,3 @@ def _run_as_intel(arguments: list[str]) -> int:
             "OMP_WAIT_POLICY": "passive",
         }
         return subprocess.run(command, env=environ, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

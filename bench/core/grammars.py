@@ -1,6 +1,6 @@
 """Times what grammars do within a process: masks, what they add to sampling, and trials of hostile grammars.
 
-    python -m bench.core.grammars
+    python -m bench grammars
 
 The vocabulary has 151,936 tokens, as Qwen3's. Masks are those along outputs of the schemas of tests/schemas, whose
 tokens are drawn among the allowed ones by Zipf's law: BPE numbers tokens about in the order of how often they come. Raw
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.goals import verdict
 from bench.peers.peers import compute_with
 from bench.tokenizer import trained_tokenizer
 from pagewire.common.grammars import GrammarCompiler, GrammarLimitError, MaskJob, MaskQueue
@@ -28,7 +29,6 @@ from pagewire.kernels.cpu.sampler import CpuSampler
 from pagewire.kernels.cpu.sampling import TokenHistory
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns
 from testing.hostile_grammars import HOSTILE
-from testing.record import RESULTS, machine, verdict, write
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 VOCAB_SIZE = 151_936
@@ -189,6 +189,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def variant() -> str:
+    return compute_with()[0]
+
+
 def report(found: dict[str, Any]) -> None:
     for what, part in (("", "masks"), (" without maxLength", "masks_without_max_length")):
         masks = {name: 1e6 * value for name, value in found[part].items() if name not in ("num", "limited")}
@@ -207,16 +211,7 @@ def report(found: dict[str, Any]) -> None:
     print(verdict(longest, MAX_TRIAL_S, at_least=False))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-tokens", type=int, default=64, help="longest output of a schema (default: 64)")
     parser.add_argument("--rounds", type=int, default=100, help="of sampling and of 32 masks (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the outputs (default: 1)")
-    arguments = parser.parse_args()
-    found = {"machine": machine(), **measure(arguments)}
-    report(found)
-    write(RESULTS / f"grammars.{compute_with()[0]}.json", found)
-
-
-if __name__ == "__main__":
-    main()

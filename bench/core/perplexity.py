@@ -1,6 +1,6 @@
 """Measures what formats of weights and of the KV cache cost the bundled model in exactness.
 
-    python -m bench.core.perplexity
+    python -m bench perplexity
 
 Perplexity is over stories that the model was not trained on; the divergence is the mean of the next tokens' from those
 in float32, in nats. GGUF files are quantised by PyPI `gguf`, in the types and to the bytes that `llama-quantize` makes
@@ -25,7 +25,6 @@ from models.story_tokens import sequences
 from pagewire.kernels.cpu import CpuKernels
 from testing.checkpoints.gguf_files import write_gguf
 from testing.logits import OurModel, mean_divergence
-from testing.record import RESULTS, machine, write
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 MODEL = Path("models/storyteller")
@@ -70,7 +69,17 @@ def perplexity(logits: Tensor, token_ids: Sequence[Sequence[int]]) -> float:
     return torch.nn.functional.cross_entropy(predicted.flatten(0, 1), targets[:, 1:].flatten()).exp().item()
 
 
-def measure(kernels: CpuKernels, token_ids: Sequence[Sequence[int]]) -> list[dict]:
+def measure(arguments: argparse.Namespace) -> dict:
+    kernels = load_cpu_kernels()
+    if kernels is None:
+        raise SystemExit("there are no CPU kernels: PAGEWIRE_CPU_KERNELS is off, or there is no compiler")
+    rows = sequences(Tokenizer.from_file(str(MODEL / "tokenizer.json")), random.Random(SEED), LENGTH)
+    figures = measure_arms(kernels, [next(rows) for _ in range(NUM_SEQUENCES)])
+    stories = {"seed": SEED, "num_sequences": NUM_SEQUENCES, "length": LENGTH}
+    return {"variant": kernels.variant, "stories": stories, "figures": figures}
+
+
+def measure_arms(kernels: CpuKernels, token_ids: Sequence[Sequence[int]]) -> list[dict]:
     figures, exact = [], None
     with tempfile.TemporaryDirectory() as folder:
         for arm in ARMS:
@@ -84,6 +93,10 @@ def measure(kernels: CpuKernels, token_ids: Sequence[Sequence[int]]) -> list[dic
     return figures
 
 
+def report(found: dict) -> None:
+    print(table(found["figures"]))
+
+
 def table(figures: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         ["format", *(figure["format"] for figure in figures)],
@@ -94,20 +107,5 @@ def table(figures: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what formats cost the bundled model in exactness.")
-    parser.add_argument("--output", type=Path, default=RESULTS / "perplexity.json", help="raw numbers")
-    arguments = parser.parse_args()
-    kernels = load_cpu_kernels()
-    if kernels is None:
-        parser.error("there are no CPU kernels: PAGEWIRE_CPU_KERNELS is off, or there is no compiler")
-    rows = sequences(Tokenizer.from_file(str(MODEL / "tokenizer.json")), random.Random(SEED), LENGTH)
-    token_ids = [next(rows) for _ in range(NUM_SEQUENCES)]
-    figures = measure(kernels, token_ids)
-    stories = {"seed": SEED, "num_sequences": NUM_SEQUENCES, "length": LENGTH}
-    write(arguments.output, {"machine": machine(), "variant": kernels.variant, "stories": stories, "figures": figures})
-    print(table(figures))
-
-
-if __name__ == "__main__":
-    main()
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """There are none."""

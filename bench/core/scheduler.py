@@ -1,6 +1,6 @@
 """Measures the scheduler core without a worker: microseconds of schedule() and complete() per sequence and step.
 
-    python -m bench.core.scheduler
+    python -m bench scheduler
 
 Two plans are in flight, as in production: step N+1 is planned before the result of step N is taken. Results are made
 beforehand and only the core's calls are timed. A bare loop that appends the same tokens to lists, and a block id where
@@ -12,17 +12,16 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.core import plan as plan_costs
+from bench.goals import verdict
 from pagewire.common.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import POLICIES, create_policy
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
-from testing.record import RESULTS, machine, verdict, write
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32000
@@ -267,13 +266,12 @@ def one_abort(pipeline: Pipeline, batch: list[tuple[int, ...]]) -> float:
 # Reporting.
 
 
-def measure(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict:
+def measure(arguments: argparse.Namespace) -> dict:
     decode = []
     for num_sequences, length in SIZES:
         decode.append(measure_decode(arguments.policy, num_sequences, length, arguments.steps, arguments.rounds))
-        say(f"{num_sequences} sequences of {length} tokens: {decode[-1]['us']:.2f} us")
+        print(f"{num_sequences} sequences of {length} tokens: {decode[-1]['us']:.2f} us", flush=True)
     return {
-        "machine": machine(),
         "load": {
             "policy": arguments.policy,
             "steps": arguments.steps,
@@ -316,17 +314,7 @@ def report(figures: dict) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What the scheduler core costs.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=128, help="steps of a round (default: 128)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each row (default: 5)")
     parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="who is next (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "scheduler.json", help="raw numbers")
-    arguments = parser.parse_args()
-    figures = measure(arguments, lambda text: print(text, flush=True))
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()

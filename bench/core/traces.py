@@ -1,6 +1,6 @@
 """Compares scheduling policies over real traces, in simulated time: the scheduler that serves, without a model.
 
-    python -m bench.core.traces --traces FOLDER
+    python -m bench traces --traces FOLDER
 
 The folder holds agent_sessions.jsonl.gz (callanjfox/kv-cache-tester), mooncake_conversation.jsonl.gz (Mooncake) and
 azure_conv.csv.gz (AzurePublicDataset); docs/simulation.md says where they come from. Without one it runs on samples
@@ -8,25 +8,26 @@ azure_conv.csv.gz (AzurePublicDataset); docs/simulation.md says where they come 
 go to bench/results/traces.json, scenario by scenario.
 """
 
-import argparse
 import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.goals import verdict
+from bench.report import parser_of
 from scheduler_service.core.policy import FairPolicy, Policy, Standing, create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.simulation.driver import Simulation, SimulationSettings
 from scheduler_service.simulation.report import figures
 from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import Trace, TraceRequest, TraceSession, read_trace
-from testing.record import RESULTS, machine, verdict, write
+from testing.record import RESULTS, machine, write
 
 OUTPUT = RESULTS / "traces.json"
 SAMPLE = Path(__file__).with_name("traces_sample")
@@ -299,15 +300,15 @@ def measure(scenario: str, folder: Path, limit: int | None, jobs: int) -> dict[s
     return {name: done[name] for name in runs}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(flags: Sequence[str]) -> None:
+    parser = parser_of("traces", __doc__)
     parser.add_argument(
         "--traces", type=Path, default=SAMPLE, help="the folder with the traces (default: short samples)"
     )
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="which of them (default: %(default)s)")
     parser.add_argument("--limit-requests", type=int, help="use the beginning of each trace, for a quick look")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(flags)
     names = arguments.scenarios.split(",")
     if unknown := set(names) - set(SCENARIOS):
         parser.error(f"--scenarios {', '.join(sorted(unknown))}: choose from {', '.join(SCENARIOS)}")
@@ -323,7 +324,3 @@ def main() -> None:
         if is_whole:
             kept = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
             write(OUTPUT, kept | {"machine": machine(), scenario: found})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,36 +1,35 @@
-"""Runs the Triton kernels on a GPU: `python -m bench.gpu.kernels check` against the reference, `bench` against goals.
+"""Measures how fast the Triton kernels are on a GPU, beside the card's copy and torch's flash attention.
+
+    python -m bench kernels
 
 Needs torch with CUDA and Triton, nothing else. Results are written after every case, so that a run which is cut short
 leaves what it has measured; each module runs in a process of its own, and a case that kills it costs that case alone.
+They go to bench/results/gpu_kernels_bench.json.
 """
 
 import argparse
+import importlib
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from testing.kernel_checks.case import COPY, MATMUL
-from testing.part import Report, describe, run_part
+from bench.goals import said
+from bench.gpu.device_timer import measure
+from bench.report import parser_of
+from testing.kernel_checks import MODULES
+from testing.kernel_checks.case import COPY, MATMUL, BenchCase
+from testing.part import Case, Report, UnavailableError, describe, run_on_device, run_part
 from testing.record import RESULTS
 
-CHECKS = "testing.kernel_checks"
-MODULES = (
-    "decode_attention",
-    "prefill_attention",
-    "cache",
-    "blocks",
-    "gathering",
-    "sampler",
-    "fused",
-    "experts",
-    "linear",
-    "scaled",
-)
 SECONDS = 450.0
+DEVICE = "device"  # in place of a module: how fast the device itself is
+_MATMUL_SIZE = 8192
+_COPY_BYTES = 1 << 30
 
 
 def judge(results: Sequence[dict]) -> list[dict]:
@@ -67,55 +66,66 @@ def share(result: dict, other: dict) -> float:
 def print_goals(goals: Sequence[dict]) -> None:
     for goal in goals:
         value = "not measured" if goal["value"] is None else f"{goal['value']:.2f}"
-        verdict = "met" if goal["met"] else "MISSED"
-        print(f"{verdict:7} {goal['name']}: {value} of {goal['of']} (goal: at least {goal['goal']:g})")
+        print(f"{said(goal['met']):7} {goal['name']}: {value} of {goal['of']} (goal: at least {goal['goal']:g})")
 
 
-def run_checks(modules: Sequence[str], device: str, report: Report, deadline: float, jobs: int) -> int:
-    with ThreadPoolExecutor(jobs) as pool:
-        for future in [
-            pool.submit(run_part, module, command_of("check", module, device), report, deadline) for module in modules
-        ]:
-            future.result()
-    print(f"{len(report.results) - report.num_failed} cases agree with the reference, {report.num_failed} do not")
-    return 1 if report.num_failed else 0
+# In the process of a module.
 
 
-def run_benchmarks(modules: Sequence[str], device: str, report: Report, deadline: float) -> int:
+def bench(case: BenchCase, device: torch.device) -> dict:
+    try:
+        calls = case.make(device)
+    except NotImplementedError as error:
+        raise UnavailableError(str(error)) from error
+    figures = asdict(measure(calls))
+    goals = [asdict(goal) for goal in case.goals]
+    return {**figures, "bytes_moved": case.bytes_moved, "flops": case.flops, "goals": goals}
+
+
+def reference_cases() -> Iterator[BenchCase]:
+    """Yields cases that show how fast the device is: a copy far larger than its cache, and a large bfloat16 product."""
+
+    def copy(device: torch.device) -> list[Callable[[], object]]:
+        source, target = torch.randint(0, 99, (2, _COPY_BYTES // 4), dtype=torch.int32, device=device)
+        return [lambda: target.copy_(source)]
+
+    def matmul(device: torch.device) -> list[Callable[[], object]]:
+        left, right = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE, device=device).bfloat16()
+        return [lambda: left @ right]
+
+    yield BenchCase(COPY, copy, bytes_moved=2 * _COPY_BYTES)
+    yield BenchCase(MATMUL, matmul, flops=2 * _MATMUL_SIZE**3)
+
+
+def run_one(module: str, device: torch.device, done: int) -> None:
+    cases = reference_cases() if module == DEVICE else importlib.import_module(module).bench_cases()
+    run_on_device((Case(case.name, partial(bench, case, device)) for case in cases), device, done)
+
+
+def main(flags: Sequence[str]) -> int:
+    parser = parser_of("kernels", __doc__)
+    parser.add_argument("--modules", nargs="+", default=MODULES, help="of cases")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which nothing more is run")
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_kernels_bench.json", help="default: %(default)s")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--done", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(flags)
+    device = torch.device(options.device)
+    if options.part is not None:
+        run_one(options.part, device, options.done)
+        return 0
+    if device.type != "cuda":
+        parser.error(f"there is nothing to time on {device}; use a CUDA device")
+    if not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; run this on a machine that has one, with torch built for it")
+    modules = (DEVICE, *options.modules)
+    report = Report(options.output, describe(device), modules)
+    deadline = time.monotonic() + options.seconds
     for module in modules:
-        run_part(module, command_of("bench", module, device), report, deadline)
+        command = [sys.executable, "-m", "bench", "kernels", "--device", options.device, "--part", module, "--done"]
+        run_part(module, command, report, deadline)
     goals = judge([result for part in report.parts.values() for result in part["results"]])
     print_goals(goals)
     report.put(goals=goals)
     return 1 if report.num_failed else 0
-
-
-def command_of(command: str, module: str, device: str) -> list[str]:
-    return [sys.executable, "-m", "bench.gpu.kernel_process", command, module, device]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=("check", "bench"))
-    parser.add_argument("--modules", nargs="+", default=[f"{CHECKS}.{name}" for name in MODULES], help="of checks")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which nothing more is run")
-    parser.add_argument("--jobs", type=int, default=len(MODULES), help="processes that check at a time")
-    parser.add_argument("--output", type=Path, help="defaults to bench/results/gpu_kernels_COMMAND.json")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device; run this on a machine that has one, with torch built for it")
-    if device.type != "cuda" and options.command == "bench":
-        parser.error(f"there is nothing to time on {device}; use a CUDA device")
-    path = options.output or RESULTS / f"gpu_kernels_{options.command}.json"
-    modules = ["device", *options.modules] if options.command == "bench" else options.modules
-    report = Report(path, describe(device), modules)
-    deadline = time.monotonic() + options.seconds
-    if options.command == "check":
-        return run_checks(modules, options.device, report, deadline, options.jobs)
-    return run_benchmarks(modules, options.device, report, deadline)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

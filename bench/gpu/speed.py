@@ -1,6 +1,6 @@
 """Measures how fast a worker and both services are on a GPU, beside goals for an H200.
 
-    python -m bench.gpu.speed [--parts decode_small throughput]
+    python -m bench speed [--parts decode_small throughput]
 
 Needs torch with CUDA, Triton, transformers, grpcio and nothing that this repository would install; weights are random
 and made on the device. Parts run one after the other, each in a process of its own that ends after --seconds at the
@@ -19,6 +19,7 @@ from typing import Any
 
 import transformers
 
+from bench.goals import said
 from bench.gpu.measurements import (
     IDLE,
     ON_GPU,
@@ -33,9 +34,9 @@ from bench.gpu.measurements import (
     decode_name,
 )
 from testing.part import Report, run_cases, run_part
-from testing.part_command import open_report, parser_of
+from testing.part_command import open_report, part_parser
 
-MODULE = "bench.gpu.speed"
+COMMAND = "bench speed"
 Results = Mapping[str, Mapping[str, Any]]  # by the names of the cases; failed ones are left out
 
 
@@ -122,9 +123,8 @@ def judge(results: Results, *, is_gpu: bool) -> list[Judgement]:
 
 def print_goals(judged: Sequence[Judgement]) -> None:
     for judgement in judged:
-        verdict = {None: "-", True: "met", False: "MISSED"}[judgement.is_met]
         value = "not measured" if judgement.value is None else f"{judgement.value:,.3g}"
-        print(f"{verdict:7} {judgement.name}: {value} (goal: {judgement.goal})")
+        print(f"{said(judgement.is_met):7} {judgement.name}: {value} (goal: {judgement.goal})")
 
 
 def measured(report: Report) -> Results:
@@ -134,7 +134,7 @@ def measured(report: Report) -> Results:
 
 def run_all(parts: Sequence[str], device: str, report: Report, seconds: float) -> int:
     for part in parts:
-        command = [sys.executable, "-m", MODULE, "--device", device, "--part", part, "--done"]
+        command = [sys.executable, "-m", *COMMAND.split(), "--device", device, "--part", part, "--done"]
         run_part(part, command, report, time.monotonic() + seconds)
         report.put(goals=[asdict(judgement) for judgement in judge(measured(report), is_gpu=device == "cuda")])
     print_goals(judge(measured(report), is_gpu=device == "cuda"))
@@ -149,15 +149,11 @@ def run_one(part: str, device: str, done: int) -> None:
         run_cases(PARTS[part](Setting(device, Path(directory), sizes)), done)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of(MODULE, __doc__, PARTS)
-    options = parser.parse_args(arguments)
+def main(flags: Sequence[str]) -> int:
+    parser = part_parser(COMMAND, __doc__, PARTS)
+    options = parser.parse_args(flags)
     if options.part is not None:
         run_one(options.part, options.device, options.done)
         return 0
-    report = open_report(MODULE, parser, options)
+    report = open_report(COMMAND, parser, options)
     return run_all(options.parts, options.device, report, options.seconds)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

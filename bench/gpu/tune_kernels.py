@@ -1,12 +1,10 @@
 """Measures tiles for the attention kernels on this GPU and writes the fastest to `kernels/triton/measured_tiles.json`.
 
-`python -m bench.gpu.tune_kernels`, or `make gpu-tune-kernels`. Tiles of other shapes in the file stay. It is written
+`python -m bench tune-kernels`, or `make gpu-tune-kernels`. Tiles of other shapes in the file stay. It is written
 after every shape, so that a run may be cut short.
 """
 
-import argparse
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.device_timer import measure
+from bench.report import parser_of
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import tiles
 from pagewire.kernels.triton.decode_attention import paged_attention_v1, paged_attention_v2
@@ -134,7 +133,7 @@ def tune(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of("tune_kernels", __doc__)
     parser.add_argument("--kernels", nargs="+", choices=list(tiles.ESTIMATES), default=list(tiles.ESTIMATES))
     parser.add_argument("--head-dims", nargs="+", type=int, default=[128])
     parser.add_argument("--groups", nargs="+", type=int, default=[4], help="query heads that share a KV head")
@@ -160,7 +159,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured[tiles.key(problem.kernel, **shape_arguments)] = best
         tiles.write(measured, torch.cuda.get_device_name(device), options.output)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Compares beam search through both services with transformers' `generate(num_beams=4)`, in the same run.
 
-    python -m bench.peers.beam
+    python -m bench beam
 
 Both compute on the same number of threads, in turns, with new random prompts in every round; one request at a time.
 Raw numbers go to bench/results/beam.json.
@@ -11,14 +11,13 @@ import random
 import statistics
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 import transformers
 
 from bench.checkpoint import SHAPES, random_checkpoint
+from bench.goals import verdict
 from pagewire import Client, SamplingParams
-from testing.record import RESULTS, machine, verdict, write
 from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
@@ -74,6 +73,12 @@ def measure_dtype(dtype: str, arguments: argparse.Namespace) -> dict:
     return {"median": median, "num_same": sum(figures["same_tokens"] for figures in rounds), "rounds": rounds}
 
 
+def measure(arguments: argparse.Namespace) -> dict:
+    torch.set_num_threads(arguments.num_threads)
+    load = {key: getattr(arguments, key) for key in ("beam_width", "input_len", "output_len", "num_threads", "rounds")}
+    return {"load": {"model": "54M", **load}} | {dtype: measure_dtype(dtype, arguments) for dtype in DTYPES}
+
+
 def report(figures: dict) -> None:
     load = figures["load"]
     print(
@@ -89,22 +94,9 @@ def report(figures: dict) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Beam search against transformers.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beam-width", type=int, default=4, help="beams (default: 4)")
     parser.add_argument("--input-len", type=int, default=500, help="prompt tokens (default: 500)")
     parser.add_argument("--output-len", type=int, default=64, help="output tokens (default: 64)")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads(), help="CPU threads of either side")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each dtype (default: 5)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "beam.json", help="raw numbers")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.num_threads)
-    load = {key: getattr(arguments, key) for key in ("beam_width", "input_len", "output_len", "num_threads", "rounds")}
-    figures = {"machine": machine(), "load": {"model": "54M", **load}}
-    figures |= {dtype: measure_dtype(dtype, arguments) for dtype in DTYPES}
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Runs the same models and loads through Pagewire and through its peers, on this machine, in several weight formats.
 
-    python -m bench.peers.peers
+    python -m bench peers
 
 Pagewire runs as both services, over gRPC. Each arm starts, warms up, is measured and ends before the next begins; in
 every round the order turns round. In bf16 the arms get the same checkpoint; in the other formats Pagewire and llama.cpp
@@ -35,6 +35,7 @@ from bench.peers.environment import (
 )
 from bench.peers.speedups import goal
 from bench.peers.tables import OURS, PEERS, draw, markdown, report_buffers, report_goals
+from bench.report import parser_of
 from pagewire.kernels.cpu import BuildError
 from testing.record import RESULTS, machine, write
 from worker_service.startup.cpu_kernels import load_cpu_kernels
@@ -222,9 +223,9 @@ def load_before() -> float:
     return load
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(flags: Sequence[str]) -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench" / "peers"
-    parser = argparse.ArgumentParser(description="Pagewire beside its peers.")
+    parser = parser_of("peers", __doc__)
     parser.add_argument(
         "--models",
         nargs="+",
@@ -248,14 +249,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, help="raw numbers; the chart beside it (default: bench/results/peers.ISA.json)"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(flags)
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
     return arguments
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(flags: Sequence[str]) -> None:
+    arguments = parse_arguments(flags)
     if arguments.isa == AVX2:
         os.environ.update(AVX2_ENVIRON)
     try:
@@ -301,7 +302,3 @@ def finish(found: dict, path: Path) -> None:
     report_buffers(found["llama_cpp_buffers"])
     report_goals(found)
     print(markdown(found))
-
-
-if __name__ == "__main__":
-    main()

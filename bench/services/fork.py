@@ -1,6 +1,6 @@
 """Measures how long eight samples of a prompt take to begin: as long as one prefill.
 
-    python -m bench.services.fork
+    python -m bench fork
 
 Both services run as processes. In turns, a new random prompt is asked for one token of one sample, and another for one
 token of each of eight; eight requests of n = 1 with nothing in common are what it would cost without sharing. Raw
@@ -12,11 +12,11 @@ import asyncio
 import random
 import statistics
 import time
-from pathlib import Path
 
 from bench.checkpoint import SHAPES, random_checkpoint
+from bench.goals import verdict
+from bench.measure import in_turns, medians
 from pagewire import Client, SamplingParams
-from testing.record import RESULTS, machine, verdict, write
 from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
@@ -43,17 +43,12 @@ async def measure(arguments: argparse.Namespace) -> dict:
     rng, length = random.Random(0), arguments.input_len
     with running(random_checkpoint("54M"), worker=["--num-device-blocks", 2048]) as system:
         async with Client(system.url) as client:
-            for index in range(arguments.rounds + 1):
-                for arm in ARMS if index % 2 else ARMS[::-1]:
-                    figures = await begin(client, arm, rng, length)
-                    if index:  # the first warms up
-                        rounds[arm].append(figures)
-    median = {
-        arm: {key: statistics.median(figures[key] for figures in rounds[arm]) for key in ("seconds", "computed")}
-        for arm in ARMS
-    }
+            for index, arm in in_turns(ARMS, arguments.rounds):
+                figures = await begin(client, arm, rng, length)
+                if index > 0:
+                    rounds[arm].append(figures)
+    median = medians(rounds)
     return {
-        "machine": machine(),
         "load": {"model": "54M", "input_len": length, "num_samples": NUM_SAMPLES, "rounds": arguments.rounds},
         "median": median,
         "prefills": median["n = 8"]["computed"] / length,
@@ -74,16 +69,6 @@ def report(figures: dict) -> None:
     print(f"  and {figures['time_ratio']:.2f} times the time of n = 1 (median of pairs)")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What eight samples cost.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=int, default=1000, help="prompt tokens (default: 1000)")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each arm (default: 7)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "fork.json", help="raw numbers")
-    arguments = parser.parse_args()
-    figures = asyncio.run(measure(arguments))
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measures the CPU time that delivering a token costs the scheduler's process, behind a worker of 4 ms a step.
 
-    python -m bench.services.front_end
+    python -m bench front-end
 
 Arms take turns; figures are medians. `steps` is the step loop with no receiver: what an arm costs beyond it
 with as many streams is delivery. `bare` is a gRPC server that does nothing but send messages of the same tokens, made
@@ -23,11 +23,12 @@ from pathlib import Path
 
 import grpc.aio
 
-from bench.services.end_counter import EndCounter
+from bench.goals import verdict
+from bench.measure import in_turns
+from bench.services.end_counter import EndCounter, while_running
 from pagewire.cli import GRPC_EXPERIMENTS
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from testing.record import RESULTS, machine, verdict, write
 
 MODEL = "models/storyteller"
 PROMPT = tuple(range(300, 332))
@@ -186,14 +187,14 @@ async def run_steps(worker: str) -> None:
     dialler = Dialler(worker, CHANNEL_OPTIONS)
     link = WorkerLink([dialler], step_loop, instance_id="bench", model_digest=digest, pipeline_depth=2)
     running = [asyncio.create_task(each) for each in (link.run(), step_loop.run())]
-    await step_loop.availability.wait_for_first_worker()
+    await while_running(step_loop.availability.wait_for_first_worker(), *running)
     print("ready on -", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         num_streams, num_tokens = map(int, line.split())
         receiver = EndCounter(num_streams)
         for i in range(num_streams):
             step_loop.submit(Request(str(i), "", PROMPT, SamplingParams(), num_tokens), receiver)
-        await receiver.has_all.wait()
+        await while_running(receiver.wait(), *running)
         print("done", flush=True)
     for task in running:
         task.cancel()
@@ -237,14 +238,19 @@ async def run_bare(step_s: float) -> None:
 # The parent: takes turns and reports.
 
 
-async def measure(arguments: argparse.Namespace) -> dict:
+async def measure(arguments: argparse.Namespace) -> dict | None:
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # for the arms' processes, as `pagewire` has it
+    if arguments.steps is not None:
+        return await run_steps(arguments.steps)
+    if arguments.bare:
+        return await run_bare(arguments.step_ms / 1000)
     worker_command = ("bench.services.scripted_worker", MODEL, "--step-ms", str(arguments.step_ms))
     scheduler_flags = ("--model", MODEL, "--port", "0", "--metrics-port", "0", "--log-level", "warning")
     children = [Child(*worker_command), Child(*worker_command)]
     try:
-        children.append(Child("bench.services.front_end", "--steps", children[0].address))
+        children.append(Child("bench", "front_end", "--steps", children[0].address))
         children.append(Child("pagewire", "scheduler", "--worker", children[1].address, *scheduler_flags))
-        children.append(Child("bench.services.front_end", "--bare", "--step-ms", str(arguments.step_ms)))
+        children.append(Child("bench", "front_end", "--bare", "--step-ms", str(arguments.step_ms)))
         _, _, steps, scheduler, bare = children
         arms = [
             Arm("steps", steps, injected, GENERATE_STREAMS),
@@ -256,15 +262,13 @@ async def measure(arguments: argparse.Namespace) -> dict:
             Arm("GenerateMany beside idle", scheduler, generate_many, MANY_STREAMS, beside=idle_calls),
             Arm("bare calls", bare, generate_many, MANY_STREAMS),
         ]
-        for index in range(arguments.rounds):
-            for arm in arms if index % 2 else reversed(arms):
-                await arm.round(arguments.output_len)
-                print(f"round {index} {arm.name}: {arm.rounds[-1].cpu_us_per_token:.1f} us", file=sys.stderr)
+        for index, arm in in_turns(arms, arguments.rounds, num_warm_ups=0):
+            await arm.round(arguments.output_len)
+            print(f"round {index} {arm.name}: {arm.rounds[-1].cpu_us_per_token:.1f} us", file=sys.stderr)
     finally:
         for child in children:
             child.stop()
     return {
-        "machine": machine(),
         "load": {key: getattr(arguments, key) for key in ("step_ms", "output_len", "rounds")},
         "arms": [
             {
@@ -300,25 +304,9 @@ def report(figures: dict) -> None:
             print(f"    bare messages alone            {cost[bare]:8.2f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What delivering a token costs.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-ms", type=float, default=4.0, help="duration of a step (default: 4)")
     parser.add_argument("--output-len", type=int, default=1000, help="tokens of each stream (default: 1000)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each arm (default: 5)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "front_end.json", help="raw numbers")
     parser.add_argument("--steps", metavar="WORKER", help=argparse.SUPPRESS)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # for the arms' processes, as `pagewire` has it
-    if arguments.steps is not None:
-        asyncio.run(run_steps(arguments.steps))
-    elif arguments.bare:
-        asyncio.run(run_bare(arguments.step_ms / 1000))
-    else:
-        figures = asyncio.run(measure(arguments))
-        write(arguments.output, figures)
-        report(figures)
-
-
-if __name__ == "__main__":
-    main()

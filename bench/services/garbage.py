@@ -1,6 +1,6 @@
 """Measures how long garbage collections stop a scheduler that remembers much, and the gaps between its tokens.
 
-    python -m bench.services.garbage
+    python -m bench garbage
 
 A scheduler with a worker of 4 ms a step that computes nothing. First prompts fill 500,000 blocks of the prefix cache,
 then 20,000 requests wait while 64 stream. The pauses are those that the scheduler's own metric shows, of all
@@ -19,16 +19,15 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 
 import grpc.aio
 
+from bench.goals import verdict
 from bench.services.front_end import MODEL, Child
 from pagewire.cli import GRPC_EXPERIMENTS
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from testing.record import RESULTS, machine, verdict, write
 
 BLOCK_SIZE, PROMPT_BLOCKS = 16, 127
 NUM_RUNNING = 64
@@ -125,7 +124,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
     gaps_ms = sorted(gap * 1000 for gap in gaps)
     quantiles = {"median": statistics.median(gaps_ms), "p99": gaps_ms[int(len(gaps) * 0.99)], "longest": gaps_ms[-1]}
     load = {name: value for name, value in vars(arguments).items() if name != "output"}
-    return {"machine": machine(), "load": load, "pauses": counts, "gaps_ms": quantiles}
+    return {"load": load, "pauses": counts, "gaps_ms": quantiles}
 
 
 def report(figures: dict) -> None:
@@ -138,17 +137,7 @@ def report(figures: dict) -> None:
     print(f"ms between messages: median {gaps['median']:.1f}, p99 {gaps['p99']:.1f}, longest {gaps['longest']:.1f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-blocks", type=int, default=500_000, help="blocks in the cache (default: 500000)")
     parser.add_argument("--num-waiting", type=int, default=20_000, help="requests that wait (default: 20000)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of streaming beside them (default: 20)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "garbage.json", help="raw numbers")
-    arguments = parser.parse_args()
-    figures = asyncio.run(measure(arguments))
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()

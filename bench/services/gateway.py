@@ -1,6 +1,6 @@
 """Measures how much the gateway adds to the latency of the first token, and whether conversations follow their cache.
 
-    python -m bench.services.gateway
+    python -m bench gateway
 
 Latency: one replica of the bundled model and smg before it, all processes. In turns, prompts of one kind are sent to
 the gateway's /v1/completions, and to VllmEngine's Generate on the scheduler's port; both connections stay open.
@@ -24,10 +24,10 @@ import grpc
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from tokenizers import Tokenizer
 
+from bench.goals import verdict
 from models.story_grammar import write_story
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from testing.gateway import Gateway, send
-from testing.record import RESULTS, machine, verdict, write
 from testing.services import System
 
 MODEL = Path("models/storyteller")
@@ -159,7 +159,6 @@ def measure(arguments: argparse.Namespace) -> dict:
     p50 = {arm: 1000 * statistics.median(each) for arm, each in seconds.items()}
     talks = {policy: converse(arguments.conversations, policy) for policy in POLICIES}
     return {
-        "machine": machine(),
         "load": {"requests": arguments.requests, "conversations": arguments.conversations, "turns": NUM_TURNS},
         "first_token_ms_p50": p50,
         "added_ms_p50": p50["gateway"] - p50["direct"],
@@ -181,16 +180,6 @@ def report(figures: dict) -> None:
     print(f"  {figures['saved']:.1%} less to compute {verdict(figures['saved'], GOAL_SAVED, at_least=True)}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What the gateway costs and knows.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=400, help="first tokens of each arm (default: 400)")
     parser.add_argument("--conversations", type=int, default=100, help="conversations (default: 100)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gateway.json", help="raw numbers")
-    arguments = parser.parse_args()
-    figures = measure(arguments)
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
-"""Measures the gaps between tokens of a polite tenant's streams, and what it finds cached of a prompt that it repeats,
-alone and beside a hostile tenant.
+"""Measures a polite tenant's gaps between tokens and what it finds cached, alone and beside a hostile tenant.
 
-    python -m bench.services.hostile
+    python -m bench hostile
 
 Both services run as processes, with the 54M shape, `--max-decode-slowdown` and a file of tenants in which the hostile
 one has quotas and the polite one has none. In turns the polite one streams alone and beside each attack, then beside
@@ -27,13 +26,14 @@ from typing import Any
 import grpc.aio
 
 from bench.checkpoint import tokenized_checkpoint
+from bench.goals import verdict
+from bench.measure import medians
 from bench.services.interference import gap_quantiles, random_prompt, stream
 from pagewire import Client, SamplingParams, Session, StructuredOutputs
 from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from testing import rapid_resets
-from testing.record import RESULTS, machine, medians, verdict, write
 from testing.services import Service, running
 
 TOKENIZER = Path("models/storyteller/tokenizer.json")
@@ -236,10 +236,10 @@ async def attack(url: str, names: tuple[str, ...]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def attacked(module: str, argument: str, warm_up_s: float) -> AsyncIterator[None]:
+async def attacked(benchmark: str, argument: str, warm_up_s: float) -> AsyncIterator[None]:
     """Runs the attackers of a benchmark as long as the block does, at the lowest priority."""
     # By a command, since what runs between fork and exec may meet gRPC's threads.
-    command = ("nice", "-n", "19", sys.executable, "-m", module, "--attack", argument)
+    command = ("nice", "-n", "19", sys.executable, "-m", "bench", benchmark, "--attack", argument)
     process = await asyncio.create_subprocess_exec(*command)
     try:
         await asyncio.sleep(warm_up_s)
@@ -277,7 +277,7 @@ async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_u
         repeated = random_prompt(rng, REPEATED_LEN)
         await num_cached_tokens(client, repeated)
         asked = json.dumps([url, *names])
-        async with attacked("bench.services.hostile", asked, warm_up_s) if names else contextlib.nullcontext():
+        async with attacked("hostile", asked, warm_up_s) if names else contextlib.nullcontext():
             prompts = [random_prompt(rng, INPUT_LEN) for _ in range(NUM_STREAMS)]
             streams = await asyncio.gather(*(stream(client, prompt, OUTPUT_LEN) for prompt in prompts))
             num_cached = await num_cached_tokens(client, repeated)
@@ -290,7 +290,22 @@ async def num_cached_tokens(client: Client, prompt: list[int]) -> int:
     return completion.usage.cached_tokens
 
 
-async def measure(url: str, scheduler: Service, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+async def measure(arguments: argparse.Namespace) -> dict | None:
+    if arguments.attack is not None:
+        url, *names = json.loads(arguments.attack)
+        return await attack(url, tuple(names))
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made)
+        scheduler = ["--tenants", tenants(directory), "--max-decode-slowdown", MAX_DECODE_SLOWDOWN]
+        worker = ["--num-device-blocks", 1024, "--num-threads", arguments.num_threads]
+        model = tokenized_checkpoint("54M", TOKENIZER, directory / "model")
+        with running(model, worker=worker, scheduler=scheduler) as system:
+            rounds = await run_rounds(system.url, system.scheduler, arguments)
+    load = {"model": "54M", "streams": NUM_STREAMS, "quota": QUOTA, "max_decode_slowdown": MAX_DECODE_SLOWDOWN}
+    return {"load": load, "median": medians(rounds), "rounds": rounds}
+
+
+async def run_rounds(url: str, scheduler: Service, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     rng = random.Random(0)
     await run_round(url, (), rng, 0.0)  # warms up
@@ -310,9 +325,8 @@ async def measure(url: str, scheduler: Service, arguments: argparse.Namespace) -
     return rounds
 
 
-def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Prints the medians of the rounds, and returns them."""
-    found = medians(rounds)
+def report(figures: dict) -> None:
+    found = figures["median"]
     print(f"gaps between tokens of {NUM_STREAMS} streams of the polite tenant, in ms, and the tokens of {REPEATED_LEN}")
     print("that it found cached again, medians of the rounds")
     for arm, median in found.items():
@@ -322,31 +336,10 @@ def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, flo
         print(f"  {arm:16} {gaps}; p99 {ratio:.2f} times calm {verdict(ratio, GOAL, at_least=False)}; {cached}")
         growth = median["growth_mib"]
         print(f"  {'':16} memory {growth:.0f} MiB more {verdict(growth, MAX_GROWTH_MIB, at_least=False)}")
-    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of every attack (default 3)")
     parser.add_argument("--warm-up", type=float, default=4.0, help="seconds that attackers have to start (default 4)")
     parser.add_argument("--num-threads", type=int, default=1, help="CPU threads of the worker (default 1)")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.attack is not None:
-        url, *names = json.loads(arguments.attack)
-        asyncio.run(attack(url, tuple(names)))
-        return
-    with tempfile.TemporaryDirectory() as made:
-        directory = Path(made)
-        scheduler = ["--tenants", tenants(directory), "--max-decode-slowdown", MAX_DECODE_SLOWDOWN]
-        worker = ["--num-device-blocks", 1024, "--num-threads", arguments.num_threads]
-        model = tokenized_checkpoint("54M", TOKENIZER, directory / "model")
-        with running(model, worker=worker, scheduler=scheduler) as system:
-            rounds = asyncio.run(measure(system.url, system.scheduler, arguments))
-    load = {"model": "54M", "streams": NUM_STREAMS, "quota": QUOTA, "max_decode_slowdown": MAX_DECODE_SLOWDOWN}
-    found = report(rounds)
-    write(RESULTS / "hostile.json", {"machine": machine(), "load": load, "median": found, "rounds": rounds})
-
-
-if __name__ == "__main__":
-    main()

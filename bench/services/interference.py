@@ -1,6 +1,6 @@
 """Measures the gaps between tokens of 8 streams, while prompts arrive and while none do.
 
-    python -m bench.services.interference
+    python -m bench interference
 
 Both services run as processes, with and without `--max-decode-slowdown`. In turns, eight requests stream alone, and
 while prompts arrive one after the other. Raw numbers go to bench/results/interference.json.
@@ -13,11 +13,11 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench.checkpoint import SHAPES, random_checkpoint
+from bench.goals import verdict
+from bench.measure import in_turns, medians
 from pagewire import Client, SamplingParams
-from testing.record import RESULTS, machine, verdict, write
 from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
@@ -83,11 +83,10 @@ async def measure_slowdown(slowdown: float | None, arguments: argparse.Namespace
     worker = ["--num-device-blocks", 2048, "--num-threads", arguments.num_threads]
     with running(random_checkpoint("54M"), worker=worker, scheduler=flags) as system:
         async with Client(system.url) as client:
-            for index in range(arguments.rounds + 1):
-                for arm in ARMS if index % 2 else ARMS[::-1]:
-                    figures = await run_round(client, arm, rng, arguments.output_len)
-                    if index:  # the first warms up
-                        rounds[arm].append(figures)
+            for index, arm in in_turns(ARMS, arguments.rounds):
+                figures = await run_round(client, arm, rng, arguments.output_len)
+                if index > 0:
+                    rounds[arm].append(figures)
     return rounds
 
 
@@ -95,14 +94,11 @@ async def measure(arguments: argparse.Namespace) -> dict:
     found = {}
     for slowdown in SLOWDOWNS:
         rounds = await measure_slowdown(slowdown, arguments)
-        medians = {
-            arm: {key: statistics.median(figures.get(key, 0.0) for figures in rounds[arm]) for key in rounds[arm][0]}
-            for arm in ARMS
-        }
-        ratio = medians["with prompts"]["p99"] / medians["alone"]["p99"]
-        found[str(slowdown)] = {"median": medians, "p99_ratio": ratio, "rounds": rounds}
+        median = medians(rounds)
+        ratio = median["with prompts"]["p99"] / median["alone"]["p99"]
+        found[str(slowdown)] = {"median": median, "p99_ratio": ratio, "rounds": rounds}
     load = {"model": "54M", "streams": NUM_STREAMS, "prompt_len": PROMPT_LEN, "rounds": arguments.rounds}
-    return {"machine": machine(), "load": load, "max_decode_slowdown": found}
+    return {"load": load, "max_decode_slowdown": found}
 
 
 def report(figures: dict) -> None:
@@ -117,17 +113,7 @@ def report(figures: dict) -> None:
         print(f"  p99 with prompts is {found['p99_ratio']:.2f} times that without {goal}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What prompts do to streams.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=int, default=400, help="tokens of a stream (default: 400)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each arm (default: 3)")
     parser.add_argument("--num-threads", type=int, default=2, help="CPU threads of the worker (default: 2)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "interference.json", help="raw numbers")
-    arguments = parser.parse_args()
-    figures = asyncio.run(measure(arguments))
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()

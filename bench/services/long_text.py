@@ -1,6 +1,6 @@
 """Measures how long texts of one client disturb the stream of another, and how much memory they take.
 
-    python -m bench.services.long_text
+    python -m bench long-text
 
 A scheduler with the bundled byte-level BPE tokenizer and a worker of 4 ms a step that computes nothing streams to one
 client. Another client, a process of its own, sends texts: two at a time in a loop, or many at once. Each is sent as a
@@ -19,11 +19,11 @@ from itertools import pairwise
 
 import grpc.aio
 
+from bench.goals import verdict
 from bench.services.front_end import MODEL, Child
 from pagewire.cli import GRPC_EXPERIMENTS
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from testing.record import RESULTS, machine, verdict, write
 
 # Name: bytes of a text, how many are on their way at once, and whether they come again and again.
 ATTACKS = {
@@ -98,7 +98,7 @@ class Attacker:
     """A process that sends texts, at the lowest priority: it stands for a machine of its own."""
 
     def __init__(self, arguments: list[str]) -> None:
-        command = ["nice", "-n", "19", sys.executable, "-m", "bench.services.long_text", *arguments]
+        command = ["nice", "-n", "19", sys.executable, "-m", "bench", "long_text", *arguments]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._process.stdout.readline()
 
@@ -110,7 +110,14 @@ class Attacker:
         return failed or 0
 
 
-async def measure(rounds: int) -> dict[str, list[dict[str, float]]]:
+async def measure(arguments: argparse.Namespace) -> dict | None:
+    if arguments.attack is not None:
+        address, size, num_at_once, is_loop = arguments.attack
+        return await attack(address, int(size), int(num_at_once), bool(int(is_loop)))
+    return {"attacks": ATTACKS, "rounds": await run_rounds(arguments.rounds)}
+
+
+async def run_rounds(num_rounds: int) -> dict[str, list[dict[str, float]]]:
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     worker = Child("bench.services.scripted_worker", MODEL)
     flags = ["--worker", worker.address, "--port", "0", "--metrics-port", "0", "--log-level", "warning"]
@@ -118,7 +125,7 @@ async def measure(rounds: int) -> dict[str, list[dict[str, float]]]:
     figures: dict[str, list[dict[str, float]]] = {arm: [] for arm in ("calm", *ATTACKS)}
     try:
         await run_arm(scheduler, None)  # warms up
-        for _ in range(rounds):
+        for _ in range(num_rounds):
             for arm, of_arm in figures.items():
                 of_arm.append(await run_arm(scheduler, ATTACKS.get(arm)))
                 told = ", ".join(f"{name} {value:.1f}" for name, value in of_arm[-1].items())
@@ -129,7 +136,8 @@ async def measure(rounds: int) -> dict[str, list[dict[str, float]]]:
     return figures
 
 
-def report(rounds: dict[str, list[dict[str, float]]]) -> None:
+def report(found: dict) -> None:
+    rounds = found["rounds"]
     longest = max(figures["max_ms"] for arm in ATTACKS for figures in rounds[arm])
     kept = max(figures["kept_mb"] for arm in ATTACKS for figures in rounds[arm])
     calm = max(figures["max_ms"] for figures in rounds["calm"])
@@ -138,19 +146,6 @@ def report(rounds: dict[str, list[dict[str, float]]]) -> None:
     print(f"memory kept {SETTLE_S:g} s later {kept:.1f} MB {verdict(kept, GOAL_MEMORY_MB, at_least=False)}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of every attack (default 3)")
     parser.add_argument("--attack", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.attack is not None:
-        address, size, num_at_once, is_loop = arguments.attack
-        asyncio.run(attack(address, int(size), int(num_at_once), bool(int(is_loop))))
-        return
-    state, rounds = machine(), asyncio.run(measure(arguments.rounds))
-    write(RESULTS / "long_text.json", {"machine": state, "attacks": ATTACKS, "rounds": rounds})
-    report(rounds)
-
-
-if __name__ == "__main__":
-    main()

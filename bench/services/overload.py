@@ -1,6 +1,6 @@
 """Measures ten times too many requests: refusals come at once, requests that are taken lose nothing, memory stays flat.
 
-    python -m bench.services.overload
+    python -m bench overload
 
 Both services run as processes, with the bundled model and a queue of `--waiting` requests. In each round as many
 clients as the server can hold send one request after the other: that is the peak. Then requests come at ten times the
@@ -16,9 +16,9 @@ import statistics
 import time
 from pathlib import Path
 
+from bench.goals import verdict
 from pagewire import Client, SamplingParams
 from pagewire.errors import PagewireError, ResourceExhausted
-from testing.record import RESULTS, machine, verdict, write
 from testing.services import System, running
 
 MODEL = Path("models/storyteller")
@@ -136,12 +136,21 @@ async def run_round(system: System, client: Client, arguments: argparse.Namespac
     return {"peak": peak, "rate": rate, "flood": flood}
 
 
-async def measure(system: System, arguments: argparse.Namespace) -> list[dict]:
-    async with Client(system.url) as client:
-        return [await run_round(system, client, arguments, seed) for seed in range(arguments.rounds)]
+async def measure(arguments: argparse.Namespace) -> dict:
+    # What the scheduler keeps of what is cached, and of events, is full before the flood begins.
+    kept = ["--kv-events-buffer", 1000]
+    scheduler = ["--max-waiting-requests", arguments.waiting, "--max-num-seqs", arguments.max_num_seqs, *kept]
+    sizes = ["--max-num-seqs", arguments.max_num_seqs, "--num-device-blocks", NUM_BLOCKS]
+    worker = [*sizes, "--num-threads", arguments.num_threads]
+    keys = ("seconds", "max_num_seqs", "waiting", "num_threads", "rounds")
+    with running(MODEL, worker=worker, scheduler=scheduler) as system:
+        async with Client(system.url) as client:
+            rounds = [await run_round(system, client, arguments, seed) for seed in range(arguments.rounds)]
+    return {"arguments": {key: getattr(arguments, key) for key in keys}, "rounds": rounds}
 
 
-def report(rounds: list[dict]) -> None:
+def report(figures: dict) -> None:
+    rounds = figures["rounds"]
     floods = [entry["flood"] for entry in rounds]
     refusals = sorted(seconds for flood in floods for seconds in flood["refusals_s"])
     memory = [size for flood in floods for size in flood["memory_bytes"]]
@@ -164,24 +173,9 @@ def report(rounds: list[dict]) -> None:
         print(f"  failed: {failure}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the flood (default 60)")
     parser.add_argument("--max-num-seqs", type=int, default=32, help="sequences that run at a time (default 32)")
     parser.add_argument("--waiting", type=int, default=32, help="requests that may wait (default 32)")
     parser.add_argument("--num-threads", type=int, default=1, help="of the worker (default 1: the rest serves clients)")
     parser.add_argument("--rounds", type=int, default=3, help="of a peak and a flood each (default 3)")
-    arguments = parser.parse_args()
-    # What the scheduler keeps of what is cached, and of events, is full before the flood begins.
-    kept = ["--kv-events-buffer", 1000]
-    scheduler = ["--max-waiting-requests", arguments.waiting, "--max-num-seqs", arguments.max_num_seqs, *kept]
-    sizes = ["--max-num-seqs", arguments.max_num_seqs, "--num-device-blocks", NUM_BLOCKS]
-    worker = [*sizes, "--num-threads", arguments.num_threads]
-    with running(MODEL, worker=worker, scheduler=scheduler) as system:
-        rounds = asyncio.run(measure(system, arguments))
-    report(rounds)
-    write(RESULTS / "overload.json", {"machine": machine(), "arguments": vars(arguments), "rounds": rounds})
-
-
-if __name__ == "__main__":
-    main()

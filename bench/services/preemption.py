@@ -1,6 +1,6 @@
 """Measures serving with a third of the blocks: by swapping, by recomputing, and by choosing for each victim.
 
-    python -m bench.services.preemption
+    python -m bench preemption
 
 Both services run as processes, one pair for each mode. All requests of a round arrive at once; in turns, each mode
 serves the same ones. Useful throughput counts the tokens that reach clients, whatever was computed twice for them.
@@ -14,11 +14,11 @@ import statistics
 import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.checkpoint import SHAPES, random_checkpoint
+from bench.goals import verdict
+from bench.measure import medians
 from pagewire import Client, SamplingParams
-from testing.record import RESULTS, machine, verdict, write
 from testing.services import running
 
 MODES = ("swap", "recompute", "auto")
@@ -105,7 +105,6 @@ async def measure(arguments: argparse.Namespace) -> dict:
         for swap, recompute, auto in zip(*(rounds[mode] for mode in MODES), strict=True)
     ]
     return {
-        "machine": machine(),
         "load": {
             "model": "54M",
             "num_requests": arguments.num_requests,
@@ -115,10 +114,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
             "num_device_blocks": num_blocks // 3,
             "rounds": arguments.rounds,
         },
-        "median": {
-            mode: {key: statistics.median(figures[key] for figures in rounds[mode]) for key in rounds[mode][0]}
-            for mode in MODES
-        },
+        "median": medians(rounds),
         "longest_wait_s": {mode: max(figures["longest_wait_s"] for figures in rounds[mode]) for mode in MODES},
         "auto_to_better": statistics.median(pairs),
         "pairs": pairs,
@@ -142,16 +138,6 @@ def report(figures: dict) -> None:
     print(f"  auto / the better of the others {ratio:.3f} {verdict(ratio, GOAL, at_least=True)}; every request ended")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What a small pool costs.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-requests", type=int, default=20, help="requests of a round (default: 20)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each mode (default: 5)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "preemption.json", help="raw numbers")
-    arguments = parser.parse_args()
-    figures = asyncio.run(measure(arguments))
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A shared prefix is computed once, and after other load pushed it out of the device it comes back from the host.
 
-    python -m bench.services.prefix_tier
+    python -m bench prefix-tier
 
 Both services run as processes. A burst of requests shares a prefix and differs in a few tokens; other prompts then fill
 the device's blocks several times over; a second burst shares the same prefix. Every round has a prefix of its own. What
@@ -12,11 +12,10 @@ import asyncio
 import random
 import statistics
 import time
-from pathlib import Path
 
 from bench.checkpoint import SHAPES, random_checkpoint
+from bench.goals import verdict
 from pagewire import Client, SamplingParams
-from testing.record import RESULTS, machine, verdict, write
 from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
@@ -86,7 +85,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
         "num_host_blocks": NUM_HOST_BLOCKS,
         "rounds": arguments.rounds,
     }
-    return {"machine": machine(), "load": load, "median": median, "rounds": rounds}
+    return {"load": load, "median": median, "rounds": rounds}
 
 
 def report(figures: dict) -> None:
@@ -104,16 +103,6 @@ def report(figures: dict) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What a shared prefix costs.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-requests", type=int, default=64, help="requests of a burst (default: 64)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "prefix_tier.json", help="raw numbers")
-    arguments = parser.parse_args()
-    figures = asyncio.run(measure(arguments))
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -130,7 +130,7 @@ async def serve(model: str, step_s: float, num_device_blocks: int) -> None:
     await server.wait_for_termination()
 
 
-def main() -> None:
+def run_program() -> None:
     parser = argparse.ArgumentParser(description="A worker without a model.")
     parser.add_argument("model", help="checkpoint directory, of which only config.json and tokenizer.json are read")
     parser.add_argument("--step-ms", type=float, default=4.0, help="duration of a step (default: 4)")
@@ -140,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program()

@@ -1,6 +1,6 @@
 """Compares `pagewire simulate` with both services: sessions of coding agents in a closed loop, measured and simulated.
 
-    taskset -c 1 python -m bench.services.sessions --trace agent_sessions.jsonl.gz
+    taskset -c 1 python -m bench sessions --trace agent_sessions.jsonl.gz
 
 Sessions are made small enough for the bundled model, and written as a trace (`--keep-trace FILE`). Both services run as
 processes, with too few blocks for the sessions that run at once; the worker has one thread, and all share the cores
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.goals import verdict
 from bench.peers.peers import compute_with
 from bench.services.cores import Cores
 from bench.services.recorded_steps import fit, read_steps
@@ -35,7 +36,6 @@ from scheduler_service.simulation.driver import Simulation, SimulationSettings
 from scheduler_service.simulation.report import mean, summary
 from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import Trace, read_trace
-from testing.record import RESULTS, machine, verdict, write
 from testing.services import running
 
 MODEL = Path("models/storyteller")
@@ -305,7 +305,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "rounds": arguments.rounds,
     }
-    return {"machine": machine(), "load": load, "pools": pools}
+    return {"load": load, "pools": pools}
 
 
 def measure_pool(
@@ -320,6 +320,10 @@ def measure_pool(
         by_policy[policy] = {"measured": measured, "simulated": simulate(trace, policy, load, speed)}
         print(f"{load.num_blocks} blocks, {policy}: {by_policy[policy]}", flush=True)
     return {"num_blocks": load.num_blocks, "calibration": fitted_to, "speed": asdict(speed), "policies": by_policy}
+
+
+def variant() -> str:
+    return compute_with()[0]
 
 
 def report(found: dict[str, Any]) -> None:
@@ -356,8 +360,7 @@ def report_policy(policy: str, entry: dict[str, Any]) -> None:
     print(f"  others took {100 * medians['share_of_others']:.0f} % of the cores meanwhile")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Simulated sessions beside real ones.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="file of agent sessions, plain or .gz (default: random sessions)")
     parser.add_argument("--seed", type=int, default=0, help="of random sessions (default: 0)")
     parser.add_argument("--factor", type=int, default=64, help="divide tokens and seconds by this (default: 64)")
@@ -373,14 +376,3 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=["fcfs"], help="policies (default: fcfs)")
     parser.add_argument("--rounds", type=int, default=1, help="measured runs of each policy (default: 1)")
     parser.add_argument("--keep-trace", type=Path, metavar="FILE", help="write the trace that is compared here")
-    parser.add_argument("--output", type=Path, help="raw numbers (default: bench/results/sessions.ISA.json)")
-    arguments = parser.parse_args()
-    if arguments.trace is None:
-        print(f"random sessions, seed {arguments.seed}")
-    found = measure(arguments)
-    write(arguments.output or RESULTS / f"sessions.{compute_with()[0]}.json", found)
-    report(found)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measures the cost of the split: the same scheduler and worker code as two processes over gRPC and as one without it.
 
-    python -m bench.services.split
+    python -m bench split
 
 Load is injected below the client API, into the step loop, so that both arms do the same work but for the wire. Arms
 take turns, each in processes of its own that live through all rounds; figures are medians. A third arm serves real
@@ -10,6 +10,7 @@ delivering a token to a client stream costs. Raw numbers go to bench/results/spl
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -22,9 +23,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bench.services.end_counter import EndCounter
+from bench.measure import in_turns, medians
+from bench.services.end_counter import EndCounter, while_running
 from pagewire.cli import GRPC_EXPERIMENTS
-from testing.record import RESULTS, machine, write
 
 ARMS = ("one process", "two processes", "two processes and clients")
 VOCAB_SIZE = 32000
@@ -39,12 +40,17 @@ def prompts(arguments: argparse.Namespace, round_index: int) -> list[tuple[int, 
 
 
 class LocalLink:
-    """Links a worker in this process: plans go to its compute thread, results come back to the event loop."""
+    """Links a worker in this process: plans go to its compute thread, results come back to the event loop.
+
+    Attributes:
+        failed: gets what a result raises. It never has a result itself.
+    """
 
     def __init__(self, events, engine) -> None:
         from worker_service.engine import EngineSession
 
         self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
         self._events = events
         self._engine = engine
         self._session = EngineSession(lambda outcome: self._loop.call_soon_threadsafe(self._take, outcome))
@@ -62,13 +68,21 @@ class LocalLink:
         raise RuntimeError(reason)
 
     def _take(self, outcome) -> None:
+        try:
+            self._pass_on(outcome)
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+
+    def _pass_on(self, outcome) -> None:
         if isinstance(outcome, Exception):
             raise outcome
         self._events.result(outcome)
 
 
 @asynccontextmanager
-async def one_process(arguments, step_loop) -> AsyncIterator[None]:
+async def one_process(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
+    """Yields what ends where the worker fails."""
     from worker_service.config import WorkerConfig
     from worker_service.engine import Engine
     from worker_service.server import limit_spinning
@@ -84,26 +98,40 @@ async def one_process(arguments, step_loop) -> AsyncIterator[None]:
     await loaded.wait()
     if failures[0] is not None:
         raise failures[0]
-    await LocalLink(step_loop, engine).begin()
-    yield
-    engine.stop(60)
+    link = LocalLink(step_loop, engine)
+    try:
+        await link.begin()
+        yield link.failed
+    finally:
+        engine.stop(60)
 
 
 @asynccontextmanager
 async def worker_process(arguments) -> AsyncIterator[str]:
     command = [sys.executable, "-m", "pagewire", "worker", "--model", str(arguments.model), "--port", "0"]
     command += ["--num-device-blocks", "4096", "--log-level", "warning"]
+    async with service_process(*command) as (url, _):
+        yield url.removeprefix("grpc://")
+
+
+@asynccontextmanager
+async def service_process(*command: str) -> AsyncIterator[tuple[str, int]]:
+    """Yields the URL that the process says, and its id. Raises RuntimeError where it ends without one."""
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
-        line = (await process.stdout.readline()).decode()
-        yield line.strip().removeprefix("ready on grpc://")
+        line = (await process.stdout.readline()).decode().strip()
+        if not line.startswith("ready on "):
+            raise RuntimeError(f"{' '.join(command)} ended with {await process.wait()} and said {line!r}")
+        yield line.removeprefix("ready on "), process.pid
     finally:
-        process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
         await process.wait()
 
 
 @asynccontextmanager
-async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
+async def two_processes(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
+    """Yields what ends where the link to the worker fails."""
     from pagewire.common.transport.dialling import Dialler
     from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
     from scheduler_service.serving.model_info import read_model_info
@@ -113,10 +141,12 @@ async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
         dialler = Dialler(target, CHANNEL_OPTIONS)
         link = WorkerLink([dialler], step_loop, instance_id="bench", model_digest=info.digest, pipeline_depth=2)
         running = asyncio.create_task(link.run())
-        await step_loop.availability.wait_for_first_worker()
-        yield
-        running.cancel()
-        await dialler.close()
+        try:
+            await while_running(step_loop.availability.wait_for_first_worker(), running)
+            yield running
+        finally:
+            running.cancel()
+            await dialler.close()
 
 
 async def run_injected(arguments, arm) -> None:
@@ -128,14 +158,14 @@ async def run_injected(arguments, arm) -> None:
     scheduler = Scheduler(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096)
     step_loop = StepLoop(scheduler, [], worker_timeout=60)
     stepping = asyncio.create_task(step_loop.run())
+    async with (one_process if arm == ARMS[0] else two_processes)(arguments, step_loop) as linked:
 
-    async def round_of(index: int) -> None:
-        receiver = EndCounter(arguments.num_seqs)
-        for i, prompt in enumerate(prompts(arguments, index)):
-            step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), receiver)
-        await receiver.has_all.wait()
+        async def round_of(index: int) -> None:
+            receiver = EndCounter(arguments.num_seqs)
+            for i, prompt in enumerate(prompts(arguments, index)):
+                step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), receiver)
+            await while_running(receiver.wait(), linked, stepping)
 
-    async with (one_process if arm == ARMS[0] else two_processes)(arguments, step_loop):
         await answer_rounds(arguments, round_of, own_cpu_seconds)
     stepping.cancel()
 
@@ -146,9 +176,7 @@ async def run_clients(arguments) -> None:
     async with worker_process(arguments) as target:
         command = [sys.executable, "-m", "pagewire", "scheduler", "--worker", target, "--model", str(arguments.model)]
         command += ["--port", "0", "--metrics-port", "0", "--log-level", "warning"]
-        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-        try:
-            url = (await process.stdout.readline()).decode().strip().removeprefix("ready on ")
+        async with service_process(*command) as (url, pid):
             sampling = SamplingParams(temperature=0, max_tokens=arguments.output_len, ignore_eos=True)
             async with Client(url) as client:
 
@@ -160,10 +188,7 @@ async def run_clients(arguments) -> None:
                     for completion in await asyncio.gather(*requests):
                         assert completion.usage.completion_tokens == arguments.output_len
 
-                await answer_rounds(arguments, round_of, lambda: process_cpu_seconds(process.pid))
-        finally:
-            process.terminate()
-            await process.wait()
+                await answer_rounds(arguments, round_of, lambda: process_cpu_seconds(pid))
 
 
 async def answer_rounds(arguments, round_of, cpu_seconds) -> None:
@@ -194,27 +219,36 @@ def process_cpu_seconds(pid: int) -> float:
 
 
 class Arm:
+    """A process that runs the rounds of an arm. Its methods raise SystemExit where it fails."""
+
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name = name
         self.rounds: list[dict[str, float]] = []
-        command = [sys.executable, "-m", "bench.services.split", "--arm", name, "--model", str(arguments.model)]
+        command = [sys.executable, "-m", "bench", "split", "--arm", name, "--model", str(arguments.model)]
         for flag in ("num_seqs", "input_len", "output_len"):
             command += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._expect("ready")
+
+    def wait_until_ready(self) -> None:
+        line = self._read().strip()
+        if line != "ready":
+            raise SystemExit(f"{self.name}: {line!r}")
 
     def round(self, index: int) -> dict[str, float]:
-        print(index, file=self._process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # it has ended: reading says so
+            print(index, file=self._process.stdin, flush=True)
         return json.loads(self._read())
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _expect(self, text: str) -> None:
-        line = self._read().strip()
-        if line != text:
-            raise SystemExit(f"{self.name}: {line!r}")
+        """Ends the process, which ends with its input; after a minute by force."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
     def _read(self) -> str:
         line = self._process.stdout.readline()
@@ -223,29 +257,41 @@ class Arm:
         return line
 
 
-def measure(arguments: argparse.Namespace) -> dict:
-    arms = [Arm(name, arguments) for name in ARMS]
-    try:
-        for index in range(arguments.rounds + 1):
-            for arm in arms if index % 2 else reversed(arms):
-                figures = arm.round(index * len(arms) + arms.index(arm))
-                print(f"round {index} {arm.name}: {figures['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
-                if index:  # the first warms up
-                    arm.rounds.append(figures)
-    finally:
-        for arm in arms:
-            arm.close()
-    median = {arm.name: {key: statistics.median(r[key] for r in arm.rounds) for key in arm.rounds[0]} for arm in arms}
+def measure(arguments: argparse.Namespace) -> dict | None:
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # for the arms' processes, as `pagewire` has it
+    if arguments.arm is not None:
+        asyncio.run(run_clients(arguments) if arguments.arm == ARMS[2] else run_injected(arguments, arguments.arm))
+        return None
+    from bench.checkpoint import random_checkpoint
+    from bench.core import plan
+
+    arguments.model = random_checkpoint("54M")
+    return {**measure_arms(arguments), "plan": plan.measure()}
+
+
+def measure_arms(arguments: argparse.Namespace) -> dict:
+    arms: list[Arm] = []
+    with contextlib.ExitStack() as stack:
+        for name in ARMS:
+            arms.append(Arm(name, arguments))
+            stack.callback(arms[-1].close)
+            arms[-1].wait_until_ready()
+        for index, arm in in_turns(arms, arguments.rounds):
+            figures = arm.round(index * len(arms) + arms.index(arm))
+            print(f"round {index} {arm.name}: {figures['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
+            if index > 0:
+                arm.rounds.append(figures)
+    rounds = {arm.name: arm.rounds for arm in arms}
+    median = medians(rounds)
     one, two, clients = (median[name] for name in ARMS)
     paired = [b["tokens_per_s"] / a["tokens_per_s"] for a, b in zip(arms[0].rounds, arms[1].rounds, strict=True)]
     return {
-        "machine": machine(),
         "load": {key: getattr(arguments, key) for key in ("num_seqs", "input_len", "output_len", "rounds")},
         "median": median,
         "split_ratio": two["tokens_per_s"] / one["tokens_per_s"],
         "split_ratio_of_pairs": statistics.median(paired),
         "delivery_cpu_us_per_token": clients["cpu_us_per_token"] - two["cpu_us_per_token"],
-        "rounds": {arm.name: arm.rounds for arm in arms},
+        "rounds": rounds,
     }
 
 
@@ -265,31 +311,10 @@ def report(figures: dict) -> None:
     print("CPU/token is of the process that schedules; with one process that includes the model.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What the split costs.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-seqs", type=int, default=16, help="sequences at a time (default: 16)")
     parser.add_argument("--input-len", type=int, default=64, help="prompt tokens (default: 64)")
     parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
     parser.add_argument("--rounds", type=int, default=11, help="measured rounds of each arm (default: 11)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "split.json", help="raw numbers")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # for the arms' processes, as `pagewire` has it
-    if arguments.arm is None:
-        from bench.checkpoint import random_checkpoint
-        from bench.core import plan
-
-        arguments.model = random_checkpoint("54M")
-        figures = {**measure(arguments), "plan": plan.measure()}
-        write(arguments.output, figures)
-        report(figures)
-        return
-    if arguments.arm == ARMS[2]:
-        asyncio.run(run_clients(arguments))
-    else:
-        asyncio.run(run_injected(arguments, arguments.arm))
-
-
-if __name__ == "__main__":
-    main()

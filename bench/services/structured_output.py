@@ -1,6 +1,6 @@
 """Measures what grammars cost through both services: tokens per second, first tokens, and the gaps of neighbours.
 
-    python -m bench.services.structured_output
+    python -m bench structured-output
 
 Both services run as processes, with the 54M shape and a tokenizer of as many tokens. In turns 32 streams run with and
 without a schema; first tokens come from an idle server, without a grammar, with one seen before and with new schemas of
@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.checkpoint import tokenized_checkpoint
+from bench.goals import verdict
+from bench.measure import in_turns, medians
 from bench.peers.peers import compute_with
 from bench.services.hostile import attacked, refused
 from bench.services.interference import gap_quantiles, random_prompt, stream
 from bench.tokenizer import trained_tokenizer
 from pagewire import Client, SamplingParams
 from testing.hostile_grammars import HOSTILE
-from testing.record import RESULTS, machine, medians, verdict, write
 from testing.services import running
 
 SHAPE, VOCAB_SIZE = "54M", 32_000
@@ -87,14 +88,13 @@ async def measure_rows(client: Client, arguments: argparse.Namespace) -> dict[st
     found: dict[str, Any] = {}
     for temperature in (0.0, 1.0):
         rates: dict[str, list[float]] = {"none": [], "schema": []}
-        for index in range(arguments.rounds + 1):
-            for arm in rates if index % 2 else reversed(rates):
-                options: dict[str, Any] = {"temperature": temperature}
-                if arm == "schema":
-                    options["structured_outputs"] = {"json": RECORDS}
-                rate = await tokens_per_second(client, random.Random(index), arguments.num_tokens, options)
-                if index:  # the first warms up
-                    rates[arm].append(rate)
+        for index, arm in in_turns(list(rates), arguments.rounds):
+            options: dict[str, Any] = {"temperature": temperature}
+            if arm == "schema":
+                options["structured_outputs"] = {"json": RECORDS}
+            rate = await tokens_per_second(client, random.Random(index), arguments.num_tokens, options)
+            if index > 0:
+                rates[arm].append(rate)
         median = {arm: statistics.median(of_arm) for arm, of_arm in rates.items()}
         found[f"temperature {temperature:g}"] = {"median": median, "rounds": rates}
     return found
@@ -190,12 +190,16 @@ async def measure_neighbours(url: str, client: Client, arguments: argparse.Names
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in acts}
     for index in range(arguments.rounds + 1):
         for arm, act in acts.items():
-            attackers = attacked("bench.services.structured_output", url, WARM_UP_S)
+            attackers = attacked("structured_output", url, WARM_UP_S)
             async with attackers if arm == "hostile" else beside(act):
                 figures = await gaps_of_calm_streams(client, rng, 2 * arguments.num_tokens)
             if index:  # the first warms up
                 rounds[arm].append(figures)
     return {"median": medians(rounds), "rounds": rounds}
+
+
+def variant() -> str:
+    return compute_with()[0]
 
 
 def report(found: dict[str, Any]) -> None:
@@ -221,7 +225,14 @@ def report(found: dict[str, Any]) -> None:
     print(f"  p99 beside new schemas is {ratio:.2f} times that beside the same requests without")
 
 
-async def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    if arguments.attack is not None:
+        return await attack(arguments.attack)
+    with tempfile.TemporaryDirectory() as made:
+        return await serve(tokenized_checkpoint(SHAPE, trained_tokenizer(VOCAB_SIZE), Path(made) / SHAPE), arguments)
+
+
+async def serve(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     worker = ["--num-device-blocks", 2048, "--num-threads"]
     with running(model, worker=[*worker, arguments.num_threads]) as system:
@@ -235,23 +246,9 @@ async def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each arm (default: 3)")
     parser.add_argument("--num-tokens", type=int, default=200, help="of a row (default: 200)")
     parser.add_argument("--num-requests", type=int, default=30, help="of which the first token is timed (default: 30)")
     parser.add_argument("--num-threads", type=int, default=2, help="CPU threads of the worker (default: 2)")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.attack is not None:
-        asyncio.run(attack(arguments.attack))
-        return
-    with tempfile.TemporaryDirectory() as made:
-        model = tokenized_checkpoint(SHAPE, trained_tokenizer(VOCAB_SIZE), Path(made) / SHAPE)
-        found = {"machine": machine(), **asyncio.run(measure(model, arguments))}
-    report(found)
-    write(RESULTS / f"structured_output.{compute_with()[0]}.json", found)
-
-
-if __name__ == "__main__":
-    main()

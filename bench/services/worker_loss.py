@@ -1,6 +1,6 @@
 """Measures what clients of a gateway notice when one of two pairs loses its worker.
 
-    python -m bench.services.worker_loss
+    python -m bench worker-loss
 
 Two pairs of the bundled model with `--worker-grace 5`, and smg before them as `deploy/components/gateway` starts it.
 Clients ask for short answers, whole and streamed, one after the other; then some long streams begin too, and the worker
@@ -24,9 +24,9 @@ from typing import Any
 
 import grpc
 
+from bench.goals import verdict
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from testing.gateway import Gateway
-from testing.record import RESULTS, machine, verdict, write
 from testing.services import System
 
 MODEL = Path("models/storyteller")
@@ -137,7 +137,11 @@ def num_running(system: System) -> int:
         return loads.num_running
 
 
-def measure(policy: str) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"grace": GRACE} | {policy: measure_policy(policy) for policy in POLICIES}
+
+
+def measure_policy(policy: str) -> dict[str, Any]:
     with pairs() as systems:
         gateway = Gateway([system.url for system in systems], f"--policy={policy}", *GATEWAY_FLAGS)
         try:
@@ -220,14 +224,5 @@ def report(figures: dict[str, Any]) -> None:
         print(f"{num_equal} of {len(PROMPTS)} long ones have the text of a calm run")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=RESULTS / "worker_loss.json", help="raw numbers")
-    arguments = parser.parse_args()
-    figures = {"machine": machine(), "grace": GRACE} | {policy: measure(policy) for policy in POLICIES}
-    write(arguments.output, figures)
-    report(figures)
-
-
-if __name__ == "__main__":
-    main()
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """There are none."""

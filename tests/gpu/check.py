@@ -20,16 +20,16 @@ import torch
 import transformers
 
 from testing.part import Report, run_cases, run_part
-from testing.part_command import open_report, parser_of
+from testing.part_command import open_report, part_parser
 from tests.gpu.service_checks import PARTS, Setting
 
-MODULE = "tests.gpu.check"
+COMMAND = "tests.gpu.check"
 NUM_THREADS = 2  # of transformers in a part's process
 
 
 def run_checks(parts: Sequence[str], device: str, report: Report, seconds: float, num_jobs: int) -> int:
     def run(part: str) -> None:
-        command = [sys.executable, "-m", MODULE, "--device", device, "--part", part, "--done"]
+        command = [sys.executable, "-m", *COMMAND.split(), "--device", device, "--part", part, "--done"]
         run_part(part, command, report, time.monotonic() + seconds)
 
     with ThreadPoolExecutor(num_jobs) as pool:
@@ -52,14 +52,14 @@ def run_one(part: str, device: str, done: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of(MODULE, __doc__, PARTS)
+    parser = part_parser(COMMAND, __doc__, PARTS)
     num_jobs = max(1, min(4, (os.cpu_count() or 1) // 2))
     parser.add_argument("--jobs", type=int, default=num_jobs, help="parts at a time (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.part is not None:
         run_one(options.part, options.device, options.done)
         return 0
-    report = open_report(MODULE, parser, options)
+    report = open_report(COMMAND, parser, options)
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 is float32, in the services too
     return run_checks(options.parts, options.device, report, options.seconds, options.jobs)
 

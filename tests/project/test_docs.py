@@ -225,7 +225,7 @@ def our_flags() -> set[str]:
 FOREIGN_FLAGS = {
     *("--build-arg", "--sbom", "--extra-index-url", "--index-url", "--branch", "--no-deps"),
     *("--policy", "--worker-urls", "--control-plane-api-keys", "--parts", "--output", "--device", "--chat-template"),
-    *("--models", "--formats", "--peers", "--rounds", "--isa"),
+    *("--models", "--formats", "--peers", "--rounds", "--isa", "--traces"),
 }
 
 

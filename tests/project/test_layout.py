@@ -32,6 +32,7 @@ DOORS = (
     "pagewire.cli",
 )
 SIDE_DOORS = (
+    "worker_service.attention.backends.triton",
     "worker_service.attention.cached_attend",
     "worker_service.engine.tracing",
     "worker_service.runner.profile",

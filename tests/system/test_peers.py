@@ -1,4 +1,4 @@
-"""`make bench` on a tiny checkpoint, with transformers as the only peer; and what becomes of peers that fail."""
+"""`make bench NAME=peers` on a tiny checkpoint beside transformers alone; and what becomes of peers that fail."""
 
 import io
 import json
@@ -115,8 +115,7 @@ def test_pagewire_beside_transformers(
     monkeypatch.setattr(peers, "arms", lambda num_threads, environments, dtype: arms)
     path = tmp_path / "results" / "peers.json"
     flags = ["--formats", "bf16", "--rounds", "2", "--num-threads", "1", "--output", str(path)]
-    monkeypatch.setattr(sys, "argv", ["bench.peers.peers", *flags, "--environments", str(tmp_path / "peers")])
-    peers.main()
+    peers.main([*flags, "--environments", str(tmp_path / "peers")])
     captured = capsys.readouterr()
     found = json.loads(path.read_text())
     assert found["skipped"] == {"vLLM": "pip cannot get it", "llama.cpp, bf16": "it crashed"}
@@ -203,8 +202,7 @@ def test_what_is_kept_of_a_run_that_is_interrupted(
     monkeypatch.setattr(peers, "random_checkpoint", lambda name: tmp_path)
     monkeypatch.setattr(peers, "arms", lambda num_threads, environments, dtype: arms)
     flags = ["--models", "54M", "--formats", "Q8_0", "bf16", "--environments", str(tmp_path), "--output", str(path)]
-    monkeypatch.setattr(sys, "argv", ["bench.peers.peers", *flags])
-    peers.main()
+    peers.main([*flags])
     captured = capsys.readouterr()
     assert "interrupted: the figures are those of what was measured until then" in captured.err
     assert "54M shape, Q8_0, round 1 of 3, llama.cpp ..." in captured.err
@@ -312,8 +310,7 @@ def test_avx2_alone_leaves_out_who_cannot_be_built_for_it(
     monkeypatch.setattr(peers, "load_cpu_kernels", lambda: SimpleNamespace(variant=os.environ["PAGEWIRE_CPU_VARIANT"]))
     monkeypatch.setattr(peers, "RESULTS", tmp_path / "results")
     flags = ["--isa", "avx2", "--models", "0.6B", "--formats", "Q4_0", "bf16", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["bench.peers.peers", *flags, "--environments", str(tmp_path)])
-    peers.main()
+    peers.main([*flags, "--environments", str(tmp_path)])
     captured = capsys.readouterr()
     found = json.loads((tmp_path / "results" / "peers_0.6B_Q4_0_bf16.avx2.json").read_text())
     assert (found["isa"], found["torch_dtype"], told) == ("avx2", "float32", ["avx2", "avx2"])

@@ -18,12 +18,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from tests.compiler import skip_without_compiler
-from tests.worker.test_models import TOLERANCE, compute_logits
+from tests.worker.model_logits import TOLERANCE, compute_logits
+from tests.worker.rotary_tables import SCALINGS, filled_tables
 from worker_service.config import WorkerConfig
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import MAX_SIZE, RopeConfig, parse_config
 from worker_service.models.loading import load_model
-from worker_service.models.rope import RotaryEmbedding, inverse_frequencies
+from worker_service.models.rope import inverse_frequencies
 from worker_service.startup import loader
 from worker_service.startup.loader import load_worker
 
@@ -85,20 +86,6 @@ def test_frequencies_are_those_of_transformers(seed: int) -> None:
     assert model.serving(None) == model.serving(MAX_SIZE), "by default for as many positions as there are"
 
 
-def filled_tables(config: RopeConfig, head_dim: int = 32, num_positions: int = 3000) -> RotaryEmbedding:
-    tables = RotaryEmbedding(config, head_dim, num_positions)
-    tables.finish_loading()
-    return tables
-
-
-SCALINGS = [
-    RopeConfig(theta=500_000.0),
-    RopeConfig(rotary_share=0.5, attention_factor=1.19),
-    RopeConfig("yarn", 1e6, factor=4.0, original_max_position_embeddings=1000, attention_factor=1.1),
-    RopeConfig("llama3", 5e5, factor=8.0, original_max_position_embeddings=512),
-]
-
-
 @pytest.mark.parametrize("config", SCALINGS, ids=lambda config: f"{config.rope_type} {config.theta:g}")
 def test_tables_are_rounded_once(config: RopeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever torch's own functions make of them, whose first call may be of low accuracy."""
@@ -121,7 +108,7 @@ def test_tables_are_rounded_once(config: RopeConfig, monkeypatch: pytest.MonkeyP
 # Prints the digests of tables.
 PROGRAM = """
 import json
-from tests.worker.test_rope import SCALINGS, filled_tables
+from tests.worker.rotary_tables import SCALINGS, filled_tables
 print(json.dumps([filled_tables(config).digest.hex() for config in SCALINGS]))
 """
 
@@ -157,7 +144,7 @@ def test_functions_of_torch_are_first_called_by_one_thread(monkeypatch: pytest.M
 
 def test_fresh_starts_compute_the_same() -> None:
     skip_without_compiler()
-    command = [sys.executable, "-m", "bench.core.fresh_starts", "--starts=20"]
+    command = [sys.executable, "-m", "bench", "fresh_starts", "--starts=20"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("20 starts, 1 digests\n")
 

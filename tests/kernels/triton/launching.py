@@ -5,61 +5,17 @@ Run as a process of its own, `python -m tests.kernels.triton.launching`: in that
 are compiled for an H200. Prints each kernel's name, the variants that were compiled of it, and its launches.
 """
 
-from collections import Counter
-from typing import Any
-
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from pagewire.kernels.sampling import FLOATS, INTEGERS
 from pagewire.kernels.triton import gathering, linear, sampler
 from testing.kernel_checks.gathering import make_tables
 from testing.kernel_checks.linear import Layer, make_rows, make_weight
+from testing.triton_driver import Driver, launches
 
 NUM_ROWS, NUM_BLOCKS, NUM_LOGPROBS = (1, 2, 5, 16, 40, 1024), (1, 3, 16, 2560), (None, 0, 1, 5, 16)
 NUM_SLOTS, VOCAB_SIZE = 257, 151_936
-
-launches: Counter[str] = Counter()
-
-
-class Launcher:
-    """Counts in place of a launch."""
-
-    def __init__(self, source: Any, metadata: Any) -> None:
-        self._name = source.fn.__name__
-
-    def __call__(self, *arguments: Any) -> None:
-        launches[self._name] += 1
-
-
-class Library:
-    """What there is of a CUDA driver."""
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        return 1, 1, 32, 0, 1024  # module, function, registers, spills, threads
-
-    def unload_module(self, module: int) -> None:
-        pass
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 * 1024}
-
-
-class Driver:
-    """Of an H200 that is not there."""
-
-    utils = Library()
-    launcher_cls = Launcher
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def launch_step(num_rows: int) -> None:

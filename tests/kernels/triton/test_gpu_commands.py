@@ -7,21 +7,23 @@ import json
 import pytest
 
 from bench.gpu import kernels
+from testing.kernel_checks import MODULES
 from testing.kernel_checks.case import COPY, MATMUL
+from tests.gpu import check_kernels
 
 SCRIPTED = "tests.kernels.triton.scripted_checks"
 
 
 def run_checks(tmp_path, *modules: str, seconds: float = 120) -> tuple[int, dict[str, dict]]:
     path = tmp_path / "results.json"
-    arguments = ["check", "--device", "cpu", "--output", str(path), "--seconds", str(seconds), "--modules", *modules]
-    status = kernels.main(arguments)
+    arguments = ["--device", "cpu", "--output", str(path), "--seconds", str(seconds), "--modules", *modules]
+    status = check_kernels.main(arguments)
     parts = json.loads(path.read_text())["parts"].values()
     return status, {result["name"]: result for part in parts for result in part["results"]}
 
 
 def test_cases_have_names_of_their_own_and_goals_that_can_be_judged():
-    modules = [importlib.import_module(f"{kernels.CHECKS}.{name}") for name in kernels.MODULES]
+    modules = [importlib.import_module(name) for name in MODULES]
     for offer in ("device_cases", "bench_cases", "compile_cases"):
         cases = [case for module in modules for case in getattr(module, offer)()]
         assert [name for name, count in collections.Counter(case.name for case in cases).items() if count > 1] == []
@@ -59,7 +61,7 @@ def test_what_was_not_reached_in_time_is_a_failure(tmp_path):
 
 def test_nothing_is_timed_without_a_device(capsys):
     with pytest.raises(SystemExit):
-        kernels.main(["bench", "--device", "cpu"])
+        kernels.main(["--device", "cpu"])
     assert "there is nothing to time on cpu" in capsys.readouterr().err
 
 

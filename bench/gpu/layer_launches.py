@@ -1,25 +1,23 @@
-"""What the host does for a GPU in a layer where no CUDA graph is replayed: Python's side of its launches, in
-microseconds. No GPU is needed.
+"""Measures what the host does for a GPU in a layer of Qwen3-0.6B without CUDA graphs. No GPU is needed.
 
-    python -m tests.kernels.triton.layer_launches
+    python -m bench layer-launches
 
-Kernels are compiled for an H200, and a driver that does nothing takes the launches: Triton's launcher in C is not in
-the figures. The layers are Qwen3-0.6B's, in bfloat16. Medians go to bench/results/layer_launches.json.
+It is Python's side of launches, in microseconds. Kernels are compiled for an H200, and a driver that does nothing takes
+the launches: Triton's launcher in C is not in the figures. The layers are in bfloat16. Medians go to
+bench/results/layer_launches.json.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from triton.runtime import driver
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import fused
-from testing.record import RESULTS, machine, write
-from tests.kernels.triton.launching import Driver
+from testing.triton_driver import Driver
 from worker_service.attention import AttentionBatch, AttentionShape, DeviceRows
 from worker_service.attention.backends.triton import TritonAttention
 
@@ -88,25 +86,21 @@ def _median_us(step: Callable[[], None], num_steps: int) -> float:
     return statistics.median(seconds[num_steps // 5 :]) * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.kernels.triton.layer_launches", description=__doc__.splitlines()[0]
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300, help="of each kind, a fifth to warm up (default: 300)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "layer_launches.json", help="raw numbers")
-    arguments = parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace) -> dict:
     torch.set_num_threads(1)
     driver.set_active(Driver())
     with torch.inference_mode():
         attention = {name: measure_attention(*step, arguments.steps) for name, step in STEPS.items()}
-        heads_us = measure_heads(64, arguments.steps)
-    write(arguments.output, {"machine": machine(), "attention": attention, "heads_us": heads_us})
+        return {"attention": attention, "heads_us": measure_heads(64, arguments.steps)}
+
+
+def report(found: dict) -> None:
     print(f"{'attention, us':32s} {'once a step':>12s} {'a layer':>8s} {f'{NUM_LAYERS} layers':>10s}")
-    for name, figures in attention.items():
+    for name, figures in found["attention"].items():
         once, layer, step = figures["once_a_step_us"], figures["layer_us"], figures["step_us"]
         print(f"{name:32s} {once:12.1f} {layer:8.1f} {step:10.0f}")
-    print(f"turning and caching the heads of a layer, 64 tokens: {heads_us:.1f} us")
-
-
-if __name__ == "__main__":
-    main()
+    print(f"turning and caching the heads of a layer, 64 tokens: {found['heads_us']:.1f} us")
