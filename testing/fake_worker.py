@@ -62,7 +62,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.reports_grammars = asyncio.Event()  # unset: none is ready
         self.reports_grammars.set()
         self.certificates: list[worker_pb2.CertificateLife] = []  # that heartbeats tell of
-        self.garbage = b""  # appended to the next result: a field that nobody knows
+        self.garbage = b""  # appended to the next result: a field that is not known
 
     async def start(self, credentials: grpc.ServerCredentials | None = None) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])

@@ -1,7 +1,7 @@
 """The frame around every call of a server. A message that is none of the call's method, or larger than the port takes,
 ends the call as an invalid argument, whatever the service.
 
-All of it runs in the call's own task, so that whoever serves the call sees the context variables that are set before.
+All of it runs in the call's own task, so that what serves the call sees the context variables that are set before.
 """
 
 import inspect

@@ -125,7 +125,7 @@ def passive_host(host: str) -> str:
 
 
 def check_port(host: str, port: int, flag: str) -> None:
-    """Raises OSError, one line for people, if nobody can listen there now."""
+    """Raises OSError, one line for people, if no server can listen there now."""
     passive = passive_host(host)
     try:
         found = [
@@ -174,7 +174,7 @@ def _try_address(family: int, kind: int, address: tuple[object, ...]) -> OSError
 
 
 def _socket_trouble(path: str) -> str:
-    """Why nobody can listen there now, or nothing. What a server that was killed has left behind is no trouble."""
+    """Why no server can listen there now, or nothing. What a server that was killed has left behind is no trouble."""
     directory = Path(path).parent
     if not directory.is_dir():
         return f"there is no directory {directory}"

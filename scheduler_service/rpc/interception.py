@@ -10,7 +10,7 @@ import grpc.aio
 from pagewire.common.transport.interception import Enter, Unreadable
 from scheduler_service.rpc.status import RpcError, has_status, set_status
 
-# These services tell nothing of anybody's requests, and probes ask them: they answer everyone.
+# These services tell nothing of requests, and probes ask them: they answer everyone.
 _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 
 

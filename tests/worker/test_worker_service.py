@@ -300,7 +300,7 @@ async def test_refusals_end_the_stream_with_ok() -> None:
         assert (await holder.result()).step == 1
 
 
-async def test_an_epoch_of_the_far_future_takes_no_worker_from_anybody() -> None:
+async def test_an_epoch_of_the_far_future_takes_no_worker_away() -> None:
     async with served(lambda: LoadedWorker(FakeRunner(), READY), clock=lambda: 1000.0) as stub:
         for epoch in (7, 9):  # before any scheduler has come, and while one holds the worker
             rogue = Stream(stub)

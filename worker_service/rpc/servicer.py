@@ -68,7 +68,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         """`on_stuck`: called when earlier steps do not finish within `begin_timeout_s` of a new session's hello.
         `client_names`: a peer's certificate must bear one of them, and `link_secret` is what it must show; None:
-        whoever connects may command this worker.
+        any scheduler that connects may command this worker.
         `certificates` returns those in use, which heartbeats tell.
         `clock`: seconds of Unix time, which epochs are compared with."""
         self._engine = engine

@@ -144,7 +144,7 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request, context):
-        """Queues a detached request and returns its id at once. It runs whether or not anybody attaches, and whatever happens
+        """Queues a detached request and returns its id at once. It runs whether or not a client attaches, and whatever happens
         to the connection. Errors are those of Generate; a deadline is that of this call alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
