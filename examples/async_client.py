@@ -7,24 +7,24 @@ python examples/async_client.py [HOST:PORT]
 import asyncio
 import sys
 
-from pagewire import Client, PagewireError, SamplingParams
+from pagewire import AsyncClient, PagewireError, SamplingParams
 
 PROMPTS = ("Once upon a time", "The little fox", "One rainy day")
 SAMPLING = SamplingParams(temperature=0, max_tokens=24)
 
 
-async def stream(client: Client, prompt: str) -> str:
+async def stream(client: AsyncClient, prompt: str) -> str:
     """Prints the output as it comes, and returns the whole of it."""
     text = ""
-    async for output in client.generate(prompt, SAMPLING):
+    async for output in client.stream(prompt, SAMPLING):
         text += output.text
         print(f"{prompt!r} +{output.text!r}")
     return text
 
 
 async def main(url: str) -> None:
-    async with Client(url) as client:
-        info = await client.server_info()
+    async with AsyncClient(url) as client:
+        info = await client.info()
         print(f"{info.served_model_name} at {url}")
         texts = await asyncio.gather(*(stream(client, prompt) for prompt in PROMPTS))
     for prompt, text in zip(PROMPTS, texts, strict=True):

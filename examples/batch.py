@@ -13,17 +13,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagewire import Client, PagewireError, ResourceExhausted, SamplingParams
+from pagewire import AsyncClient, PagewireError, ResourceExhausted, SamplingParams
 
 MAX_IN_FLIGHT = 64
 SAMPLING = SamplingParams(temperature=0, max_tokens=32)
 
 
-async def complete(client: Client, room: asyncio.Semaphore, prompt: str) -> dict[str, object]:
+async def complete(client: AsyncClient, room: asyncio.Semaphore, prompt: str) -> dict[str, object]:
     async with room:
         while True:
             try:
-                completion = await client.acomplete(prompt, SAMPLING)
+                completion = await client.complete(prompt, SAMPLING)
             except ResourceExhausted as error:
                 await asyncio.sleep(error.retry_delay or 1.0)
             except PagewireError as error:
@@ -35,7 +35,7 @@ async def complete(client: Client, room: asyncio.Semaphore, prompt: str) -> dict
 
 async def complete_all(prompts: Sequence[str], url: str) -> list[dict[str, object]]:
     room = asyncio.Semaphore(MAX_IN_FLIGHT)
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         return await asyncio.gather(*(complete(client, room, prompt) for prompt in prompts))
 
 

@@ -7,18 +7,18 @@ python examples/detached.py [HOST:PORT]
 import asyncio
 import sys
 
-from pagewire import Client, PagewireError, SamplingParams
+from pagewire import AsyncClient, PagewireError, SamplingParams
 
 
 async def submit(url: str) -> str:
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         return await client.submit("Once upon a time", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
 
 
 async def read_some(url: str, request_id: str, num_tokens: int) -> tuple[int, str]:
     """Reads until it has so many tokens. Returns how many it has, and their text."""
     count, text = 0, ""
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         async for output in client.attach(request_id):
             count, text = count + len(output.token_ids), text + output.text
             if count >= num_tokens:
@@ -27,7 +27,7 @@ async def read_some(url: str, request_id: str, num_tokens: int) -> tuple[int, st
 
 
 async def read_on(url: str, request_id: str, from_token: int) -> str:
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         return "".join([output.text async for output in client.attach(request_id, from_token=from_token)])
 
 
@@ -37,7 +37,7 @@ async def main(url: str) -> None:
     count, text = await read_some(url, request_id, 10)
     print(f"a second client read {count} tokens: {text!r}")
     print(f"a third one reads on from token {count}: {await read_on(url, request_id, count)!r}")
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         result = await client.result(request_id)
     print(f"all of it ({result.state}): {result.outputs[0].text!r}")
 

@@ -1,8 +1,13 @@
 """This package is the client of a Pagewire scheduler. It needs grpc and protobuf, never torch or numpy."""
 
 import importlib
+import os
 
 from pagewire.common import __version__
+
+# gRPC reads it when it is imported. Its own handling of forks restarts threads in a child whose parent had a call under
+# way, and crashes there; `pagewire.channels` does what is needed.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 # Type checkers know the name. The module of that name is not imported: `python -m pagewire` would take a file of the
 # working directory for it, see `pagewire/__main__.py`.
@@ -11,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from pagewire.client import Client
+    from pagewire.client import AsyncClient, Client
     from pagewire.completion import Completion, CompletionOutput, Output, PromptEmbedding, Result, TokenLogprobs, Usage
     from pagewire.conversation import Session
     from pagewire.errors import (
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
         FieldViolation,
         InternalError,
         InvalidRequest,
+        InvalidText,
         NotFound,
         OutOfRange,
         PagewireError,
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
         EmbeddingOutput,
         EmbeddingRequestOutput,
         Logprob,
+        RequestMetrics,
         RequestOutput,
         SampleOutput,
         TextPrompt,
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AlreadyExists",
+    "AsyncClient",
     "BlockHolder",
     "BlockMap",
     "Cancelled",
@@ -57,6 +65,7 @@ __all__ = [
     "FieldViolation",
     "InternalError",
     "InvalidRequest",
+    "InvalidText",
     "Loads",
     "Logprob",
     "NotFound",
@@ -64,6 +73,7 @@ __all__ = [
     "Output",
     "PagewireError",
     "PromptEmbedding",
+    "RequestMetrics",
     "RequestOutput",
     "RequestReport",
     "ResourceExhausted",

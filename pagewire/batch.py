@@ -1,22 +1,43 @@
-"""Runs a list of requests on one call of GenerateMany: as many at a time as the server takes, with results in order."""
+"""Runs a list of requests on the call that a client's requests share: as many at a time as the server takes, with
+results in order."""
 
-import queue
-import threading
+import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
-from pagewire import blocking_call, wire
+from pagewire import wire
+from pagewire.channels import Channels, Connection
 from pagewire.completion import Completion, CompletionBuilder
-from pagewire.errors import Cancelled, PagewireError, ResourceExhausted, Unavailable
+from pagewire.errors import PagewireError, ResourceExhausted
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from pagewire.retry import Attempts
+from pagewire.shared_stream import NotShared
 
 # Samples in flight at most: enough for the server to have some waiting, few enough to leave room in its queue.
 MAX_IN_FLIGHT = 1024
+# What says nothing of the request that it ended.
+_OF_THE_CALL = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in flight, and the output that it has had so far."""
+
+    builder: CompletionBuilder
+    num_samples: int
+    num_open: int
+    abort: Callable[[], None] = lambda: None
 
 
 class RequestBatch:
@@ -26,163 +47,105 @@ class RequestBatch:
     all, with an error that names its place in the list.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[pb.GenerateRequest],
-        stub: pb_grpc.SchedulerServiceStub,
-        url: str,
-        attempts: Attempts,
-        on_news: Callable[[int, bool], None] = lambda num_tokens, has_ended: None,
-    ) -> None:
-        """Takes the requests. `on_news` is called with the tokens that have come, and whether a request has ended with
-        them, in the thread that calls `run`."""
+    def __init__(self, requests: Sequence[pb.GenerateRequest], channels: Channels, attempts: Attempts) -> None:
         self._requests = requests
-        self._stub = stub
-        self._url = url
+        self._channels = channels
         self._attempts = attempts
-        self._on_news = on_news
-        self._completions: dict[int, Completion] = {}
+        self._completions: dict[int, Completion] = {}  # by their places in the list
         self._waiting = deque(range(len(requests)))
-        self._cancelled = threading.Event()
-        self._call: _Call | None = None
-
-    def run(self) -> list[Completion]:
-        """Returns all results, in the order of the requests. Raises PagewireError. No exception leaves a request
-        running."""
-        while len(self._completions) < len(self._requests):
-            self._call = _Call(self._stub, self._url, self._attempts)
-            try:
-                self._read(self._call)
-            except Unavailable as failure:
-                self._wait(failure)
-                self._waiting.extendleft(sorted(self._call.indices, reverse=True))
-            finally:
-                self._call.close()
-        return [self._completions[index] for index in range(len(self._requests))]
-
-    def cancel(self) -> None:
-        """Lets a `run` in another thread end soon, with an error."""
-        self._cancelled.set()
-        if self._call is not None:
-            self._call.close()
-
-    def _read(self, call: "_Call") -> None:
-        """Reads a call until all requests have ended. Raises PagewireError for a request that is refused, and for a
-        call that breaks."""
-        self._submit(call)
-        for message in call.messages():
-            for entry in message.deltas:
-                self._take(call, entry)
-            refused = {call.drop(failure.stream_id): wire.decode_failure(failure) for failure in message.failures}
-            if refused:
-                self._put_back(call, refused)
-            self._submit(call)
-            if len(self._completions) == len(self._requests):
-                return
-        raise Unavailable(f"the server at {self._url} has shut down", code=grpc.StatusCode.UNAVAILABLE)
-
-    def _submit(self, call: "_Call") -> None:
-        if self._cancelled.is_set():
-            raise Cancelled("the requests were cancelled", code=grpc.StatusCode.CANCELLED)
-        while self._waiting and call.has_room_for(self._requests[self._waiting[0]]):
-            index = self._waiting.popleft()
-            call.submit(index, self._requests[index])
-
-    def _take(self, call: "_Call", entry: pb.StreamDelta) -> None:
-        running = call.running[entry.stream_id - entry.delta.index]
-        running.builder.add(wire.decode_output(entry.delta), time.monotonic())
-        running.num_open -= entry.delta.HasField("usage")
-        if running.num_open == 0:
-            call.drop(running.stream_id)
-            call.widen()
-            self._completions[running.index] = running.builder.finish(time.monotonic())
-        self._on_news(len(entry.delta.token_ids), running.num_open == 0)
-
-    def _put_back(self, call: "_Call", refused: Mapping[int, PagewireError]) -> None:
-        """Lets requests that the server cannot take now wait until others of the list have ended, or else for as long
-        as the server says. Raises the failure where waiting does not help."""
-        self._waiting.extendleft(sorted(refused, reverse=True))
-        index, failure = min(refused.items(), key=lambda item: isinstance(item[1], ResourceExhausted))
-        if isinstance(failure, ResourceExhausted) and call.indices:
-            call.narrow()
-        else:
-            self._wait(failure, f"prompt {index}: " if len(self._requests) > 1 else "")
-
-    def _wait(self, failure: PagewireError, prefix: str = "") -> None:
-        """Waits until the next attempt. Raises the failure if there is none."""
-        named = type(failure)(
-            f"{prefix}{failure}",
-            code=failure.code,
-            field_violations=failure.field_violations,
-            retry_delay=failure.retry_delay,
-        )
-        self._cancelled.wait(self._attempts.next_delay(named))
-
-
-class _Running:
-    """A request in flight: its place in the list, its first stream, and the output that it has had so far."""
-
-    def __init__(self, index: int, stream_id: int, num_samples: int, started_at: float) -> None:
-        self.index = index
-        self.stream_id = stream_id
-        self.num_samples = num_samples
-        self.num_open = num_samples
-        self.builder = CompletionBuilder(num_samples, started_at)
-
-
-class _Call:
-    """One GenerateMany call, while it lasts."""
-
-    def __init__(self, stub: pb_grpc.SchedulerServiceStub, url: str, attempts: Attempts) -> None:
-        """Begins the call. Raises Cancelled if the client was closed."""
-        self._url = url
-        self.running: dict[int, _Running] = {}  # by their first streams
-        self._next_stream_id = 0
+        self._running: dict[int, _Running] = {}
+        self._refused: dict[int, PagewireError] = {}
         self._num_samples = 0  # in flight
         self._max_samples = MAX_IN_FLIGHT
-        self._outbox: queue.SimpleQueue[pb.GenerateManyRequest | None] = queue.SimpleQueue()
-        try:
-            self._call = stub.GenerateMany(iter(self._outbox.get, None), timeout=attempts.timeout_s)
-        except ValueError:  # gRPC's word for a channel that another task has closed
-            raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED) from None
+        self._has_news = asyncio.Event()
+        self._news: list[tuple[int, bool]] = []
 
     @property
-    def indices(self) -> list[int]:
-        """The places in the list of all requests in flight."""
-        return [running.index for running in self.running.values()]
+    def completions(self) -> list[Completion]:
+        """The results, in the order of the requests, once all have ended."""
+        return [self._completions[index] for index in range(len(self._requests))]
 
-    def messages(self) -> Iterator[pb.GenerateManyResponse]:
-        """Yields the server's messages. Raises PagewireError."""
+    async def run(self) -> list[Completion]:
+        """Returns all results. Raises PagewireError. No exception leaves a request running."""
+        async with contextlib.aclosing(self.news()) as news:
+            async for _ in news:
+                pass
+        return self.completions
+
+    async def news(self) -> AsyncGenerator[list[tuple[int, bool]], None]:
+        """Runs the requests, and yields what has come meanwhile: numbers of tokens, each with whether its request has
+        ended with them. Raises PagewireError. Closing it leaves no request running."""
+        with self._channels.connected() as connection:
+            try:
+                while len(self._completions) < len(self._requests):
+                    self._submit(connection)
+                    await self._has_news.wait()
+                    self._has_news.clear()
+                    if self._refused:
+                        await self._put_back(connection)
+                    news, self._news = self._news, []
+                    yield news
+            finally:
+                for running in self._running.values():
+                    running.abort()
+
+    def _submit(self, connection: Connection) -> None:
+        if connection.is_closed:
+            raise wire.closed()
+        if connection.shared is None:
+            raise NotShared("the server is of a version that takes no lists", code=grpc.StatusCode.UNIMPLEMENTED)
+        while self._waiting:
+            index = self._waiting[0]
+            request, num_samples = self._requests[index], wire.num_samples(self._requests[index])
+            if self._running and self._num_samples + num_samples > self._max_samples:
+                return
+            self._waiting.popleft()
+            builder = CompletionBuilder(num_samples, time.monotonic())
+            running = self._running[index] = _Running(builder, num_samples, num_samples)
+            self._num_samples += num_samples
+            put, fail = partial(self._put, index), partial(self._fail, index)
+            running.abort = connection.shared.submit(request, put, fail, self._attempts.timeout_s)
+
+    def _drop(self, index: int) -> _Running | None:
+        running = self._running.pop(index, None)
+        self._num_samples -= 0 if running is None else running.num_samples
+        return running
+
+    def _put(self, index: int, response: pb.GenerateResponse) -> None:
+        """Takes a delta. One that cannot be ends its request, and all."""
+        running = self._running[index]
         try:
-            yield from blocking_call.responses(self._call)
-        except grpc.RpcError as error:
-            raise wire.decode_error(error, self._url) from None
+            running.builder.add(wire.decode_output(response), time.monotonic())
+            running.num_open -= response.HasField("usage")
+            if running.num_open == 0:
+                self._completions[index] = running.builder.finish(time.monotonic())
+                self._drop(index)
+                self._max_samples = min(self._max_samples + 1, MAX_IN_FLIGHT)
+        except PagewireError as error:
+            self._fail(index, error)
+        self._news.append((len(response.token_ids), running.num_open == 0))
+        self._has_news.set()
 
-    def has_room_for(self, request: pb.GenerateRequest) -> bool:
-        return self._num_samples == 0 or self._num_samples + wire.num_samples(request) <= self._max_samples
+    def _fail(self, index: int, failure: PagewireError) -> None:
+        if running := self._drop(index):
+            running.abort()
+            self._refused[index] = failure
+            self._has_news.set()
 
-    def submit(self, index: int, request: pb.GenerateRequest) -> None:
-        running = _Running(index, self._next_stream_id, wire.num_samples(request), time.monotonic())
-        self.running[running.stream_id] = running
-        self._next_stream_id += running.num_samples
-        self._num_samples += running.num_samples
-        submission = pb.Submission(stream_id=running.stream_id, request=request)
-        self._outbox.put(pb.GenerateManyRequest(submit=submission))
-
-    def drop(self, stream_id: int) -> int:
-        """Forgets a request that has ended, and returns its place in the list."""
-        running = self.running.pop(stream_id)
-        self._num_samples -= running.num_samples
-        return running.index
-
-    def narrow(self) -> None:
-        """Allows no more requests at a time than there are now."""
-        self._max_samples = max(1, self._num_samples)
-
-    def widen(self) -> None:
-        self._max_samples = min(self._max_samples + 1, MAX_IN_FLIGHT)
-
-    def close(self) -> None:
-        """Ends the call, which aborts every request in flight."""
-        self._outbox.put(None)
-        self._call.cancel()
+    async def _put_back(self, connection: Connection) -> None:
+        """Lets requests that the server cannot take now wait until others of the list have ended, or else for as long
+        as the server says. Raises the failure where waiting does not help."""
+        refused, self._refused = self._refused, {}
+        self._waiting.extendleft(sorted(refused, reverse=True))
+        index, failure = min(refused.items(), key=lambda item: isinstance(item[1], ResourceExhausted))
+        if isinstance(failure, ResourceExhausted) and self._running:
+            self._max_samples = max(1, self._num_samples)
+            return
+        if len(self._requests) > 1 and failure.code not in _OF_THE_CALL:
+            failure = type(failure)(
+                f"prompt {index}: {failure}",
+                code=failure.code,
+                field_violations=failure.field_violations,
+                retry_delay=failure.retry_delay,
+            )
+        await connection.wait(self._attempts.next_delay(failure))

@@ -1,19 +1,32 @@
-"""Holds a client's channels to one server, each opened when it is first used: one for threads, one for each event
-loop.
+"""Holds a client's connections to one server: one for each event loop, opened when it is first used.
+
+gRPC does not survive a fork of the process as long as a channel of `grpc.aio` is open: calls of the child would wait
+for ever, or crash. So what is open and idle on the loop in the background is closed before a fork, and parent and child
+open connections of their own afterwards. Where something else is open, calls in the child fail and say so.
 """
 
 import asyncio
+import contextlib
+import ctypes
+import functools
+import gc
+import os
 import re
 import threading
-from types import ModuleType
-from typing import Any
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
 
-from pagewire.authorized_channel import AuthorizedChannel
+from pagewire import background_loop, wire
 from pagewire.common.transport.dialling import open_channel
 from pagewire.common.transport.http_proxy import http_proxy_of
+from pagewire.common.transport.tls import TlsFile, TlsFiles
+from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from pagewire.shared_stream import SharedStream
 
@@ -23,88 +36,224 @@ OPTIONS = (
     # A long prefill sends no data for a while; pings go on.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 64 << 20),
-    # A server that comes back is found soon, by whoever waits for it.
+    # A server that comes back is found soon after.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+Metadata = tuple[tuple[str, str], ...]
+_FORKED = (
+    "this process was forked while a call of its parent ran, or an AsyncClient was open there, which gRPC does not "
+    "survive: close it before the fork, or start processes by 'spawn' (multiprocessing.get_context)"
+)
 
 
-class LoopConnection:
-    """The connection that the tasks of one event loop share. `shared` is None if the server does not know
-    GenerateMany.
-    """
+class ConnectionOptions(TypedDict, total=False):
+    """How a client proves who it is, and who it believes the server to be."""
 
-    def __init__(self, channel: Any, url: str) -> None:
+    tls_ca: str | None
+    tls_cert: str | None
+    tls_key: str | None
+    api_key: str | None
+
+
+class Connection:
+    """What the tasks of one event loop share. `shared` is None if the server does not know GenerateMany."""
+
+    def __init__(self, channel: Any, url: str, metadata: Metadata) -> None:
         self._channel = channel
+        self.metadata = metadata
+        self._url = url
+        self._closed = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
         self.stub = pb_grpc.SchedulerServiceStub(channel)
-        self.shared: SharedStream | None = SharedStream(self.stub.GenerateMany, url)
-        self.num_in_flight = 0
+        self.shared: SharedStream | None = SharedStream(
+            functools.partial(self.stub.GenerateMany, metadata=metadata), url
+        )
+        self.num_calls = 0  # of the client's methods that run
+        self.num_in_flight = 0  # requests
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set() or self.loop.is_closed()
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Raises a PagewireError for what gRPC raises inside: for calls that end with the connection too, which are
+        cancelled, though the tasks that wait for them are not."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise wire.decode_error(error, self._url) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._closed.is_set() or task is None or task.cancelling():
+                raise
+            raise wire.closed() from None
+
+    async def wait(self, seconds: float) -> None:
+        """Waits before the next attempt. Raises Cancelled once the connection is closed."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), seconds)
+        if self.is_closed:
+            raise wire.closed()
 
     async def close(self) -> None:
+        """Ends all calls."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
         if self.shared is not None:
             await self.shared.close()
         await self._channel.close()
+        self.release()
+
+    def release(self) -> None:
+        """Lets go of a channel that was closed, or whose loop has ended, so that it can be collected."""
+        self._channel = self.stub = self.shared = None
+        _open_connections.discard(self)
 
 
 class Channels:
-    """The channels of a client. A channel that is used after it was closed is opened again."""
+    """The connections of a client. One that is used after it was closed is opened again."""
 
-    def __init__(self, url: str, credentials: grpc.ChannelCredentials | None, api_key: str | None) -> None:
-        """Opens nothing yet. Raises ValueError for a url without a port."""
+    def __init__(self, url: str, **options: Unpack[ConnectionOptions]) -> None:
+        """Opens nothing yet. Raises ValueError for a url without a port, a key or a set of files that cannot be."""
         self._url = url
         self._target = _target(url)
-        self._credentials = credentials
-        self._api_key = api_key
-        self._lock = threading.Lock()
-        self._channel: Any = None
-        self._connections: dict[asyncio.AbstractEventLoop, LoopConnection] = {}
+        self._credentials = _credentials(url, **options)
+        api_key = options.get("api_key")
+        # It works in plaintext too, unlike gRPC's own call credentials.
+        self._metadata: Metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        self._connections: dict[asyncio.AbstractEventLoop, Connection] = {}
 
-    @property
-    def stub(self) -> pb_grpc.SchedulerServiceStub:
-        """The stub for calls from any thread."""
-        with self._lock:
-            if self._channel is None:
-                self._channel = self._open(grpc)
-            return pb_grpc.SchedulerServiceStub(self._channel)
-
-    @property
-    def of_loop(self) -> LoopConnection:
-        """The connection for tasks of the running event loop."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            for ended in [other for other in self._connections if other.is_closed()]:
-                del self._connections[ended]
-            if loop not in self._connections:
-                channel = self._open(grpc.aio)
-                self._connections[loop] = LoopConnection(channel, self._url)
-            return self._connections[loop]
-
-    def close(self) -> None:
-        """Closes the channel of the threads."""
-        with self._lock:
-            channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """Gives a call the connection of the running event loop, for as long as it lasts."""
+        connection = self._of_loop()
+        connection.num_calls += 1
+        try:
+            yield connection
+        finally:
+            connection.num_calls -= 1
 
     async def aclose(self) -> None:
-        """Closes the channel of the running event loop, and that of the threads."""
-        with self._lock:
-            connection = self._connections.pop(asyncio.get_running_loop(), None)
-        if connection is not None:
+        """Closes the connection of the running event loop."""
+        connection = self._connections.pop(asyncio.get_running_loop(), None)
+        if connection is not None and not _is_inherited:
             await connection.close()
-        self.close()
 
-    def _open(self, api: ModuleType) -> Any:
+    def _of_loop(self) -> Connection:
+        if _is_inherited:
+            raise PagewireError(_FORKED, code=grpc.StatusCode.FAILED_PRECONDITION)
+        loop = asyncio.get_running_loop()
+        connection = self._connections.get(loop)
+        if connection is None or connection.is_closed:
+            with _forking:
+                self._connections = {kept: each for kept, each in self._connections.items() if not each.is_closed}
+                connection = self._connections[loop] = self._open()
+        return connection
+
+    def _open(self) -> Connection:
+        global _has_opened
         is_proxied = http_proxy_of(self._target) is not None
-        channel = open_channel(api, self._target, self._credentials, OPTIONS, uses_http_proxy=is_proxied)
-        return channel if self._api_key is None else AuthorizedChannel(channel, self._api_key)
+        channel = open_channel(grpc.aio, self._target, self._credentials, OPTIONS, uses_http_proxy=is_proxied)
+        connection = Connection(channel, self._url, self._metadata)
+        _open_connections.add(connection)
+        _has_opened = True
+        return connection
 
 
 def _target(url: str) -> str:
     """Makes a gRPC target of a url. Raises ValueError for a url without a port."""
+    if not isinstance(url, str):
+        raise TypeError(f"url must be a text such as '127.0.0.1:50051', got {url!r:.80}")
     target = re.sub("^grpcs?://", "", url).rstrip("/")
     if re.match("(dns|unix|unix-abstract|ipv4|ipv6|vsock|xds):", target):
         return target
     if not re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):[0-9]+", target):
         raise ValueError(f"{url!r} is not a server's address: give HOST:PORT, such as 127.0.0.1:50051")
     return target
+
+
+def _credentials(
+    url: str,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    api_key: str | None = None,
+) -> grpc.ChannelCredentials | None:
+    """Returns those of TLS, or None for plaintext. Raises ValueError for what cannot be."""
+    if (tls_cert is None) != (tls_key is None):
+        raise ValueError("tls_cert and tls_key go together: give both or neither")
+    if api_key is not None and not (
+        isinstance(api_key, str) and api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
+    ):
+        raise ValueError("api_key must be printable ASCII without spaces around it, and not empty")
+    if not (url.startswith("grpcs://") or tls_ca or tls_cert):
+        return None
+    files = TlsFiles(ca=TlsFile("tls_ca", tls_ca), cert=TlsFile("tls_cert", tls_cert), key=TlsFile("tls_key", tls_key))
+    return files.current().for_channel()
+
+
+_open_connections: WeakSet[Connection] = WeakSet()
+# Held while a channel is opened, and while the process is forked.
+_forking = threading.Lock()
+# What a process inherits that is forked now, or was: a gRPC whose threads are not there.
+_inherits = _is_inherited = False
+_has_opened = False
+# How gRPC calls its threads: the one of Python in which `grpc.aio` waits for events, and those of its core.
+_POLLER, _CORE = "_poll_wrapper", ("event_engine", "grpc_", "lifeguard")
+# They end soon after the last channel was closed.
+_THREADS_END_S = 1.0
+
+
+async def _close_idle() -> None:
+    """Closes the connections of the loop in the background that no call uses."""
+    loop = asyncio.get_running_loop()
+    for connection in list(_open_connections):
+        if connection.loop is loop and connection.num_calls == 0:
+            await connection.close()
+
+
+def _release_ended() -> None:
+    for connection in list(_open_connections):
+        if connection.loop.is_closed():
+            connection.release()
+
+
+def _before_fork() -> None:
+    global _inherits
+    try:
+        _release_ended()
+        background_loop.finish(_close_idle)
+        if _has_opened and not _open_connections and _is_awake():
+            gc.collect()  # what is left of calls holds on to their channels
+            deadline = time.monotonic() + _THREADS_END_S
+            while _is_awake() and time.monotonic() < deadline:
+                time.sleep(0.001)
+    finally:
+        _forking.acquire()
+        _inherits = _is_awake()
+
+
+def _is_awake() -> bool:
+    """Whether gRPC has threads, which a process that is forked now would lack."""
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # of a thread that has just ended
+            if task.read_text().startswith(_CORE):
+                return True
+    return any(_POLLER in thread.name for thread in threading.enumerate())
+
+
+def _after_fork_in_child() -> None:
+    global _is_inherited
+    _is_inherited = _is_inherited or _inherits
+    if _inherits:
+        # gRPC crashes where calls and channels of the parent are taken apart, also as the child ends: they stay.
+        for connection in list(_open_connections):
+            for kept in (connection, *asyncio.all_tasks(connection.loop)):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    _forking.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_forking.release, after_in_child=_after_fork_in_child)

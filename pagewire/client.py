@@ -1,144 +1,120 @@
-"""The client of a scheduler: one class with asynchronous and synchronous methods."""
+"""The clients of a scheduler: `AsyncClient` for asyncio, and `Client`, whose calls block."""
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Unpack, overload
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
-import grpc
-import grpc.aio
-
-from pagewire import blocking_call, conversation, wire
+from pagewire import background_loop, conversation, wire
+from pagewire.arguments import as_list, as_prompts, as_seconds, split_prompt
 from pagewire.attachment import Attachment
 from pagewire.batch import RequestBatch
-from pagewire.channels import Channels
-from pagewire.common.transport.tls import TlsFile, TlsFiles
+from pagewire.channels import Channels, Connection, ConnectionOptions
 from pagewire.completion import Completion, CompletionBuilder, Output, PromptEmbedding, Result
 from pagewire.conversation import Message, Session
-from pagewire.errors import AlreadyExists, PagewireError
+from pagewire.errors import AlreadyExists, PagewireError, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import DELAYS_S, Attempts
 from pagewire.sampling import UNSET, SamplingFields, SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
-from pagewire.shared_stream import NotShared
+from pagewire.shared_stream import MAX_SHARED_BYTES, NotShared
 
+# Of each attempt of a call that answers at once, where the caller sets no other time.
 UNARY_TIMEOUT_S = 10.0
 # Requests in flight, the new one included, from which on new ones share a call: fewer messages, for the server and for
 # this process. A message that a request has to itself costs as much as a message for all.
 MIN_SHARED = 2
-# Of a request that shares a call. A server refuses a message that is too large together with the call that brought it.
-MAX_SHARED_BYTES = 1 << 20
 # Of one message of Tokenize and of Detokenize, far below what a server accepts.
 MAX_TOKENIZED_CHARS = 500_000
 MAX_DETOKENIZED_TOKENS = 200_000
+# Calls of earlier versions, and what to use instead.
+_FORMER_NAMES = {
+    "generate": "stream of AsyncClient",
+    "acomplete": "complete of AsyncClient",
+    "achat": "chat of AsyncClient",
+    "aembed": "embed of AsyncClient",
+    "atokenize": "tokenize of AsyncClient",
+    "adetokenize": "detokenize of AsyncClient",
+    "server_info": "info, which AsyncClient has too",
+    "close": "aclose of AsyncClient",
+    "aclose": "close, or aclose of AsyncClient",
+}
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
 
 
-class Client:
-    """A connection to a scheduler.
+class QueueOptions(TypedDict, total=False):
+    """What any request can say besides its prompt.
+
+    A lower `priority` runs first. `timeout` in seconds covers the whole call, time in the queue and attempts to make it
+    again included. Cached prefixes are shared only among requests of the same `cache_salt`.
+    """
+
+    request_id: str | None
+    priority: int
+    timeout: float | None
+    cache_salt: str
+    tenant: str
+
+
+class RequestOptions(QueueOptions, SamplingFields, total=False):
+    """What a request for tokens can say: also fields of `SamplingParams`, which win over those of `sampling`, and the
+    conversation that it is part of."""
+
+    session: Session | None
+
+
+class ChatOptions(RequestOptions, total=False):
+    """What a chat can say: also a template in the place of the model's own, a text or a name if the model has several,
+    and the variables that are passed to it."""
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    template_variables: Mapping[str, Any] | None
+
+
+def _say_new_name(self: object, name: str) -> NoReturn:
+    kind = type(self).__name__
+    hint = f": use {_FORMER_NAMES[name]}" if name in _FORMER_NAMES else ""
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
+
+class AsyncClient:
+    """A connection to a scheduler, for asyncio. `Client` has the same calls for programs that block.
 
     `url` is "host:port", "grpc://host:port", "grpcs://host:port" (TLS) or a gRPC target such as "dns:///name:port".
     TLS is used with "grpcs://" or any of the PEM files `tls_ca` (who signs the server; default: the system's),
     `tls_cert` and `tls_key` (this client, for mutual TLS). `api_key` says whose requests these are, where the server
     has tenants; without TLS others can read it. ValueError for a url, a key or a set of files that cannot be.
 
-    `retry` is for how many seconds after its begin a call is made again that the server could not take: nobody answers
-    at the url yet, it restarts, has no worker, or its queue is full. Output that has begun is never begun again.
+    `retry` is for how many seconds after its begin a call is made again that the server could not take: nothing answers
+    at the url yet, it restarts, has no worker, or its queue is full. Output that has begun is never begun again. Every
+    call takes a `timeout` in seconds, which wins over `retry`.
 
-    Synchronous: `complete`, `stream`, `chat`, `embed`, `tokenize`, `detokenize`, `info`.
-    Asynchronous: `acomplete`, `generate`, `achat`, `aembed`, `atokenize`, `adetokenize`, `submit`, `attach`, `result`,
-    `abort`, `get_request`, `blocks`, `server_info`, `loads`. Requests of `generate` and `acomplete` that begin while
-    others are in flight share a call: same results, same errors.
-
-    The connection is opened at its first use and closed by `close` or `aclose`, at the end of `with` or `async with`,
-    or with the process; used again, it is opened again. The client may be used by any number of tasks and threads.
-    Calls fail with a `PagewireError`. A lost worker is no error: the stream goes on where it was.
+    The connection is opened at its first use and closed by `aclose`, at the end of `async with`, or with the process;
+    used again, it is opened again. Any number of tasks may use the client, those of other event loops too. Requests
+    that begin while others are in flight share a call: same results, same errors. Calls fail with a `PagewireError`. A
+    lost worker is no error: the stream goes on where it was.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        tls_ca: str | None = None,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
-        api_key: str | None = None,
-        retry: float = 0.0,
-    ) -> None:
-        if (tls_cert is None) != (tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: give both or neither")
-        if api_key is not None and not (
-            api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
-        ):
-            raise ValueError("api_key must be printable ASCII without spaces around it, and not empty")
-        if not retry >= 0:
-            raise ValueError(f"retry is {retry}, but must be a number of seconds from 0")
+    def __init__(self, url: str, *, retry: float = 0.0, **connection: Unpack[ConnectionOptions]) -> None:
         self.url = url
-        self._retry_s = retry
-        uses_tls = url.startswith("grpcs://") or tls_ca or tls_cert
-        credentials = None
-        if uses_tls:
-            files = TlsFiles(
-                ca=TlsFile("tls_ca", tls_ca), cert=TlsFile("tls_cert", tls_cert), key=TlsFile("tls_key", tls_key)
-            )
-            credentials = files.current().for_channel()
-        self._channels = Channels(url, credentials, api_key)
+        self._retry_s = as_seconds("retry", retry)
+        self._channels = Channels(url, **connection)
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> "AsyncClient":
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes what synchronous calls have opened; those that run fail."""
-        self._channels.close()
-
     async def aclose(self) -> None:
-        """Closes what calls of this event loop, and synchronous ones, have opened; those that run fail."""
+        """Closes the connection of this event loop. Calls that run end with Cancelled."""
         await self._channels.aclose()
-
-    def generate(
-        self,
-        prompt: str | None = None,
-        sampling: SamplingParams | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
-    ) -> AsyncGenerator[Output, None]:
-        """Yields the deltas of 1 to n samples of a prompt as they come.
-
-        Give either `prompt` or `prompt_token_ids`. `sampling` and more keyword arguments, the fields of
-        `SamplingParams`, say how tokens are chosen; what neither names is left to the server. A lower `priority` runs
-        first. `timeout` in seconds covers the whole request, time in the queue included. `session` says which
-        conversation it is part of. Closing the generator or cancelling its task aborts the request; leave the loop
-        early inside `contextlib.aclosing`, so that this happens at once.
-        """
-        request = wire.encode_request(
-            prompt,
-            _merged(sampling, fields),
-            prompt_token_ids=prompt_token_ids,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            session=session,
-        )
-        return self._generate(request, Attempts(self._retry_s, timeout))
 
     def stream(
         self,
@@ -146,71 +122,43 @@ class Client:
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
-    ) -> Generator[Output, None, None]:
-        """The synchronous twin of `generate`. Closing the generator aborts the request."""
-        request = wire.encode_request(
-            prompt,
-            _merged(sampling, fields),
-            prompt_token_ids=prompt_token_ids,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            session=session,
-        )
-        return self._stream(request, Attempts(self._retry_s, timeout))
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[Output, None]:
+        """Yields the deltas of 1 to n samples of a prompt as they come.
+
+        Give either `prompt` or `prompt_token_ids`. `sampling`, and fields of `SamplingParams` as keyword arguments, say
+        how tokens are chosen; what neither names is left to the server. The other options are those of
+        `RequestOptions`. Closing the generator or cancelling its task aborts the request; leave the loop early inside
+        `contextlib.aclosing` (`closing` with `Client`), so that this happens at once.
+        """
+        request = _request(prompt, sampling, prompt_token_ids, options)
+        return self._stream(request, self._attempts(options), _builder(request))
 
     @overload
-    def complete(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+    async def complete(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
         self,
         prompt: str | None = None,
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
+        **options: Unpack[RequestOptions],
     ) -> Completion: ...
 
     @overload
-    def complete(
+    async def complete(
         self,
         prompt: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]: ...
 
-    def complete(
+    async def complete(
         self,
         prompt: str | Sequence[str | Sequence[int]] | None = None,
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
+        **options: Unpack[RequestOptions],
     ) -> Completion | list[Completion]:
         """Returns the whole output of a request, with the same arguments as `stream`.
 
@@ -218,346 +166,132 @@ class Client:
         list of the same length. The requests run at the same time, as many as the server takes; one that fails ends
         all.
         """
-        requests = self._requests(
-            prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant, session
-        )
-        return self._complete(requests, Attempts(self._retry_s, timeout))
+        requests = _requests(prompt, sampling, prompt_token_ids, options)
+        return await self._complete(requests, self._attempts(options))
 
     @overload
-    async def acomplete(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
-        self,
-        prompt: str | None = None,
-        sampling: SamplingParams | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
-    ) -> Completion: ...
-
-    @overload
-    async def acomplete(
-        self,
-        prompt: Sequence[str | Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
-    ) -> list[Completion]: ...
-
-    async def acomplete(
-        self,
-        prompt: str | Sequence[str | Sequence[int]] | None = None,
-        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
-    ) -> Completion | list[Completion]:
-        """The asynchronous twin of `complete`."""
-        requests = self._requests(
-            prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant, session
-        )
-        return await self._acomplete(requests, Attempts(self._retry_s, timeout))
-
-    @overload
-    def embed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+    async def embed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
         self,
         prompt: str | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
+        **options: Unpack[QueueOptions],
     ) -> PromptEmbedding: ...
 
     @overload
-    def embed(
-        self,
-        prompt: Sequence[str | Sequence[int]],
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
+    async def embed(
+        self, prompt: Sequence[str | Sequence[int]], **options: Unpack[QueueOptions]
     ) -> list[PromptEmbedding]: ...
 
-    def embed(
+    async def embed(
         self,
         prompt: str | Sequence[str | Sequence[int]] | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
+        **options: Unpack[QueueOptions],
     ) -> PromptEmbedding | list[PromptEmbedding]:
         """Returns the embedding of a prompt, or of each prompt of a list, with the arguments of `complete`.
 
         It is made of the hidden states of the prompt's tokens, pooled as the checkpoint says, and has the length 1.
         """
-        requests = self._requests(prompt, None, {}, prompt_token_ids, request_id, priority, cache_salt, tenant)
-        batch = self._embedding_batch(requests, Attempts(self._retry_s, timeout))
-        embeddings = [PromptEmbedding.of(completion) for completion in batch.run()]
+        for name in options.keys() - QueueOptions.__annotations__.keys():
+            raise TypeError(f"embed takes no {name!r}, but {', '.join(QueueOptions.__annotations__)}")
+        requests = _requests(prompt, None, prompt_token_ids, options)
+        several = requests if isinstance(requests, list) else [requests]
+        for request in several:
+            request.embed = True
+        completions = await RequestBatch(several, self._channels, self._attempts(options)).run()
+        embeddings = [PromptEmbedding.of(completion) for completion in completions]
         return embeddings if isinstance(requests, list) else embeddings[0]
 
     @overload
-    async def aembed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
-        self,
-        prompt: str | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109
-        cache_salt: str = "",
-        tenant: str = "",
-    ) -> PromptEmbedding: ...
-
-    @overload
-    async def aembed(
-        self,
-        prompt: Sequence[str | Sequence[int]],
-        *,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109
-        cache_salt: str = "",
-        tenant: str = "",
-    ) -> list[PromptEmbedding]: ...
-
-    async def aembed(
-        self,
-        prompt: str | Sequence[str | Sequence[int]] | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
-        cache_salt: str = "",
-        tenant: str = "",
-    ) -> PromptEmbedding | list[PromptEmbedding]:
-        """The asynchronous twin of `embed`."""
-        requests = self._requests(prompt, None, {}, prompt_token_ids, request_id, priority, cache_salt, tenant)
-        batch = self._embedding_batch(requests, Attempts(self._retry_s, timeout))
-        embeddings = [PromptEmbedding.of(completion) for completion in await self._run_in_thread(batch)]
-        return embeddings if isinstance(requests, list) else embeddings[0]
-
-    @overload
-    def chat(
+    async def chat(
         self,
         messages: Sequence[Message],
         sampling: SamplingParams | None = None,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        template_variables: Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
+        **options: Unpack[ChatOptions],
     ) -> Completion: ...
 
     @overload
-    def chat(
+    async def chat(
         self,
         messages: Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        template_variables: Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
+        **options: Unpack[ChatOptions],
     ) -> list[Completion]: ...
 
-    def chat(
+    async def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        template_variables: Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
+        **options: Unpack[ChatOptions],
     ) -> Completion | list[Completion]:
         """Returns the model's answer to a conversation, or a list of answers to a list of conversations.
 
         A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The model's chat template, or
         `chat_template` in its place, makes the prompt of it: a text, or a name if the model has several;
-        `template_variables` are passed to the template.
-        Everything else is as in `complete`. Raises InvalidRequest for a model without a template, and for a template
-        that fails.
+        `template_variables` are passed to the template. Everything else is as in `complete`. Raises InvalidRequest for
+        a model without a template, and for a template that fails.
         """
-        prompts_of = partial(conversation.prompts_of, self.info(), chat_template, add_generation_prompt)
-        prompts = self.tokenize(prompts_of(messages, template_variables), add_special_tokens=False)
-        several, one = (None, prompts[0]) if conversation.is_one(messages) else (prompts, None)
-        requests = self._requests(several, sampling, fields, one, request_id, priority, cache_salt, tenant, session)
-        return self._complete(requests, Attempts(self._retry_s, timeout))
+        attempts = self._attempts(options)
+        conversations, is_one = conversation.as_conversations(messages)
+        template = options.pop("chat_template", None)
+        add_generation_prompt = options.pop("add_generation_prompt", True)
+        variables = options.pop("template_variables", None)
+        info = wire.decode_server_info(await self._call("GetServerInfo", pb.GetServerInfoRequest(), attempts))
+        # In a thread, since a template may take its time.
+        texts = await asyncio.to_thread(
+            conversation.prompts_of, info, template, add_generation_prompt, conversations, variables
+        )
+        prompts = await self._tokenize(texts, False, attempts)
+        several, one = (None, prompts[0]) if is_one else (prompts, None)
+        return await self._complete(_requests(several, sampling, one, options), attempts)
 
     @overload
-    async def achat(
-        self,
-        messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        template_variables: Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
-    ) -> Completion: ...
+    async def tokenize(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self, text: str, *, add_special_tokens: bool = True, timeout: float | None = None
+    ) -> list[int]: ...
 
     @overload
-    async def achat(
-        self,
-        messages: Sequence[Sequence[Message]],
-        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        template_variables: Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
-    ) -> list[Completion]: ...
+    async def tokenize(
+        self, text: Sequence[str], *, add_special_tokens: bool = True, timeout: float | None = None
+    ) -> list[list[int]]: ...
 
-    async def achat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        template_variables: Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
-    ) -> Completion | list[Completion]:
-        """The asynchronous twin of `chat`."""
-        prompts_of = partial(conversation.prompts_of, await self.server_info(), chat_template, add_generation_prompt)
-        prompts = await self.atokenize(prompts_of(messages, template_variables), add_special_tokens=False)
-        several, one = (None, prompts[0]) if conversation.is_one(messages) else (prompts, None)
-        requests = self._requests(several, sampling, fields, one, request_id, priority, cache_salt, tenant, session)
-        return await self._acomplete(requests, Attempts(self._retry_s, timeout))
-
-    @overload
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...  # type: ignore[overload-overlap]
-
-    @overload
-    def tokenize(self, text: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
-
-    def tokenize(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> list[int] | list[list[int]]:
+    async def tokenize(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True, timeout: float | None = None
+    ) -> list[int] | list[list[int]]:
         """Returns the token ids of a text, or of each text of a list, as the server makes them of a prompt.
 
         Without `add_special_tokens`, the only special tokens are those that the text itself names.
         """
-        token_ids = [
-            ids
-            for request in _tokenize_requests(text, add_special_tokens)
-            for ids in wire.decode_prompts(self._call_synchronously(self._channels.stub.Tokenize, request))
-        ]
+        texts = [text] if isinstance(text, str) else as_list("text", text, "a text, or a list of texts")
+        token_ids = await self._tokenize(texts, add_special_tokens, Attempts(self._retry_s, timeout))
         return token_ids[0] if isinstance(text, str) else token_ids
 
     @overload
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None
+    ) -> str: ...
 
     @overload
-    def detokenize(self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]: ...
-
-    def detokenize(
-        self, token_ids: Sequence[int] | Sequence[Sequence[int]], *, skip_special_tokens: bool = True
-    ) -> str | list[str]:
-        """Returns the text of a list of token ids, or the text of each list in a list of such lists."""
-        prompts, is_one = wire.as_prompts(token_ids)
-        texts = [
-            text
-            for part in _parts(prompts, MAX_DETOKENIZED_TOKENS)
-            for text in self._call_synchronously(
-                self._channels.stub.Detokenize, wire.encode_detokenize(part, skip_special_tokens)
-            ).texts
-        ]
-        return texts[0] if is_one else texts
-
-    @overload
-    async def atokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...  # type: ignore[overload-overlap]
-
-    @overload
-    async def atokenize(self, text: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
-
-    async def atokenize(
-        self, text: str | Sequence[str], *, add_special_tokens: bool = True
-    ) -> list[int] | list[list[int]]:
-        """The asynchronous twin of `tokenize`."""
-        token_ids = [
-            ids
-            for request in _tokenize_requests(text, add_special_tokens)
-            for ids in wire.decode_prompts(await self._call(self._channels.of_loop.stub.Tokenize, request))
-        ]
-        return token_ids[0] if isinstance(text, str) else token_ids
-
-    @overload
-    async def adetokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    @overload
-    async def adetokenize(
-        self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    async def detokenize(
+        self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool = True, timeout: float | None = None
     ) -> list[str]: ...
 
-    async def adetokenize(
-        self, token_ids: Sequence[int] | Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    async def detokenize(
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        skip_special_tokens: bool = True,
+        timeout: float | None = None,
     ) -> str | list[str]:
-        """The asynchronous twin of `detokenize`."""
-        prompts, is_one = wire.as_prompts(token_ids)
-        detokenize = self._channels.of_loop.stub.Detokenize
-        texts = [
-            text
-            for part in _parts(prompts, MAX_DETOKENIZED_TOKENS)
-            for text in (await self._call(detokenize, wire.encode_detokenize(part, skip_special_tokens))).texts
-        ]
+        """Returns the text of a list of token ids, or the text of each list in a list of such lists."""
+        prompts, is_one = as_prompts(token_ids)
+        attempts = Attempts(self._retry_s, timeout)
+        texts: list[str] = []
+        for part in _parts(prompts, MAX_DETOKENIZED_TOKENS):
+            request = wire.encode_detokenize(part, skip_special_tokens)
+            texts += (await self._call("Detokenize", request, attempts)).texts
         return texts[0] if is_one else texts
 
     async def submit(
@@ -566,269 +300,318 @@ class Client:
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        session: Session | None = None,
-        **fields: Unpack[SamplingFields],
+        **options: Unpack[RequestOptions],
     ) -> str:
         """Queues a detached request and returns its id: it runs whatever becomes of this client.
 
-        The arguments are those of `generate`. Where the client retries, it draws the id, so that a request whose
-        answer was lost is not queued twice.
+        The arguments are those of `stream`; `timeout` is that of queueing it. Where the client retries, it draws the
+        id, so that a request whose answer was lost is not queued twice.
         """
-        drawn_id = f"req-{secrets.token_hex(8)}" if self._retry_s and request_id is None else None
-        request = wire.encode_request(
-            prompt,
-            _merged(sampling, fields),
-            prompt_token_ids=prompt_token_ids,
-            request_id=request_id or drawn_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            session=session,
-        )
+        drawn_id = f"req-{secrets.token_hex(8)}" if self._retry_s and options.get("request_id") is None else None
+        if drawn_id is not None:
+            options["request_id"] = drawn_id
+        request = pb.SubmitRequest(request=_request(prompt, sampling, prompt_token_ids, options))
         try:
-            # No timeout: until its first worker is there, a server that has just started lets requests wait.
-            submit = self._channels.of_loop.stub.Submit
-            return (await self._call(submit, pb.SubmitRequest(request=request), timeout=None)).request_id
+            # No time of its own: until its first worker is there, a server that has just started lets requests wait.
+            return (await self._call("Submit", request, self._attempts(options), limit=None)).request_id
         except AlreadyExists:
             if drawn_id is None:
                 raise
             return drawn_id
 
-    async def attach(
-        self, request_id: str, *, tenant: str = "", from_token: int = 0, max_reconnects: int = 5
+    def attach(
+        self,
+        request_id: str,
+        *,
+        tenant: str = "",
+        from_token: int = 0,
+        max_reconnects: int = 5,
+        timeout: float | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Yields the deltas of a detached request as `generate` does, of every sample from `from_token` on.
+        """Yields the deltas of a detached request as `stream` does, of every sample from `from_token` on.
 
         If the connection breaks, it is made again and the deltas go on with the next token. Raises Unavailable after
         `max_reconnects` attempts in a row that brought nothing, NotFound for an unknown id, and OutOfRange for a token
         beyond those that there are; a request that failed ends with its error. Closing the generator leaves the request
         alone.
         """
-        attachment = Attachment(from_token)
-        num_failures = 0
-        while True:
-            call = self._channels.of_loop.stub.Attach(
-                wire.message(
-                    pb.AttachRequest,
-                    request_id=request_id,
-                    tenant=tenant,
-                    from_token=from_token,
-                    from_tokens=attachment.reconnect(),
-                )
-            )
-            try:
-                async for response in call:
-                    num_failures = 0
-                    output = attachment.take(wire.decode_output(response))
-                    if output is not None:
-                        yield output
-                attachment.finish()
-                return
-            except grpc.RpcError as error:
-                failure = wire.decode_error(error, self.url)
-                # What comes with a retry delay is the server's own word, not a broken connection.
-                is_broken = failure.code is grpc.StatusCode.UNAVAILABLE and failure.retry_delay is None
-                if not is_broken or num_failures == max_reconnects:
-                    raise failure from None
-            finally:
-                call.cancel()
-            await asyncio.sleep(DELAYS_S[min(num_failures, len(DELAYS_S) - 1)])
-            num_failures += 1
+        request = wire.message(pb.AttachRequest, request_id=request_id, tenant=tenant, from_token=from_token)
+        return self._attach(request, Attempts(0.0, timeout), max_reconnects)
 
-    async def result(self, request_id: str, *, tenant: str = "") -> Result:
+    async def result(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> Result:
         """Returns the state of a detached request and all of its output so far. Raises NotFound for an unknown id."""
-        request = wire.message(pb.GetResultRequest, request_id=request_id, tenant=tenant)
-        return wire.decode_result(await self._call(self._channels.of_loop.stub.GetResult, request))
+        return wire.decode_result(await self._ask("GetResult", timeout, request_id=request_id, tenant=tenant))
 
-    async def get_request(self, request_id: str, *, tenant: str = "") -> RequestReport:
+    async def get_request(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> RequestReport:
         """Reports the state of an unfinished request and why it waits. Raises NotFound if none of this id runs."""
-        request = wire.message(pb.GetRequestRequest, request_id=request_id, tenant=tenant)
-        return wire.decode_report(await self._call(self._channels.of_loop.stub.GetRequest, request))
+        return wire.decode_report(await self._ask("GetRequest", timeout, request_id=request_id, tenant=tenant))
 
-    async def blocks(self) -> BlockMap:
-        """Reports the use of every block of the KV cache."""
-        return wire.decode_block_map(await self._call(self._channels.of_loop.stub.GetBlocks, pb.GetBlocksRequest()))
-
-    async def abort(self, request_id: str, *, tenant: str = "") -> None:
+    async def abort(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
         """Ends a running request of the tenant; its stream ends with finish_reason "abort". Raises NotFound if none
         runs."""
-        request = wire.message(pb.AbortRequest, request_id=request_id, tenant=tenant)
-        await self._call(self._channels.of_loop.stub.Abort, request)
+        await self._ask("Abort", timeout, request_id=request_id, tenant=tenant)
 
-    async def server_info(self) -> ServerInfo:
+    async def info(self, *, timeout: float | None = None) -> ServerInfo:
         """Describes the model that is served, and the limits of the server."""
-        return wire.decode_server_info(
-            await self._call(self._channels.of_loop.stub.GetServerInfo, pb.GetServerInfoRequest())
-        )
+        return wire.decode_server_info(await self._ask("GetServerInfo", timeout))
 
-    def info(self) -> ServerInfo:
-        """The synchronous twin of `server_info`."""
-        method = self._channels.stub.GetServerInfo
-        return wire.decode_server_info(self._call_synchronously(method, pb.GetServerInfoRequest()))
+    async def blocks(self, *, timeout: float | None = None) -> BlockMap:
+        """Reports the use of every block of the KV cache."""
+        return wire.decode_block_map(await self._ask("GetBlocks", timeout))
 
-    async def loads(self) -> Loads:
+    async def loads(self, *, timeout: float | None = None) -> Loads:
         """Reports how much the server is doing now."""
-        return wire.decode_loads(await self._call(self._channels.of_loop.stub.GetLoads, pb.GetLoadsRequest()))
+        return wire.decode_loads(await self._ask("GetLoads", timeout))
 
-    def _requests(
-        self,
-        prompt: str | Sequence[str | Sequence[int]] | None,
-        sampling: SamplingParams | Sequence[SamplingParams | None] | None,
-        fields: SamplingFields,
-        prompt_token_ids: Sequence[int] | None,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str,
-        tenant: str,
-        session: Session | None = None,
-    ) -> pb.GenerateRequest | list[pb.GenerateRequest]:
-        """Encodes one request for one prompt, or a list of requests for a list of prompts."""
-        encode = partial(wire.encode_request, priority=priority, cache_salt=cache_salt, tenant=tenant, session=session)
-        if prompt is None or isinstance(prompt, str):
-            if isinstance(sampling, Sequence):
-                raise TypeError("a list of sampling parameters needs a list of prompts")
-            merged = _merged(sampling, fields)
-            return encode(prompt, merged, prompt_token_ids=prompt_token_ids, request_id=request_id)
-        if prompt_token_ids is not None or request_id is not None:
-            raise TypeError("prompt_token_ids and request_id belong to one prompt; a list holds texts and token ids")
-        prompts = [wire.split_prompt(each, index) for index, each in enumerate(prompt)]
-        requests = []
-        for index, ((text, token_ids), chosen) in enumerate(
-            zip(prompts, one_each(sampling, len(prompts)), strict=True)
-        ):
-            with wire.at_place(index):
-                requests.append(encode(text, _merged(chosen, fields), prompt_token_ids=token_ids, request_id=None))
-        return requests
+    if not TYPE_CHECKING:  # for a type checker, what is not above is a mistake
+        __getattr__ = _say_new_name
 
-    def _complete(
+        def __enter__(self) -> NoReturn:
+            raise TypeError("an AsyncClient is for `async with`; for `with` there is Client, which has the same calls")
+
+        __exit__ = __enter__
+
+    def _attempts(self, options: Mapping[str, Any]) -> Attempts:
+        return Attempts(self._retry_s, options.get("timeout"))
+
+    async def _ask(self, method: str, timeout: float | None, **fields: object) -> Any:
+        request = wire.message(getattr(pb, f"{method}Request"), **fields)
+        return await self._call(method, request, Attempts(self._retry_s, timeout))
+
+    async def _tokenize(self, texts: Sequence[str], add_special_tokens: bool, attempts: Attempts) -> list[list[int]]:
+        token_ids: list[list[int]] = []
+        for part in _parts(texts, MAX_TOKENIZED_CHARS):
+            request = wire.message(pb.TokenizeRequest, texts=part, add_special_tokens=add_special_tokens)
+            token_ids += wire.decode_prompts(await self._call("Tokenize", request, attempts))
+        return token_ids
+
+    async def _complete(
         self, requests: pb.GenerateRequest | list[pb.GenerateRequest], attempts: Attempts
     ) -> Completion | list[Completion]:
         if isinstance(requests, list):
-            return RequestBatch(requests, self._channels.stub, self.url, attempts).run()
-        builder = CompletionBuilder(wire.num_samples(requests), attempts.started_at)
-        for output in self._stream(requests, attempts):
-            builder.add(output, time.monotonic())
+            return await RequestBatch(requests, self._channels, attempts).run()
+        builder = _builder(requests)
+        async with contextlib.aclosing(self._stream(requests, attempts, builder)) as outputs:
+            async for _ in outputs:
+                pass
         return builder.finish(time.monotonic())
 
-    async def _acomplete(
-        self, requests: pb.GenerateRequest | list[pb.GenerateRequest], attempts: Attempts
-    ) -> Completion | list[Completion]:
-        if isinstance(requests, list):
-            return await self._run_in_thread(RequestBatch(requests, self._channels.stub, self.url, attempts))
-        builder = CompletionBuilder(wire.num_samples(requests), attempts.started_at)
-        async with contextlib.aclosing(self._generate(requests, attempts)) as outputs:
-            async for output in outputs:
-                builder.add(output, time.monotonic())
-        return builder.finish(time.monotonic())
-
-    def _stream(self, request: pb.GenerateRequest, attempts: Attempts) -> Generator[Output, None, None]:
-        builder = CompletionBuilder(wire.num_samples(request), attempts.started_at)
-        while True:
-            call = self._channels.stub.Generate(request, timeout=attempts.timeout_s)
-            try:
-                for response in blocking_call.responses(call):
-                    attempts.end()
-                    output = wire.decode_output(response)
-                    builder.add(output, time.monotonic())
-                    yield output
-                builder.finish(time.monotonic())
-                return
-            except grpc.RpcError as error:
-                failure = wire.decode_error(error, self.url)
-            finally:
-                call.cancel()
-            time.sleep(attempts.next_delay(failure))
-
-    async def _generate(self, request: pb.GenerateRequest, attempts: Attempts) -> AsyncGenerator[Output, None]:
-        builder = CompletionBuilder(wire.num_samples(request), attempts.started_at)
-        while True:
-            try:
-                async with contextlib.aclosing(self._responses(request, attempts.timeout_s)) as responses:
-                    async for response in responses:
-                        attempts.end()
-                        output = wire.decode_output(response)
-                        builder.add(output, time.monotonic())
-                        yield output
-                builder.finish(time.monotonic())
-                return
-            except PagewireError as error:
-                failure = error
-            await asyncio.sleep(attempts.next_delay(failure))
-
-    async def _responses(
-        self,
-        request: pb.GenerateRequest,
-        timeout: float | None,  # noqa: ASYNC109 - sent to the server too
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Yields the responses to one request, on a call of its own, or on the call that requests in flight share."""
-        connection = self._channels.of_loop
-        connection.num_in_flight += 1
-        may_share = connection.num_in_flight >= MIN_SHARED and request.ByteSize() <= MAX_SHARED_BYTES
-        try:
-            if connection.shared is not None and may_share:
+    async def _stream(
+        self, request: pb.GenerateRequest, attempts: Attempts, builder: CompletionBuilder
+    ) -> AsyncGenerator[Output, None]:
+        with self._channels.connected() as connection:
+            while True:
                 try:
-                    async with contextlib.aclosing(connection.shared.responses(request, timeout)) as responses:
+                    async with contextlib.aclosing(_responses(connection, request, attempts.timeout_s)) as responses:
                         async for response in responses:
-                            yield response
+                            attempts.end()
+                            output = wire.decode_output(response)
+                            builder.add(output, time.monotonic())
+                            yield output
+                    builder.finish(time.monotonic())
                     return
-                except NotShared:
-                    connection.shared = None
-            call = connection.stub.Generate(request, timeout=timeout)
+                except PagewireError as error:
+                    delay_s = attempts.next_delay(error)
+                await connection.wait(delay_s)
+
+    async def _attach(
+        self, request: pb.AttachRequest, attempts: Attempts, max_reconnects: int
+    ) -> AsyncGenerator[Output, None]:
+        attachment = Attachment(request.from_token)
+        num_failures = 0
+        with self._channels.connected() as connection:
+            while True:
+                request.from_tokens[:] = attachment.reconnect()
+                call = _read(connection, connection.stub.Attach, request, attempts.timeout_s)
+                try:
+                    async with contextlib.aclosing(call) as responses:
+                        async for response in responses:
+                            num_failures = 0
+                            output = attachment.take(wire.decode_output(response))
+                            if output is not None:
+                                yield output
+                    attachment.finish()
+                    return
+                except Unavailable as error:
+                    # What comes with a retry delay is the server's own word, not a broken connection.
+                    if error.retry_delay is not None or num_failures == max_reconnects:
+                        raise
+                    delay_s = attempts.bounded(DELAYS_S[min(num_failures, len(DELAYS_S) - 1)], error)
+                num_failures += 1
+                await connection.wait(delay_s)
+
+    async def _call(
+        self, method: str, request: object, attempts: Attempts, *, limit: float | None = UNARY_TIMEOUT_S
+    ) -> Any:
+        with self._channels.connected() as connection:
+            while True:
+                left = attempts.timeout_s
+                try:
+                    with connection.translated():
+                        call = getattr(connection.stub, method)
+                        timeout = limit if left is None else left
+                        return await call(request, timeout=timeout, metadata=connection.metadata)
+                except PagewireError as error:
+                    delay_s = attempts.next_delay(error)
+                await connection.wait(delay_s)
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, _Parameters], Coroutine[Any, Any, _Returned]],
+) -> "Callable[Concatenate[Client, _Parameters], _Returned]":
+    """Returns the method of `Client` that waits for what one of `AsyncClient` returns."""
+
+    @functools.wraps(method)
+    def call(self: "Client", /, *arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Returned:
+        return background_loop.run(method(self._client, *arguments, **options))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncClient, _Parameters], AsyncGenerator[_Returned, None]],
+) -> "Callable[Concatenate[Client, _Parameters], Generator[_Returned, None, None]]":
+    """Returns the method of `Client` that yields what one of `AsyncClient` yields."""
+
+    @functools.wraps(method)
+    def call(
+        self: "Client", /, *arguments: _Parameters.args, **options: _Parameters.kwargs
+    ) -> Generator[_Returned, None, None]:
+        return self._iterate(method(self._client, *arguments, **options))
+
+    return call
+
+
+class Client:
+    """A connection to a scheduler, for programs that block: the calls of `AsyncClient`, which take the same arguments.
+
+    They run on an event loop in the background. Any number of threads may use the client. The connection is opened at
+    its first use and closed by `close`, at the end of `with`, or with the process; used again, it is opened again, also
+    in a process that was forked while no call ran.
+    """
+
+    def __init__(self, url: str, *, retry: float = 0.0, **connection: Unpack[ConnectionOptions]) -> None:
+        self._client = AsyncClient(url, retry=retry, **connection)
+        self.url = url
+        weakref.finalize(self, background_loop.begin, self._client.aclose).atexit = False
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection. Calls that run, in other threads, end with Cancelled."""
+        background_loop.finish(self._client.aclose)
+
+    def _iterate(self, items: AsyncGenerator[_Returned, None]) -> Generator[_Returned, None, None]:
+        """Keeps the client, and so its connection, as long as something of it is read."""
+        yield from background_loop.iterate(items)
+
+    stream = _iterating(AsyncClient.stream)
+    complete = _blocking(AsyncClient.complete)
+    embed = _blocking(AsyncClient.embed)
+    chat = _blocking(AsyncClient.chat)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
+    submit = _blocking(AsyncClient.submit)
+    attach = _iterating(AsyncClient.attach)
+    result = _blocking(AsyncClient.result)
+    get_request = _blocking(AsyncClient.get_request)
+    abort = _blocking(AsyncClient.abort)
+    info = _blocking(AsyncClient.info)
+    blocks = _blocking(AsyncClient.blocks)
+    loads = _blocking(AsyncClient.loads)
+
+    if not TYPE_CHECKING:  # for a type checker, what is not above is a mistake
+        __getattr__ = _say_new_name
+
+        def __aenter__(self) -> NoReturn:
+            raise TypeError("a Client is for `with`; for `async with` there is AsyncClient, which has the same calls")
+
+        __aexit__ = __aenter__
+
+
+async def _responses(
+    connection: Connection,
+    request: pb.GenerateRequest,
+    timeout: float | None,
+) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """Yields the responses to one request, on a call of its own, or on the call that requests in flight share."""
+    connection.num_in_flight += 1
+    may_share = connection.num_in_flight >= MIN_SHARED and request.ByteSize() <= MAX_SHARED_BYTES
+    try:
+        if connection.shared is not None and may_share:
             try:
-                async for response in call:
-                    yield response
-            except grpc.RpcError as error:
-                raise wire.decode_error(error, self.url) from None
-            finally:
-                call.cancel()
-        finally:
-            connection.num_in_flight -= 1
+                async with contextlib.aclosing(connection.shared.responses(request, timeout)) as responses:
+                    async for response in responses:
+                        yield response
+                return
+            except NotShared:
+                connection.shared = None
+        async with contextlib.aclosing(_read(connection, connection.stub.Generate, request, timeout)) as responses:
+            async for response in responses:
+                yield response
+    finally:
+        connection.num_in_flight -= 1
 
-    def _embedding_batch(
-        self, requests: pb.GenerateRequest | list[pb.GenerateRequest], attempts: Attempts
-    ) -> RequestBatch:
-        several = requests if isinstance(requests, list) else [requests]
-        for request in several:
-            request.embed = True
-        return RequestBatch(several, self._channels.stub, self.url, attempts)
 
-    async def _run_in_thread(self, batch: RequestBatch) -> list[Completion]:
-        running = asyncio.ensure_future(asyncio.to_thread(batch.run))
-        # Once the caller has gone, nothing else asks how it ended, which asyncio would complain of.
-        running.add_done_callback(lambda done: done.cancelled() or done.exception())
+async def _read(
+    connection: Connection,
+    method: Callable[..., Any],
+    request: object,
+    timeout: float | None,
+) -> AsyncGenerator[Any, None]:
+    """Yields the responses of a call of its own."""
+    with connection.translated():
+        call = method(request, timeout=timeout, metadata=connection.metadata)
         try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            batch.cancel()
-            await asyncio.wait({running})
-            raise
-
-    async def _call(self, method: Any, request: Any, timeout: float | None = UNARY_TIMEOUT_S) -> Any:  # noqa: ASYNC109
-        attempts = Attempts(self._retry_s)
-        while True:
-            try:
-                return await method(request, timeout=timeout)
-            except grpc.RpcError as error:
-                failure = wire.decode_error(error, self.url)
-            await asyncio.sleep(attempts.next_delay(failure))
-
-    def _call_synchronously(self, method: Any, request: Any) -> Any:
-        attempts = Attempts(self._retry_s)
-        while True:
-            try:
-                return method(request, timeout=UNARY_TIMEOUT_S)
-            except grpc.RpcError as error:
-                failure = wire.decode_error(error, self.url)
-            time.sleep(attempts.next_delay(failure))
+            async for response in call:
+                yield response
+        finally:
+            call.cancel()
 
 
-def _merged(sampling: SamplingParams | None, fields: SamplingFields) -> SamplingParams | None:
-    """Returns sampling parameters that are updated by the fields that were given one by one."""
-    return (sampling or UNSET).updated(**fields) if fields else sampling
+def _builder(request: pb.GenerateRequest) -> CompletionBuilder:
+    return CompletionBuilder(wire.num_samples(request), time.monotonic())
+
+
+def _requests(
+    prompt: object,
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None,
+    prompt_token_ids: Sequence[int] | None,
+    options: Mapping[str, Any],
+) -> pb.GenerateRequest | list[pb.GenerateRequest]:
+    """Encodes one request for one prompt, or a list of requests for a list of prompts."""
+    if prompt is None or isinstance(prompt, str):
+        if isinstance(sampling, Sequence):
+            raise TypeError("a list of sampling parameters needs a list of prompts")
+        return _request(prompt, sampling, prompt_token_ids, options)
+    given = as_list("prompt", prompt, "a text, or a list of texts and token ids")
+    if prompt_token_ids is not None or options.get("request_id") is not None:
+        raise TypeError("prompt_token_ids and request_id belong to one prompt; a list holds texts and token ids")
+    prompts = [split_prompt(each, index) for index, each in enumerate(given)]
+    requests = []
+    for index, ((text, token_ids), chosen) in enumerate(zip(prompts, one_each(sampling, len(prompts)), strict=True)):
+        with wire.at_place(index):
+            requests.append(_request(text, chosen, token_ids, options))
+    return requests
+
+
+def _request(
+    prompt: str | None,
+    sampling: SamplingParams | None,
+    prompt_token_ids: Sequence[int] | None,
+    options: Mapping[str, Any],
+) -> pb.GenerateRequest:
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling must be SamplingParams, such as SamplingParams(max_tokens=4); got {sampling!r:.80}")
+    own = (*QueueOptions.__annotations__, "session")
+    fields: Any = {name: value for name, value in options.items() if name not in own}
+    named = {name: options[name] for name in own if name in options and name != "timeout"}
+    merged = (sampling or UNSET).updated(**fields) if fields else sampling
+    return wire.encode_request(prompt, merged, prompt_token_ids=prompt_token_ids, **named)
 
 
 def one_each(
@@ -840,12 +623,6 @@ def one_each(
     if len(sampling) != num_prompts:
         raise ValueError(f"there are {num_prompts} prompts and {len(sampling)} sampling parameters; give one for each")
     return sampling
-
-
-def _tokenize_requests(text: str | Sequence[str], add_special_tokens: bool) -> Iterator[pb.TokenizeRequest]:
-    """Yields the messages that have a text, or the texts of a list, tokenized."""
-    for part in _parts([text] if isinstance(text, str) else text, MAX_TOKENIZED_CHARS):
-        yield wire.message(pb.TokenizeRequest, texts=part, add_special_tokens=add_special_tokens)
 
 
 def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:

@@ -27,19 +27,25 @@ class Session:
     retention_seconds: int | None = None
 
 
-def is_one(messages: Sequence[Any]) -> bool:
-    """Tells a single conversation from a list of conversations."""
-    return not messages or isinstance(messages[0], Mapping)
+def as_conversations(messages: Any) -> tuple[Sequence[Sequence[Message]], bool]:
+    """Returns conversations, and whether there was only one that was not in a list. Raises TypeError for what is no
+    list; messages themselves are checked for the template."""
+    is_one = isinstance(messages, Sequence) and (not messages or isinstance(messages[0], Mapping))
+    conversations = [messages] if is_one else messages
+    if not isinstance(conversations, Sequence) or not all(isinstance(each, Sequence) for each in conversations):
+        kind = "a list of messages such as {'role': 'user', 'content': 'Hello'}, or a list of such lists"
+        raise TypeError(f"messages must be {kind}; got {messages!r:.80}")
+    return conversations, is_one
 
 
 def prompts_of(
     info: ServerInfo,
     template: str | None,
     add_generation_prompt: bool,
-    messages: Sequence[Any],
+    conversations: Sequence[Sequence[Message]],
     variables: Mapping[str, Any] | None,
 ) -> list[str]:
-    """Returns the prompts that continue a conversation, or each conversation of a list, special tokens included.
+    """Returns the prompts that continue conversations, special tokens included.
 
     They are made by the served model's chat template, or the one of that name, or the given text; it gets `variables`
     too. Raises InvalidRequest.
@@ -49,7 +55,6 @@ def prompts_of(
     template = template_of(info, template)
     if template is None:
         raise _invalid(f"{info.served_model_name} has no chat template: give chat_template, or a prompt to complete")
-    conversations = [messages] if is_one(messages) else messages
     if not all(conversations):
         raise _invalid("a conversation has no messages")
     try:

@@ -43,6 +43,10 @@ class InvalidRequest(PagewireError, ValueError):
         return cls(text, code=grpc.StatusCode.INVALID_ARGUMENT, field_violations=(FieldViolation(field, text),))
 
 
+class InvalidText(InvalidRequest, TypeError):
+    """A string that is no text: it holds half a character, which cannot be sent."""
+
+
 class NotFound(PagewireError):
     """NOT_FOUND: no running request, or none that is kept, of this tenant has that id."""
 
@@ -68,7 +72,7 @@ class DeadlineExceeded(PagewireError):
 
 
 class Cancelled(PagewireError):
-    """CANCELLED: the call was cancelled, and not by its caller."""
+    """CANCELLED: the call was cancelled, and not by its caller; or the client was closed while it ran."""
 
 
 class InternalError(PagewireError):

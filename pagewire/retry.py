@@ -1,14 +1,20 @@
-"""Decides when a call that the server could not take is made again."""
+"""Decides when a call that the server could not take is made again, and for how long it may last in all."""
 
 import random
 import time
 
-from pagewire.errors import PagewireError, ResourceExhausted, Unavailable
+import grpc
+
+from pagewire.arguments import as_seconds
+from pagewire.errors import DeadlineExceeded, PagewireError, ResourceExhausted, Unavailable
 
 # Before the second, third ... attempt in a row, where the server suggests nothing; the last goes on. Each is spread by
 # JITTER in both directions, so that clients which failed together do not come back together.
 DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 JITTER = 0.2
+# What gRPC can still count.
+_MAX_TIMEOUT_S = 1e8
+_TIMEOUT_PASSED = "the timeout passed while the call was made again and again; the last time: "
 
 
 class Attempts:
@@ -16,9 +22,12 @@ class Attempts:
     time that it may take in all, or None."""
 
     def __init__(self, retry_s: float, timeout_s: float | None = None) -> None:
+        """Raises TypeError or ValueError for a `timeout_s` that is no time."""
         self.started_at = time.monotonic()
         self._retry_until = self.started_at + retry_s
-        self._timeout_at = None if timeout_s is None else self.started_at + timeout_s
+        self._timeout_at = None
+        if timeout_s is not None:
+            self._timeout_at = self.started_at + min(as_seconds("timeout", timeout_s), _MAX_TIMEOUT_S)
         self._num_failures = 0
 
     @property
@@ -38,11 +47,20 @@ class Attempts:
         return min(delay_s * random.uniform(1 - JITTER, 1 + JITTER), remaining_s)
 
     def next_delay(self, failure: PagewireError) -> float:
-        """Returns the seconds to wait before the next attempt. Raises the failure if there is none."""
+        """Returns the seconds to wait before the next attempt. Raises the failure if there is none, and
+        DeadlineExceeded once the time of the whole call is over."""
         delay_s = self.delay_after(failure)
         if delay_s is None:
             raise failure
-        return delay_s
+        return self.bounded(delay_s, failure)
+
+    def bounded(self, delay_s: float, failure: PagewireError) -> float:
+        """Returns a delay, or what is left of the time if that is less. Raises DeadlineExceeded if nothing is."""
+        timeout_s = self.timeout_s
+        if timeout_s == 0:
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+            raise DeadlineExceeded(f"{_TIMEOUT_PASSED}{failure}", code=code) from failure
+        return delay_s if timeout_s is None else min(delay_s, timeout_s)
 
     def end(self) -> None:
         """Makes this attempt the last one: what has begun is never begun again."""

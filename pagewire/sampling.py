@@ -1,6 +1,7 @@
 """The parameters by which tokens are chosen, with vLLM's names and defaults."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -124,6 +125,10 @@ class SamplingParams:
                 near = suggestion(name, SamplingFields.__annotations__)
                 raise TypeError(f"{name!r} is no sampling parameter and no other argument{near}")
         return replace(self, **changes)
+
+    def clone(self) -> "SamplingParams":
+        """Returns a copy that shares no list with these."""
+        return deepcopy(self)
 
     def _require(self, name: str, holds: bool, kind: str) -> None:
         value = getattr(self, name)

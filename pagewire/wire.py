@@ -1,14 +1,14 @@
 """Translates the client's data to and from `pagewire.scheduler.v1`. It does no I/O."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from pagewire.arguments import are_token_ids, check_text
 from pagewire.common.sampling_ranges import UINT32, UINT64, Range
 from pagewire.common.transport.http_proxy import http_proxy_of
 from pagewire.common.transport.message_size import of_cut_off
@@ -89,31 +89,26 @@ ERRORS: dict[grpc.StatusCode, type[PagewireError]] = {
 
 def encode_request(
     prompt: object,
-    sampling: object,
+    sampling: SamplingParams | None,
     *,
-    prompt_token_ids: object,
-    request_id: str | None,
-    priority: int,
-    cache_salt: str,
-    tenant: str,
+    prompt_token_ids: object = None,
     session: object = None,
+    **fields: object,
 ) -> pb.GenerateRequest:
-    """Makes the message of a request. Raises InvalidRequest for a number that the wire cannot hold, and TypeError
-    unless there is exactly one prompt."""
+    """Makes the message of a request; `fields` are more of its own. Raises InvalidRequest for a number that the wire
+    cannot hold, and TypeError unless there is exactly one prompt."""
     if (prompt is None) == (prompt_token_ids is None):
         raise TypeError("give either prompt or prompt_token_ids")
     if prompt is not None and not isinstance(prompt, str):
-        kind = "a text; token ids go into prompt_token_ids, and only complete, acomplete, chat and achat take lists"
+        kind = "a text; token ids go into prompt_token_ids, and only complete, chat and embed take lists"
         raise TypeError(f"prompt must be {kind}; got {prompt!r:.80}")
     if prompt_token_ids is not None and not are_token_ids(prompt_token_ids):
         raise TypeError(f"prompt_token_ids must be a list of integers, of one prompt; got {prompt_token_ids!r:.80}")
-    if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling must be SamplingParams, such as SamplingParams(max_tokens=4); got {sampling!r:.80}")
     if session is not None and not isinstance(session, Session):
         raise TypeError(f"session must be a Session, such as Session('chat-7'); got {session!r:.80}")
-    request = message(
-        pb.GenerateRequest, tenant=tenant, cache_salt=cache_salt, request_id=request_id, priority=priority, text=prompt
-    )
+    if prompt is not None:
+        check_text("text", prompt, "prompt")
+    request = message(pb.GenerateRequest, text=prompt, **fields)
     if prompt_token_ids is not None:
         request.token_ids.SetInParent()
         put(request.token_ids, "ids", prompt_token_ids, "token_ids.ids")
@@ -131,32 +126,17 @@ def at_place(index: int) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         text = f"prompt {index}: {error}"
-        raise InvalidRequest(text, code=error.code, field_violations=error.field_violations) from None
+        raise type(error)(text, code=error.code, field_violations=error.field_violations) from None
+
+
+def closed() -> Cancelled:
+    """Makes the error of a call during which the client was closed."""
+    return Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
 
 
 def num_samples(request: pb.GenerateRequest) -> int:
     """Returns how many samples a request asks for; where it does not say, the server makes one."""
     return max(1, request.sampling.n)
-
-
-def split_prompt(prompt: object, index: int) -> tuple[str | None, Sequence[int] | None]:
-    """Returns the text or the token ids of the prompt at a place of a list. Raises TypeError."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if are_token_ids(prompt):
-        return None, prompt
-    hint = "; the token ids of one prompt go into prompt_token_ids" if is_integer(prompt) else ""
-    raise TypeError(f"prompt {index} of the list is {prompt!r:.80}, but must be a text or token ids{hint}")
-
-
-def as_prompts(token_ids: Iterable[Any]) -> tuple[list[Sequence[int]], bool]:
-    """Returns lists of token ids, and whether there was only one that was not in a list. Raises TypeError."""
-    given = list(token_ids)
-    if all(map(is_integer, given)):
-        return [given], True
-    if not all(map(are_token_ids, given)):
-        raise TypeError("token_ids must be a list of integers, or a list of such lists")
-    return given, False
 
 
 def encode_detokenize(prompts: Iterable[Sequence[int]], skip_special_tokens: bool) -> pb.DetokenizeRequest:
@@ -169,10 +149,6 @@ def encode_detokenize(prompts: Iterable[Sequence[int]], skip_special_tokens: boo
 
 def decode_prompts(response: pb.TokenizeResponse) -> list[list[int]]:
     return [list(prompt.ids) for prompt in response.prompts]
-
-
-def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
-    return not isinstance(value, str | bytes) and isinstance(value, Iterable) and all(map(is_integer, value))
 
 
 def _encode_session(session: Session, request: pb.GenerateRequest) -> None:
@@ -266,10 +242,8 @@ def _check(field: FieldDescriptor, value: Any, path: str) -> None:
     legal = _INTEGERS.get(field.cpp_type)
     if legal is not None and not legal.holds(value):
         raise InvalidRequest.of_field(path, f"{path} is {value}, but must be {legal}")
-    halves = re.search("[\ud800-\udfff]", value) if isinstance(value, str) else None
-    if halves is not None:
-        text = f"{path} has {halves[0]!r} at {halves.start()}, half a character, which cannot be sent; remove it"
-        raise InvalidRequest.of_field(path, text)
+    if isinstance(value, str):
+        check_text(path, value)
 
 
 _decode_token = decoder(

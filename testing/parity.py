@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.completion import Completion
 from pagewire.server import Loads
 from testing import oracle
@@ -126,8 +126,8 @@ def prompts_of(seed: int) -> list[list[int]]:
 async def generate_all(url: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Completion]:
     """All at once, greedily."""
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
-    async with Client(url) as client:
-        return await asyncio.gather(*(client.acomplete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
+    async with AsyncClient(url) as client:
+        return await asyncio.gather(*(client.complete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
 
 
 def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
@@ -146,7 +146,7 @@ class ServedTwice:
 async def serve_twice(url: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> ServedTwice:
     first = await generate_all(url, prompts, num_tokens)
     again = await generate_all(url, prompts, num_tokens)
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         return ServedTwice(first, again, await client.loads())
 
 
@@ -173,17 +173,17 @@ def assert_logprobs(
         torch.testing.assert_close(served, expected, atol=FLOAT32_MARGIN, rtol=0)
 
 
-async def sample_alone(client: Client) -> list[list[tuple[int, ...]]]:
+async def sample_alone(client: AsyncClient) -> list[list[tuple[int, ...]]]:
     """Two seeded samples of each of some prompts, one request after the other."""
     return [await _sample(client, i) for i in range(len(SAMPLED_PROMPTS))]
 
 
-async def sample_together(client: Client) -> list[list[tuple[int, ...]]]:
+async def sample_together(client: AsyncClient) -> list[list[tuple[int, ...]]]:
     """The same, all at once."""
     return await asyncio.gather(*(_sample(client, i) for i in range(len(SAMPLED_PROMPTS))))
 
 
-async def _sample(client: Client, i: int) -> list[tuple[int, ...]]:
+async def _sample(client: AsyncClient, i: int) -> list[tuple[int, ...]]:
     sampling = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=i, n=2, max_tokens=32)
-    completion = await client.acomplete(None, sampling, prompt_token_ids=SAMPLED_PROMPTS[i])
+    completion = await client.complete(None, sampling, prompt_token_ids=SAMPLED_PROMPTS[i])
     return [output.token_ids for output in completion.outputs]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing.services import System
 
 NUM_STREAMS = 100
@@ -60,23 +60,25 @@ class Progress:
         await reached.wait()
 
 
-async def until_connected(client: Client, connected: bool) -> None:
+async def until_connected(client: AsyncClient, connected: bool) -> None:
     while (await client.loads()).worker_connected is not connected:  # noqa: ASYNC110 - in another process
         await asyncio.sleep(0.02)
 
 
-async def until_lost(client: Client, num_losses: int) -> None:
+async def until_lost(client: AsyncClient, num_losses: int) -> None:
     while (await client.loads()).num_worker_losses < num_losses:  # noqa: ASYNC110 - in another process
         await asyncio.sleep(0.005)
 
 
-async def run_streams(client: Client, requests: Sequence[Request], progress: Progress | None = None) -> list[list[int]]:
+async def run_streams(
+    client: AsyncClient, requests: Sequence[Request], progress: Progress | None = None
+) -> list[list[int]]:
     """The tokens of every stream. The client itself refuses a token that is lost or repeated."""
 
     async def stream(i: int) -> list[int]:
         prompt, sampling = requests[i]
         tokens: list[int] = []
-        async for output in client.generate(None, sampling, prompt_token_ids=prompt):
+        async for output in client.stream(None, sampling, prompt_token_ids=prompt):
             assert output.first_token == len(tokens)
             tokens.extend(output.token_ids)
             if progress is not None:
@@ -111,7 +113,7 @@ async def run_with_ends(
     `running` starts the services, as `testing.services.running` does.
     """
     with running(model, **flags) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             calm = await run_streams(client, requests)
             disturbed, seconds = await run_while_ending(
                 system, client, requests, [0] * num_ends, run_streams, kills=kills
@@ -124,10 +126,10 @@ async def run_with_ends(
 
 async def run_while_ending(
     system: System,
-    client: Client,
+    client: AsyncClient,
     requests: Sequence[Request],
     ranks: Sequence[int],
-    run: Callable[[Client, Sequence[Request], Progress], Awaitable[Served]],
+    run: Callable[[AsyncClient, Sequence[Request], Progress], Awaitable[Served]],
     *,
     kills: bool = True,
 ) -> tuple[list[Served], list[float]]:

@@ -20,7 +20,7 @@ from bench.checkpoint import GPU_SHAPES, configuration
 from bench.gpu.decode_steps import DecodeLoad, Worker, time_steps
 from bench.gpu.step_trace import step_times
 from bench.peers.arms import PROGRAMS, Batch, child_environ, conversation
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
 from pagewire.bench.target import new_cache_salt
@@ -195,7 +195,7 @@ def _amounts(sizes: Sizes) -> dict[str, Any]:
 async def _serve_rounds(url: str, sizes: Sizes) -> list[float]:
     """Returns the output tokens per second of each round, in which all requests are sent at once."""
     rates = []
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         for index in range(sizes.num_rounds + 1):
             requests = _requests(sizes, seed=index)
             ran = await run(
@@ -260,7 +260,7 @@ async def _decode_together(url: str, sizes: Sizes) -> None:
     prompt_len = max(1, sizes.context - num_tokens // 2)
     load = Workload(sizes.idle_batch, LengthRange(prompt_len, prompt_len), LengthRange(num_tokens, num_tokens))
     requests = load.requests(GPU_SHAPES[sizes.small]["vocab_size"])
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         ran = await run(client, requests, SAMPLED, ProgressLine("", len(requests), None))
     assert all(record.num_output_tokens == num_tokens for record in ran.records)
 

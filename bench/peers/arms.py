@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from bench.peers.environment import BF16, FORMATS, Environments
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
 from pagewire.bench.target import new_cache_salt
@@ -173,7 +173,7 @@ class PagewireArm:
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
         try:
             with local_server.serving(str(self._served(model)), self._flags) as url, asyncio.Runner() as runner:
-                client = Client(url)
+                client = AsyncClient(url)
                 runner.run(client.__aenter__())
                 try:
                     return rates(lambda batch: runner.run(_seconds(client, batch)), loads, model.vocab_size, seed)
@@ -183,7 +183,7 @@ class PagewireArm:
             raise PeerFailedError(str(error)) from None
 
 
-async def _seconds(client: Client, batch: Batch) -> float:
+async def _seconds(client: AsyncClient, batch: Batch) -> float:
     planned = [
         PlannedRequest(tuple(prompt), length, 0.0, seed=0)
         for prompt, length in zip(batch.prompts, batch.output_lens, strict=True)

@@ -16,7 +16,7 @@ import time
 from bench.checkpoint import SHAPES, random_checkpoint
 from bench.goals import verdict
 from bench.measure import in_turns, medians
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
@@ -25,13 +25,13 @@ GOAL_PREFILLS = 1.01  # each sibling recomputes one token of the prompt
 ARMS = ("n = 1", "n = 8", "8 requests")
 
 
-async def begin(client: Client, arm: str, rng: random.Random, length: int) -> dict[str, float]:
+async def begin(client: AsyncClient, arm: str, rng: random.Random, length: int) -> dict[str, float]:
     """Returns the seconds until every sample has its first token, and how many prompt tokens were computed for that."""
     n = NUM_SAMPLES if arm == "n = 8" else 1
     prompts = [rng.choices(range(VOCAB_SIZE), k=length) for _ in range(NUM_SAMPLES if arm == "8 requests" else 1)]
     sampling = SamplingParams(temperature=0.8, seed=1, n=n, max_tokens=1, ignore_eos=True)
     before, start = await client.loads(), time.perf_counter()
-    await asyncio.gather(*(client.acomplete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
+    await asyncio.gather(*(client.complete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
     seconds, after = time.perf_counter() - start, await client.loads()
     num_tokens = after.num_prompt_tokens - before.num_prompt_tokens
     num_cached = after.num_cached_prompt_tokens - before.num_cached_prompt_tokens
@@ -42,7 +42,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     rng, length = random.Random(0), arguments.input_len
     with running(random_checkpoint("54M"), worker=["--num-device-blocks", 2048]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             for index, arm in in_turns(ARMS, arguments.rounds):
                 figures = await begin(client, arm, rng, length)
                 if index > 0:

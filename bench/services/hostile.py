@@ -29,7 +29,7 @@ from bench.checkpoint import tokenized_checkpoint
 from bench.goals import verdict
 from bench.measure import medians
 from bench.services.interference import gap_quantiles, random_prompt, stream
-from pagewire import Client, SamplingParams, Session, StructuredOutputs
+from pagewire import AsyncClient, SamplingParams, Session, StructuredOutputs
 from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
@@ -65,7 +65,7 @@ class Attacker:
     def __init__(self, url: str) -> None:
         self._url = url
         self._rng = random.Random(0)
-        self._client = Client(url, api_key=KEYS["hostile"])
+        self._client = AsyncClient(url, api_key=KEYS["hostile"])
         self._channel = grpc.aio.insecure_channel(url)
         self._stub = pb_grpc.SchedulerServiceStub(self._channel)
         self._metadata = (("authorization", f"Bearer {KEYS['hostile']}"),)
@@ -180,7 +180,7 @@ class Attacker:
     ) -> None:
         prompt = self._rng.choices(TOKEN_IDS, k=num_tokens)
         with refused():
-            await self._client.acomplete(
+            await self._client.complete(
                 None,
                 SamplingParams(ignore_eos=True, **sampling),
                 prompt_token_ids=prompt,
@@ -190,7 +190,7 @@ class Attacker:
 
     async def _complete(self, text: str, max_tokens: int) -> None:
         with refused():
-            await self._client.acomplete(text, SamplingParams(max_tokens=max_tokens))
+            await self._client.complete(text, SamplingParams(max_tokens=max_tokens))
 
 
 @contextlib.contextmanager
@@ -265,7 +265,7 @@ def tenants(directory: Path) -> Path:
 
 async def until_idle(url: str) -> None:
     """Waits until the server is idle: requests that attackers have submitted go on without them."""
-    async with Client(url, api_key=KEYS["watcher"]) as client:
+    async with AsyncClient(url, api_key=KEYS["watcher"]) as client:
         while (loads := await client.loads()).num_running or loads.num_waiting:  # noqa: ASYNC110 - another process's
             await asyncio.sleep(0.1)
 
@@ -273,7 +273,7 @@ async def until_idle(url: str) -> None:
 async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_up_s: float) -> dict[str, float]:
     """Returns the gaps of the polite tenant's streams, in seconds, and how many tokens of its repeated prompt were
     cached."""
-    async with Client(url, api_key=KEYS["polite"]) as client:
+    async with AsyncClient(url, api_key=KEYS["polite"]) as client:
         repeated = random_prompt(rng, REPEATED_LEN)
         await num_cached_tokens(client, repeated)
         asked = json.dumps([url, *names])
@@ -284,9 +284,9 @@ async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_u
     return {**gap_quantiles(streams), "cached": num_cached}
 
 
-async def num_cached_tokens(client: Client, prompt: list[int]) -> int:
+async def num_cached_tokens(client: AsyncClient, prompt: list[int]) -> int:
     """Sends a prompt, and returns how many of its tokens were cached."""
-    completion = await client.acomplete(None, SamplingParams(max_tokens=1), prompt_token_ids=prompt)
+    completion = await client.complete(None, SamplingParams(max_tokens=1), prompt_token_ids=prompt)
     return completion.usage.cached_tokens
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from bench.checkpoint import SHAPES, random_checkpoint
 from bench.goals import verdict
 from bench.measure import in_turns, medians
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
@@ -32,11 +32,11 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
     return rng.choices(range(VOCAB_SIZE), k=length)
 
 
-async def stream(client: Client, prompt: list[int], num_tokens: int) -> list[float]:
+async def stream(client: AsyncClient, prompt: list[int], num_tokens: int) -> list[float]:
     """Returns the seconds between the messages of a stream, each of one token."""
     gaps, last = [], None
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    async for output in client.generate(None, sampling, prompt_token_ids=prompt):
+    async for output in client.stream(None, sampling, prompt_token_ids=prompt):
         if output.token_ids:
             now = time.perf_counter()
             if last is not None:
@@ -52,17 +52,17 @@ def gap_quantiles(streams: Sequence[Sequence[float]]) -> dict[str, float]:
     return {"p50": gaps[len(gaps) // 2], "p99": gaps[int(len(gaps) * 0.99)], "max": gaps[-1]}
 
 
-async def send_prompts(client: Client, rng: random.Random, seconds: list[float]) -> None:
+async def send_prompts(client: AsyncClient, rng: random.Random, seconds: list[float]) -> None:
     """Sends prompts until it is cancelled. `seconds` gets each prompt's time to its token."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     while True:
         start = time.perf_counter()
-        await client.acomplete(None, sampling, prompt_token_ids=random_prompt(rng, PROMPT_LEN))
+        await client.complete(None, sampling, prompt_token_ids=random_prompt(rng, PROMPT_LEN))
         seconds.append(time.perf_counter() - start)
         await asyncio.sleep(PAUSE_S)
 
 
-async def run_round(client: Client, arm: str, rng: random.Random, num_tokens: int) -> dict[str, float]:
+async def run_round(client: AsyncClient, arm: str, rng: random.Random, num_tokens: int) -> dict[str, float]:
     prompts = [random_prompt(rng, INPUT_LEN) for _ in range(NUM_STREAMS)]
     seconds: list[float] = []
     sender = asyncio.create_task(send_prompts(client, rng, seconds)) if arm == "with prompts" else None
@@ -82,7 +82,7 @@ async def measure_slowdown(slowdown: float | None, arguments: argparse.Namespace
     flags = [] if slowdown is None else ["--max-decode-slowdown", slowdown]
     worker = ["--num-device-blocks", 2048, "--num-threads", arguments.num_threads]
     with running(random_checkpoint("54M"), worker=worker, scheduler=flags) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             for index, arm in in_turns(ARMS, arguments.rounds):
                 figures = await run_round(client, arm, rng, arguments.output_len)
                 if index > 0:

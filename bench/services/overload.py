@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from bench.goals import verdict
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.errors import PagewireError, ResourceExhausted
 from testing.services import System, running
 
@@ -57,7 +57,7 @@ class Tally:
 class Load:
     """Sends random requests to one server."""
 
-    def __init__(self, client: Client, vocab_size: int, seed: int) -> None:
+    def __init__(self, client: AsyncClient, vocab_size: int, seed: int) -> None:
         self._client = client
         self._vocab_size = vocab_size
         self._rng = random.Random(seed)
@@ -68,7 +68,7 @@ class Load:
         sampling = SamplingParams(temperature=0.0, max_tokens=self._rng.randint(*OUTPUT_LENS), ignore_eos=True)
         num_tokens, started = 0, time.perf_counter()
         try:
-            async for output in self._client.generate(None, sampling, prompt_token_ids=prompt):
+            async for output in self._client.stream(None, sampling, prompt_token_ids=prompt):
                 if not tally.is_over:
                     num_tokens += len(output.token_ids)
         except ResourceExhausted:
@@ -118,8 +118,8 @@ def thinned(seconds: list[float]) -> list[float]:
     return [round(value, 4) for value in reversed(ordered[:: max(1, -(-len(ordered) // 1000))])]
 
 
-async def run_round(system: System, client: Client, arguments: argparse.Namespace, seed: int) -> dict[str, object]:
-    load = Load(client, (await client.server_info()).vocab_size, seed)
+async def run_round(system: System, client: AsyncClient, arguments: argparse.Namespace, seed: int) -> dict[str, object]:
+    load = Load(client, (await client.info()).vocab_size, seed)
     num_clients = arguments.max_num_seqs + arguments.waiting
     await load.saturate(num_clients, Tally(3.0))
     best = Tally(arguments.seconds)
@@ -144,7 +144,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
     worker = [*sizes, "--num-threads", arguments.num_threads]
     keys = ("seconds", "max_num_seqs", "waiting", "num_threads", "rounds")
     with running(MODEL, worker=worker, scheduler=scheduler) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             rounds = [await run_round(system, client, arguments, seed) for seed in range(arguments.rounds)]
     return {"arguments": {key: getattr(arguments, key) for key in keys}, "rounds": rounds}
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from bench.checkpoint import SHAPES, random_checkpoint
 from bench.goals import verdict
 from bench.measure import medians
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing.services import running
 
 MODES = ("swap", "recompute", "auto")
@@ -52,7 +52,7 @@ def load_of(round_index: int, num_requests: int) -> Load:
     return Load(prompts, output_lengths)
 
 
-async def serve(client: Client, load: Load) -> dict[str, float]:
+async def serve(client: AsyncClient, load: Load) -> dict[str, float]:
     """Serves a round, in which every request must end with all its tokens.
 
     A request's longest wait is that for its first token or between two.
@@ -61,7 +61,7 @@ async def serve(client: Client, load: Load) -> dict[str, float]:
     async def one(prompt: list[int], num_tokens: int) -> float:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         longest, last, num_seen = 0.0, time.perf_counter(), 0
-        async for output in client.generate(None, sampling, prompt_token_ids=prompt):
+        async for output in client.stream(None, sampling, prompt_token_ids=prompt):
             now = time.perf_counter()
             longest, last = max(longest, now - last), now
             num_seen += len(output.token_ids)
@@ -91,7 +91,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
                 for mode in MODES
             }
             client_of = {
-                mode: await clients.enter_async_context(Client(system.url)) for mode, system in systems.items()
+                mode: await clients.enter_async_context(AsyncClient(system.url)) for mode, system in systems.items()
             }
             for index in range(arguments.rounds + 1):
                 load = load_of(index, arguments.num_requests)

@@ -15,7 +15,7 @@ import time
 
 from bench.checkpoint import SHAPES, random_checkpoint
 from bench.goals import verdict
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing.services import running
 
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
@@ -29,11 +29,11 @@ def random_tokens(rng: random.Random, length: int) -> list[int]:
     return rng.choices(range(VOCAB_SIZE), k=length)
 
 
-async def burst(client: Client, prompts: list[list[int]]) -> dict[str, float]:
+async def burst(client: AsyncClient, prompts: list[list[int]]) -> dict[str, float]:
     """Returns the prompt tokens by where they came from, and the seconds until the last request has its token."""
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     before, start = await client.loads(), time.perf_counter()
-    await asyncio.gather(*(client.acomplete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
+    await asyncio.gather(*(client.complete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
     seconds, after = time.perf_counter() - start, await client.loads()
     num_tokens = after.num_prompt_tokens - before.num_prompt_tokens
     num_cached = after.num_cached_prompt_tokens - before.num_cached_prompt_tokens
@@ -47,7 +47,7 @@ async def burst(client: Client, prompts: list[list[int]]) -> dict[str, float]:
     }
 
 
-async def run_round(client: Client, index: int, num_requests: int) -> dict[str, dict[str, float]]:
+async def run_round(client: AsyncClient, index: int, num_requests: int) -> dict[str, dict[str, float]]:
     rng = random.Random(index)
     prefix = random_tokens(rng, PREFIX_LENGTH)
     figures = {}
@@ -66,7 +66,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
     worker = ["--num-device-blocks", NUM_DEVICE_BLOCKS, "--num-host-blocks", NUM_HOST_BLOCKS]
     rounds = []
     with running(random_checkpoint("54M"), worker=worker) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             for index in range(arguments.rounds + 1):
                 figures = await run_round(client, index, arguments.num_requests)
                 print(f"round {index}: {figures}", flush=True)

@@ -29,7 +29,7 @@ from bench.peers.peers import compute_with
 from bench.services.cores import Cores
 from bench.services.recorded_steps import fit, read_steps
 from bench.services.small_sessions import Reduction, Session, random_session, reduce_sessions, write_sessions
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from scheduler_service.core.policy import POLICIES, create_policy
 from scheduler_service.simulation.content import TraceContent
 from scheduler_service.simulation.driver import Simulation, SimulationSettings
@@ -105,7 +105,7 @@ def token_of(content: int, position: int) -> int:
 class Replay:
     """Sends the requests of a trace, each when the one before is answered and the thinking is over."""
 
-    def __init__(self, client: Client, trace: Trace, max_sessions: int) -> None:
+    def __init__(self, client: AsyncClient, trace: Trace, max_sessions: int) -> None:
         content = TraceContent(trace, 1)
         self._client = client
         self._trace = trace
@@ -155,7 +155,7 @@ class Replay:
         """Serve a request, which must end with all its tokens."""
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         sent_at, token_ids = time.perf_counter(), list[int]()
-        async for output in self._client.generate(None, sampling, prompt_token_ids=prompt):
+        async for output in self._client.stream(None, sampling, prompt_token_ids=prompt):
             if not token_ids:
                 self._ttfts_s.append(time.perf_counter() - sent_at)
             token_ids += output.token_ids
@@ -223,7 +223,7 @@ def serve(trace: Trace, policy: str, load: Load, flags: Sequence[object] = ()) -
     scheduler = ["--policy", policy, *limits, *flags]
 
     async def replay(url: str) -> dict[str, float]:
-        async with Client(url) as client:
+        async with AsyncClient(url) as client:
             await warm_up(client)
             return await Replay(client, trace, load.max_sessions).run()
 
@@ -233,11 +233,11 @@ def serve(trace: Trace, policy: str, load: Load, flags: Sequence[object] = ()) -
     return found | {"share_of_others": cores.share_of_others()}
 
 
-async def warm_up(client: Client) -> None:
+async def warm_up(client: AsyncClient) -> None:
     rng, sampling = random.Random("warm-up"), SamplingParams(temperature=0, max_tokens=MAX_OUTPUT, ignore_eos=True)
     for length in (100, 1000, MAX_CONTEXT - MAX_OUTPUT):
         prompt = rng.choices(range(FIRST_TOKEN, VOCAB_SIZE), k=length)
-        await asyncio.gather(*(client.acomplete(None, sampling, prompt_token_ids=prompt) for _ in range(4)))
+        await asyncio.gather(*(client.complete(None, sampling, prompt_token_ids=prompt) for _ in range(4)))
 
 
 def calibrate(trace: Trace, load: Load, folder: Path) -> tuple[WorkerSpeed, dict[str, float]]:

@@ -171,18 +171,18 @@ async def run_injected(arguments, arm) -> None:
 
 
 async def run_clients(arguments) -> None:
-    from pagewire import Client, SamplingParams
+    from pagewire import AsyncClient, SamplingParams
 
     async with worker_process(arguments) as target:
         command = [sys.executable, "-m", "pagewire", "scheduler", "--worker", target, "--model", str(arguments.model)]
         command += ["--port", "0", "--metrics-port", "0", "--log-level", "warning"]
         async with service_process(*command) as (url, pid):
             sampling = SamplingParams(temperature=0, max_tokens=arguments.output_len, ignore_eos=True)
-            async with Client(url) as client:
+            async with AsyncClient(url) as client:
 
                 async def round_of(index: int) -> None:
                     requests = [
-                        client.acomplete(None, sampling, prompt_token_ids=list(prompt))
+                        client.complete(None, sampling, prompt_token_ids=list(prompt))
                         for prompt in prompts(arguments, index)
                     ]
                     for completion in await asyncio.gather(*requests):

@@ -27,7 +27,7 @@ from bench.peers.peers import compute_with
 from bench.services.hostile import attacked, refused
 from bench.services.interference import gap_quantiles, random_prompt, stream
 from bench.tokenizer import trained_tokenizer
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing.hostile_grammars import HOSTILE
 from testing.services import running
 
@@ -67,13 +67,13 @@ def new_schema(rng: random.Random) -> dict[str, Any]:
 # Tokens per second
 
 
-async def tokens_per_second(client: Client, rng: random.Random, num_tokens: int, options: dict[str, Any]) -> float:
+async def tokens_per_second(client: AsyncClient, rng: random.Random, num_tokens: int, options: dict[str, Any]) -> float:
     """Returns those of all rows while they decode."""
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **options)
     times: list[float] = []
 
     async def run() -> None:
-        async for output in client.generate(None, sampling, prompt_token_ids=random_prompt(rng, INPUT_LEN)):
+        async for output in client.stream(None, sampling, prompt_token_ids=random_prompt(rng, INPUT_LEN)):
             times.extend(time.perf_counter() for _ in output.token_ids)
 
     await asyncio.gather(*(run() for _ in range(NUM_ROWS)))
@@ -84,7 +84,7 @@ async def tokens_per_second(client: Client, rng: random.Random, num_tokens: int,
     return (last - first) / (times[last] - times[first])
 
 
-async def measure_rows(client: Client, arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure_rows(client: AsyncClient, arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for temperature in (0.0, 1.0):
         rates: dict[str, list[float]] = {"none": [], "schema": []}
@@ -103,18 +103,18 @@ async def measure_rows(client: Client, arguments: argparse.Namespace) -> dict[st
 # First tokens
 
 
-async def first_token(client: Client, rng: random.Random, schema: dict[str, Any] | None) -> float:
+async def first_token(client: AsyncClient, rng: random.Random, schema: dict[str, Any] | None) -> float:
     sampling = SamplingParams(
         temperature=0.0, max_tokens=2, structured_outputs=None if schema is None else {"json": schema}
     )
     began = time.perf_counter()
-    async for output in client.generate(None, sampling, prompt_token_ids=random_prompt(rng, INPUT_LEN)):
+    async for output in client.stream(None, sampling, prompt_token_ids=random_prompt(rng, INPUT_LEN)):
         if output.token_ids:
             return time.perf_counter() - began
     raise AssertionError("no token came")
 
 
-async def measure_first_tokens(client: Client, num_requests: int) -> dict[str, Any]:
+async def measure_first_tokens(client: AsyncClient, num_requests: int) -> dict[str, Any]:
     rng = random.Random(1)
     seconds: dict[str, list[float]] = {"none": [], "seen": [], "new": []}
     seen = new_schema(rng)
@@ -129,14 +129,14 @@ async def measure_first_tokens(client: Client, num_requests: int) -> dict[str, A
 # Neighbours
 
 
-async def send_requests(client: Client, rng: random.Random, with_schemas: bool) -> None:
+async def send_requests(client: AsyncClient, rng: random.Random, with_schemas: bool) -> None:
     """Sends a short request now and then, until it is cancelled."""
     while True:
         await first_token(client, rng, new_schema(rng) if with_schemas else None)
         await asyncio.sleep(PAUSE_S)
 
 
-async def gaps_of_calm_streams(client: Client, rng: random.Random, num_tokens: int) -> dict[str, float]:
+async def gaps_of_calm_streams(client: AsyncClient, rng: random.Random, num_tokens: int) -> dict[str, float]:
     prompts = [random_prompt(rng, INPUT_LEN) for _ in range(NUM_CALM)]
     streams = await asyncio.gather(*(stream(client, prompt, num_tokens) for prompt in prompts))
     return gap_quantiles(streams)
@@ -169,17 +169,17 @@ async def attack(url: str) -> None:
                 return {"regex": f"{text}|{number}"}
         return {"grammar": f"{text}\n// {number}"}
 
-    async def again_and_again(client: Client) -> None:
+    async def again_and_again(client: AsyncClient) -> None:
         while True:
             sampling = SamplingParams(max_tokens=100, structured_outputs=options())
             with refused():
-                await client.acomplete(None, sampling, prompt_token_ids=[1, 2, 3])
+                await client.complete(None, sampling, prompt_token_ids=[1, 2, 3])
 
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         await asyncio.gather(*(again_and_again(client) for _ in range(8)))
 
 
-async def measure_neighbours(url: str, client: Client, arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure_neighbours(url: str, client: AsyncClient, arguments: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(3)
     acts: dict[str, Callable[[], Coroutine[Any, Any, None]] | None] = {
         "alone": None,
@@ -236,12 +236,12 @@ async def serve(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     worker = ["--num-device-blocks", 2048, "--num-threads"]
     with running(model, worker=[*worker, arguments.num_threads]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             found["rows"] = await measure_rows(client, arguments)
             found["first_tokens"] = await measure_first_tokens(client, arguments.num_requests)
     # One thread: clients and the scheduler, which usually have machines of their own, have the other core.
     with running(model, worker=[*worker, 1]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             found["neighbours"] = await measure_neighbours(system.url, client, arguments)
     return found
 

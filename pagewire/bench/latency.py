@@ -16,7 +16,7 @@ from pagewire.bench.server_times import ServerTimes
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
 from pagewire.cli import number_flags
-from pagewire.client import Client
+from pagewire.client import AsyncClient
 from pagewire.hosting import local_server
 from pagewire.hosting.supervisor import free_port
 from pagewire.options import Parser
@@ -69,7 +69,7 @@ def latency_table(summary: Summary) -> str:
 
 
 class _Bench:
-    def __init__(self, parsed: argparse.Namespace, client: Client, metrics_url: str | None) -> None:
+    def __init__(self, parsed: argparse.Namespace, client: AsyncClient, metrics_url: str | None) -> None:
         self._parsed = parsed
         self._client = client
         self._metrics_url = metrics_url
@@ -80,7 +80,7 @@ class _Bench:
     async def iterate(self) -> Iterations:
         parsed = self._parsed
         async with self._client:
-            info = await self._client.server_info()
+            info = await self._client.info()
             target.check_fits(self._workload, info)
             warmed = await self._batches("latency (warming up)", info, parsed.num_iters_warmup)
             if warmed.run.was_interrupted:

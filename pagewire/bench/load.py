@@ -9,7 +9,7 @@ from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import Run, Server, run
 from pagewire.bench.workload import PlannedRequest, Workload
 from pagewire.cli import FAILURE, INTERRUPTED, SUCCESS
-from pagewire.client import Client
+from pagewire.client import AsyncClient
 from pagewire.sampling import SamplingParams
 from pagewire.server import ServerInfo
 
@@ -29,11 +29,11 @@ class LoadTest:
     shows_progress: bool = True
 
 
-async def put(load: LoadTest, client: Client) -> tuple[ServerInfo, Run]:
+async def put(load: LoadTest, client: AsyncClient) -> tuple[ServerInfo, Run]:
     """Runs a load test, and returns the server's description and the measurements. Raises CommandError if a request
     cannot fit the server."""
     async with client:
-        info = await client.server_info()
+        info = await client.info()
         target.check_fits(load.workload, info)
         warm_up = replace(load.workload, num_prompts=load.num_warmups, request_rate=float("inf"))
         warm_ups = warm_up.requests(info.vocab_size) if load.num_warmups else []

@@ -88,7 +88,7 @@ class OpenAIServer:
         except (ValueError, LookupError, TypeError):
             return []
 
-    async def generate(
+    async def stream(
         self,
         prompt: str | None = None,
         sampling: SamplingParams | None = None,

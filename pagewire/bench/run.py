@@ -16,9 +16,9 @@ from pagewire.sampling import SamplingParams
 
 
 class Server(Protocol):
-    """A server that answers requests, in the way of `pagewire.Client`."""
+    """A server that answers requests, in the way of `pagewire.AsyncClient`."""
 
-    def generate(
+    def stream(
         self,
         prompt: str | None = None,
         sampling: SamplingParams | None = None,
@@ -191,7 +191,7 @@ class _Sender:
 
     async def _outputs(self, index: int, request: PlannedRequest) -> AsyncIterator[Output | Chunk]:
         prefix = self._request_id_prefix
-        stream = self._server.generate(
+        stream = self._server.stream(
             request.text,
             replace(self._sampling, max_tokens=request.num_output_tokens, seed=request.seed),
             prompt_token_ids=request.prompt_token_ids if request.text is None else None,

@@ -146,7 +146,7 @@ async def measure(parser: Parser, parsed: argparse.Namespace, load: LoadTest) ->
         info, measured = await put(load, client)
         return Measured.pagewire(info), measured
     async with client:
-        info = await client.server_info()
+        info = await client.info()
         tokenizer = TextTokenizer(_tokenizer_name(parsed)) if parsed.dataset_name == "sonnet" else None
         template = None if parsed.skip_chat_template else info.chat_template
         requests, warm_ups = _texts(parsed, load, tokenizer, _formatter(template), is_raw=False)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from pagewire.bench.workload import Workload
 from pagewire.cli import connection
-from pagewire.client import Client
+from pagewire.client import AsyncClient
 from pagewire.errors import CommandError
 from pagewire.hosting import local_server
 from pagewire.options import Parser
@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def opened(
     parser: Parser, parsed: argparse.Namespace, serve_flags: Sequence[str], extra_flags: Sequence[str] = ()
-) -> Iterator[Client]:
+) -> Iterator[AsyncClient]:
     """Gives the block a client of the server, not yet connected. `extra_flags` are for a server that is started, and
     win."""
     if (parsed.model is None) == (parsed.url is None):
@@ -38,7 +38,7 @@ def opened(
         yield connection.client(parser, parsed)
         return
     with local_server.serving(parsed.model, [*serve_flags, *extra_flags]) as url:
-        yield Client(url)
+        yield AsyncClient(url)
 
 
 def new_cache_salt() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pagewire.cli import complete, connection, sampling_flags
 from pagewire.cli.chat_terminal import ChatTerminal, history_path
-from pagewire.client import Client
+from pagewire.client import AsyncClient
 from pagewire.compatibility import suggestion
 from pagewire.completion import Completion
 from pagewire.conversation import Session, template_of
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     client = connection.client(parser, parsed)
     with asyncio.Runner() as runner:
         try:
-            info = runner.run(client.server_info())
+            info = runner.run(client.info())
             template = template_of(info, parsed.chat_template)
             conversation = Conversation(template, parsed.system, info.special_tokens)
             sampling = sampling_flags.sampling(parsed)
@@ -125,7 +125,7 @@ class Chat:
 
     def __init__(
         self,
-        client: Client,
+        client: AsyncClient,
         runner: asyncio.Runner,
         conversation: Conversation,
         sampling: SamplingParams,

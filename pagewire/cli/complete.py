@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from pagewire.cli import connection, sampling_flags
-from pagewire.client import Client
+from pagewire.cli import connection, number_flags, sampling_flags
+from pagewire.client import AsyncClient
 from pagewire.common.strict_json import to_json
 from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output
 from pagewire.conversation import Session
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     request = request_arguments(parser, parsed) | {"timeout": parsed.timeout}
     client = connection.client(parser, parsed)
     printer = None if parsed.json else SamplePrinter(request["sampling"].n or 1, sys.stdout)
-    call = client.acomplete(**request) if printer is None else stream(client, printer=printer, **request)
+    call = client.complete(**request) if printer is None else stream(client, printer=printer, **request)
     completion = connection.run(client, call)
     if parsed.json:
         print(to_json(describe(completion)), flush=True)
@@ -41,7 +41,10 @@ def _parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of the text")
     group = add_request_flags(parser)
     group.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="give up after this time, including the time in the queue"
+        "--timeout",
+        type=number_flags.positive,
+        metavar="SECONDS",
+        help="give up after this time, including the time in the queue",
     )
     return parser
 
@@ -80,7 +83,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 
 
 def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of a request, as `Client` takes them, from these flags."""
+    """Returns the arguments of a request, as `AsyncClient` takes them, from these flags."""
     if (parsed.text is None) == (parsed.prompt_token_ids is None):
         parser.error("give either a text (or - for standard input) or --prompt-token-ids")
     text = sys.stdin.read() if parsed.text == "-" else parsed.text
@@ -91,7 +94,7 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
 
 
 async def stream(
-    client: Client, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
+    client: AsyncClient, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
 ) -> Completion:
     """Prints the output of a request as it comes, and returns the whole of it.
 
@@ -99,7 +102,7 @@ async def stream(
     while gRPC's own code holds a lock, after which its channel stands still.
     """
     builder = CompletionBuilder(sampling.n or 1, time.monotonic())
-    async with contextlib.aclosing(client.generate(prompt, sampling, **request)) as outputs:
+    async with contextlib.aclosing(client.stream(prompt, sampling, **request)) as outputs:
         async for output in outputs:
             builder.add(output, time.monotonic())
             printer.add(output)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from pagewire.client import Client
+from pagewire.client import AsyncClient
 from pagewire.options import Parser
 
 Result = TypeVar("Result")
@@ -38,16 +38,16 @@ def default_url() -> str:
     return os.environ.get(URL_VARIABLE) or DEFAULT_URL
 
 
-def client(parser: Parser, arguments: argparse.Namespace) -> Client:
+def client(parser: Parser, arguments: argparse.Namespace) -> AsyncClient:
     """Returns a client as the flags say. Ends the command for flags that cannot be."""
     tls = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
     try:
-        return Client(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)
+        return AsyncClient(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
 
-def run(client: Client, call: Coroutine[Any, Any, Result]) -> Result:
+def run(client: AsyncClient, call: Coroutine[Any, Any, Result]) -> Result:
     """Makes a call of the client in an event loop of its own, and closes the client."""
 
     async def run_and_close() -> Result:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pagewire.cli import complete, connection
-from pagewire.client import Client
+from pagewire.client import AsyncClient
 from pagewire.common.strict_json import to_json
 from pagewire.completion import Result
 from pagewire.options import Parser
@@ -74,7 +74,7 @@ def _parser(verb: str, description: str) -> Parser:
     return parser
 
 
-async def _attach(client: Client, request_id: str, tenant: str, from_token: int) -> None:
+async def _attach(client: AsyncClient, request_id: str, tenant: str, from_token: int) -> None:
     num_samples = len((await client.result(request_id, tenant=tenant)).outputs)
     printer = complete.SamplePrinter(num_samples, sys.stdout)
     async with contextlib.aclosing(client.attach(request_id, tenant=tenant, from_token=from_token)) as outputs:

@@ -13,7 +13,7 @@ import grpc
 
 from pagewire.cli import connection
 from pagewire.cli.block_view import BlockView
-from pagewire.client import Client
+from pagewire.client import AsyncClient
 from pagewire.common.memory_size import describe_memory
 from pagewire.common.strict_json import to_json
 from pagewire.errors import PagewireError, Unavailable
@@ -82,7 +82,7 @@ def _frame(text: str) -> str:
 class _View:
     """Shows a server, or one request."""
 
-    def __init__(self, client: Client, request_id: str | None, tenant: str, *, with_map: bool) -> None:
+    def __init__(self, client: AsyncClient, request_id: str | None, tenant: str, *, with_map: bool) -> None:
         self.client = client
         self._request_id = request_id
         self._tenant = tenant
@@ -94,7 +94,7 @@ class _View:
         if self._request_id is not None:
             report = await self.client.get_request(self._request_id, tenant=self._tenant)
             return to_json(asdict(report)) if as_json else report_table(report, colour=self._colour)
-        info, loads = await asyncio.gather(self.client.server_info(), self._loads())
+        info, loads = await asyncio.gather(self.client.info(), self._loads())
         if as_json:
             return to_json({"info": asdict(info), "loads": None if loads is None else asdict(loads)})
         described = table(info, loads, colour=self._colour)

@@ -70,9 +70,10 @@ class LocalServer:
             raise
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Returns whether the server has ended, or does so within this time."""
+        """Returns whether the server has ended, or does so within this time. A process that was forked from the one
+        that started it cannot tell, and says no."""
         self._watching.join(timeout_s)
-        return not self._watching.is_alive()
+        return not self._watching.is_alive() and os.getpid() == self.owner
 
     @property
     def reason(self) -> str:

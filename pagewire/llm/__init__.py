@@ -1,13 +1,21 @@
 """`LLM`: a model for a program on the same machine, with both services in the background, in the style of vLLM."""
 
 from pagewire.llm.llm import LLM, TextPrompt, TokensPrompt
-from pagewire.llm.request_output import EmbeddingOutput, EmbeddingRequestOutput, Logprob, RequestOutput, SampleOutput
+from pagewire.llm.request_output import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SampleOutput,
+)
 
 __all__ = [
     "LLM",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "Logprob",
+    "RequestMetrics",
     "RequestOutput",
     "SampleOutput",
     "TextPrompt",

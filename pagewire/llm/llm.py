@@ -2,19 +2,21 @@
 
 import itertools
 import os
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
-from pagewire import conversation, installation, wire
+from pagewire import background_loop, conversation, installation, wire
+from pagewire.arguments import are_token_ids, as_list, check_text, split_prompt
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
 from pagewire.client import Client, one_each
 from pagewire.completion import Completion
 from pagewire.conversation import Message
-from pagewire.errors import StartError, Unavailable
+from pagewire.errors import Cancelled, StartError, Unavailable
 from pagewire.hosting.local_server import LocalServer
 from pagewire.llm.options import serve_flags
 from pagewire.llm.progress import ForeignProgress, Progress
@@ -76,9 +78,9 @@ class LLM:
         self._server = server
         self._seeds = None if seed is None else itertools.count(seed << 32)
         self.url = server.start()
-        self.client = Client(self.url)
-        self._channels = Channels(self.url, None, None)
-        self._finalizer = weakref.finalize(self, _close, server, self.client, self._channels)
+        self._client = Client(self.url)
+        self._channels = Channels(self.url)
+        self._finalizer = weakref.finalize(self, _close, server, self._client, self._channels)
 
     def __enter__(self) -> "LLM":
         return self
@@ -89,6 +91,13 @@ class LLM:
     def close(self) -> None:
         """Ends both services and everything that runs. The LLM cannot be used afterwards."""
         self._finalizer()
+
+    @property
+    def client(self) -> Client:
+        """A client of the services. Raises StartError once they have ended."""
+        if not self._finalizer.alive or self._server.ends_within(0.0):
+            raise StartError(self._end())
+        return self._client
 
     def generate(
         self,
@@ -108,8 +117,7 @@ class LLM:
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
-        split = [_split(prompt, index) for index, prompt in enumerate(_as_list(prompts))]
-        texts, token_ids = [text for text, _ in split], [ids for _, ids in split]
+        texts, token_ids = _split(prompts)
         return self._run(texts, token_ids, sampling_params, use_tqdm, priority, add_special_tokens=True)
 
     def chat(
@@ -130,8 +138,10 @@ class LLM:
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
-        info = self.client.info()
-        texts = conversation.prompts_of(info, chat_template, add_generation_prompt, messages, chat_template_kwargs)
+        conversations, _ = conversation.as_conversations(messages)
+        with self._telling_of_the_end():
+            info = self.client.info()
+        texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, chat_template_kwargs)
         return self._run(texts, [None] * len(texts), sampling_params, use_tqdm, None, add_special_tokens=False)
 
     def embed(
@@ -148,13 +158,13 @@ class LLM:
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
-        split = [_split(prompt, index) for index, prompt in enumerate(_as_list(prompts))]
-        priorities = _one_each(priority, len(split))
-        if not split:
+        texts, given = _split(prompts)
+        priorities = _one_each(priority, len(texts))
+        if not texts:
             return []
         with self._telling_of_the_end():
-            token_ids = self._tokens([text for text, _ in split], [ids for _, ids in split], add_special_tokens=True)
-            requests = _requests(token_ids, [None] * len(split), priorities)
+            token_ids = self._tokens(texts, given, add_special_tokens=True)
+            requests = _requests(token_ids, [None] * len(texts), priorities)
             for request in requests:
                 request.embed = True
             completions = self._complete(requests, use_tqdm)
@@ -185,6 +195,7 @@ class LLM:
         priorities = _one_each(priority, len(texts))
         if not texts:
             return []
+        arrival_time = time.time()
         with self._telling_of_the_end():
             prompts = self._tokens(texts, token_ids, add_special_tokens)
             max_tokens = self.client.info().max_sequence_tokens
@@ -196,7 +207,7 @@ class LLM:
             completions = self._complete(requests, use_tqdm)
             names = self._names(completions)
         return [
-            request_output(completion, text, list(map(int, prompt)), names)
+            request_output(completion, text, list(map(int, prompt)), names, arrival_time)
             for completion, text, prompt in zip(completions, texts, prompts, strict=True)
         ]
 
@@ -205,11 +216,17 @@ class LLM:
         """Raises StartError where services are unavailable inside because they have ended."""
         try:
             yield
-        except Unavailable as error:
-            if not self._server.ends_within(END_TIMEOUT_S):
+        except (Unavailable, Cancelled) as error:
+            if self._finalizer.alive and not self._server.ends_within(END_TIMEOUT_S):
                 raise
-            reason = f": {self._server.reason}" if self._server.reason else ""
-            raise StartError(f"the services of this LLM have ended ({self._server.exit}){reason}") from error
+            raise StartError(self._end()) from error
+
+    def _end(self) -> str:
+        """Says why there are no services any more."""
+        if not self._finalizer.alive:
+            return "this LLM is closed, and its services have ended: make another one"
+        reason = f": {self._server.reason}" if self._server.reason else ""
+        return f"the services of this LLM have ended ({self._server.exit}){reason}"
 
     def _tokens(
         self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int] | None], add_special_tokens: bool
@@ -231,19 +248,15 @@ class LLM:
         return sampling
 
     def _complete(self, requests: Sequence[Any], use_tqdm: bool | Callable[..., Any]) -> list[Completion]:
-        progress: Progress | ForeignProgress | None = None
-        if use_tqdm:
-            progress = Progress(len(requests)) if use_tqdm is True else ForeignProgress(len(requests), use_tqdm)
-
-        def on_news(num_tokens: int, has_ended: bool) -> None:
-            if progress is not None:
-                progress.add(num_tokens, has_ended)
-
-        try:
-            return RequestBatch(requests, self._channels.stub, self.url, Attempts(0.0), on_news).run()
-        finally:
-            if progress is not None:
-                progress.close()
+        batch = RequestBatch(requests, self._channels, Attempts(0.0))
+        if not use_tqdm:
+            return background_loop.run(batch.run())
+        progress = Progress(len(requests)) if use_tqdm is True else ForeignProgress(len(requests), use_tqdm)
+        with closing(progress), closing(background_loop.iterate(batch.news())) as all_news:
+            for news in all_news:
+                for num_tokens, has_ended in news:
+                    progress.add(num_tokens, has_ended)
+        return batch.completions
 
     def _names(self, completions: Sequence[Completion]) -> dict[int, str]:
         """Returns the texts of all tokens that log-probabilities name."""
@@ -260,12 +273,12 @@ def _close(server: LocalServer, client: Client, channels: Channels) -> None:
     if os.getpid() != server.owner:
         return
     client.close()
-    channels.close()
+    background_loop.finish(channels.aclose)
     server.stop()
 
 
 def _one_each(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
-    priorities = [0] * num_prompts if priority is None else priority
+    priorities = [0] * num_prompts if priority is None else as_list("priority", priority, "a list of integers")
     if len(priorities) != num_prompts:
         raise ValueError(f"there are {num_prompts} prompts and {len(priorities)} priorities; give one for each")
     return priorities
@@ -277,42 +290,37 @@ def _requests(
     requests = []
     for index, (prompt, sampling, priority) in enumerate(zip(prompts, samplings, priorities, strict=True)):
         with wire.at_place(index):
-            requests.append(
-                wire.encode_request(
-                    None,
-                    sampling,
-                    prompt_token_ids=prompt,
-                    request_id=None,
-                    priority=priority,
-                    cache_salt="",
-                    tenant="",
-                )
-            )
+            requests.append(wire.encode_request(None, sampling, prompt_token_ids=prompt, priority=priority))
     return requests
 
 
-def _as_list(prompts: Any) -> list[Any]:
-    """Returns the prompts as a list, also where only one is given."""
+def _split(prompts: Any) -> tuple[list[str | None], list[Sequence[int] | None]]:
+    """Returns the text and the token ids of each prompt, also where only one is given. One of both may be None."""
     if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a text, token ids, a mapping, or a list of those; got {prompts!r:.80}")
-    given = list(prompts)
-    return [given] if given and wire.are_token_ids(given) else given
+        prompts = [prompts]
+    given = as_list("prompts", prompts, "a text, token ids, a mapping, or a list of those")
+    if given and are_token_ids(given):
+        given = [given]
+    split = [_split_one(prompt, index) for index, prompt in enumerate(given)]
+    return [text for text, _ in split], [token_ids for _, token_ids in split]
 
 
-def _split(prompt: Any, index: int) -> tuple[str | None, Sequence[int] | None]:
-    """Returns the text and the token ids of a prompt. One of them may be None."""
-    if not isinstance(prompt, Mapping):
-        return wire.split_prompt(prompt, index)
-    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    more = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key] is not None]
-    if more:
-        raise ValueError(f"prompt {index}'s {more[0]} is not supported: give prompt or prompt_token_ids")
-    if text is None and token_ids is None:
-        raise ValueError(f"prompt {index} is a mapping without prompt and prompt_token_ids")
+def _split_one(prompt: Any, index: int) -> tuple[str | None, Sequence[int] | None]:
+    text, token_ids = (
+        (prompt.get("prompt"), prompt.get("prompt_token_ids"))
+        if isinstance(prompt, Mapping)
+        else split_prompt(prompt, index, "prompts: ")
+    )
+    if isinstance(prompt, Mapping):
+        more = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key] is not None]
+        if more:
+            raise ValueError(f"prompt {index}'s {more[0]} is not supported: give prompt or prompt_token_ids")
+        if text is None and token_ids is None:
+            raise ValueError(f"prompt {index} is a mapping without prompt and prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"prompt {index}'s text must be a text, got {text!r:.80}")
-    if token_ids is not None and not wire.are_token_ids(token_ids):
+    if token_ids is not None and not are_token_ids(token_ids):
         raise TypeError(f"prompt {index}'s prompt_token_ids must be a list of integers, got {token_ids!r:.80}")
+    if text is not None:
+        check_text(f"prompts[{index}]", text)
     return text, token_ids

@@ -1,7 +1,7 @@
 """The results of `LLM`, which read as vLLM's do, and as nano-vllm's."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from pagewire.completion import Completion, CompletionOutput, PromptEmbedding, TokenLogprobs
@@ -33,16 +33,32 @@ class SampleOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    lora_request: None = None
+    routed_experts: None = None
+    kv_transfer_params: None = None
 
     def finished(self) -> bool:
-        return True
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request. `arrival_time` is when `LLM` was called, in seconds of Unix time; the others
+    are in seconds since the request was sent, and None without a token."""
+
+    num_generation_tokens: int
+    arrival_time: float
+    first_token_latency: float | None
+    first_token_ts: float | None
+    last_token_ts: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The result of one prompt: `.outputs[0].text`, or `["text"]` and `["token_ids"]` of the first sample.
 
-    `prompt` is None for a prompt of token ids. `prompt_logprobs` has None for the prompt's first token.
+    `prompt` is None for a prompt of token ids. `prompt_logprobs` has None for the prompt's first token. What vLLM has
+    besides and Pagewire does not is None.
     """
 
     request_id: str
@@ -51,7 +67,23 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[SampleOutput]
     num_cached_tokens: int
+    metrics: RequestMetrics
     finished: bool = True
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+
+    def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
+        """Takes in the samples of another result, those of an index that is here already in place of what is here, or
+        behind it where they `aggregate`."""
+        for sample in next_output.outputs:
+            for place, before in enumerate(self.outputs):
+                if before.index == sample.index:
+                    self.outputs[place] = _joined(before, sample) if aggregate else sample
+                    break
+            else:
+                self.outputs.append(sample)
 
     def keys(self) -> tuple[str, ...]:
         return KEYS
@@ -72,6 +104,10 @@ class EmbeddingOutput:
     """A vector of length 1."""
 
     embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +135,14 @@ def token_ids_of(completion: Completion) -> set[int]:
 
 
 def request_output(
-    completion: Completion, prompt: str | None, prompt_token_ids: list[int], texts: Mapping[int, str]
+    completion: Completion,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    texts: Mapping[int, str],
+    arrival_time: float,
 ) -> RequestOutput:
     """Makes the result of `LLM` from the client's. `texts` are those of single tokens, as far as they are known."""
+    has_tokens = completion.ttft_s is not None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     if completion.prompt_logprobs is not None:
         prompt_logprobs = [None, *_logprobs(completion.prompt_logprobs, texts)]
@@ -112,7 +153,20 @@ def request_output(
         prompt_logprobs=prompt_logprobs,
         outputs=[_sample_output(output, texts) for output in completion.outputs],
         num_cached_tokens=completion.usage.cached_tokens,
+        metrics=RequestMetrics(
+            num_generation_tokens=completion.usage.completion_tokens,
+            arrival_time=arrival_time,
+            first_token_latency=completion.ttft_s,
+            first_token_ts=completion.ttft_s,
+            last_token_ts=completion.total_s if has_tokens else None,
+        ),
     )
+
+
+def _joined(before: SampleOutput, after: SampleOutput) -> SampleOutput:
+    logprobs = None if before.logprobs is None else [*before.logprobs, *(after.logprobs or ())]
+    token_ids = [*before.token_ids, *after.token_ids]
+    return replace(after, text=before.text + after.text, token_ids=token_ids, logprobs=logprobs)
 
 
 def _sample_output(output: CompletionOutput, texts: Mapping[int, str]) -> SampleOutput:

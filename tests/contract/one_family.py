@@ -12,7 +12,7 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from pagewire import Client
+from pagewire import AsyncClient
 from pagewire.common.transport.addresses import join
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
@@ -51,8 +51,8 @@ async def fetch_when_up(host: str, port: int, path: str) -> str:
 
 
 async def check_tokens(host: str, port: int) -> None:
-    async with Client(join(host, port)) as client:
-        completion = await client.acomplete(prompt_token_ids=PROMPT, temperature=0, seed=0, max_tokens=4, timeout=60)
+    async with AsyncClient(join(host, port)) as client:
+        completion = await client.complete(prompt_token_ids=PROMPT, temperature=0, seed=0, max_tokens=4, timeout=60)
         assert list(completion.outputs[0].token_ids) == expected_tokens(PROMPT, 4)
 
 

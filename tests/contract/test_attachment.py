@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import pagewire
-from pagewire import Client, Output, SamplingParams
+from pagewire import AsyncClient, Output, SamplingParams
 from pagewire import client as client_module
 from pagewire.attachment import Attachment
 from pagewire.completion import TokenLogprobs, Usage
@@ -18,7 +18,11 @@ PROMPT = [5, 6, 7, 8, 9]
 
 async def test_nothing_is_lost_or_repeated_when_connections_break(checkpoint: Path) -> None:
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=150, n=3, logprobs=0, prompt_logprobs=0)
-    async with proxied(checkpoint) as (stack, proxy), Client(stack.url) as direct, Client(proxy.url) as client:
+    async with (
+        proxied(checkpoint) as (stack, proxy),
+        AsyncClient(stack.url) as direct,
+        AsyncClient(proxy.url) as client,
+    ):
         stack.worker.step_seconds = 0.005
         request_id = await direct.submit(None, sampling, prompt_token_ids=PROMPT)
         outputs: list[Output] = []
@@ -47,7 +51,11 @@ async def test_nothing_is_lost_or_repeated_when_connections_break(checkpoint: Pa
 
 async def test_attempts_are_bounded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "DELAYS_S", (0.01, 0.02))
-    async with proxied(checkpoint) as (stack, proxy), Client(stack.url) as direct, Client(proxy.url) as client:
+    async with (
+        proxied(checkpoint) as (stack, proxy),
+        AsyncClient(stack.url) as direct,
+        AsyncClient(proxy.url) as client,
+    ):
         stack.worker.step_seconds = 0.01
         request_id = await direct.submit(None, SamplingParams(max_tokens=200), prompt_token_ids=PROMPT)
         outputs = client.attach(request_id, max_reconnects=3)
@@ -60,7 +68,7 @@ async def test_attempts_are_bounded(checkpoint: Path, monkeypatch: pytest.Monkey
 
 
 async def test_what_the_server_says_is_not_tried_again(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         request_id = await client.submit(None, SamplingParams(max_tokens=20), prompt_token_ids=[1, VOCAB_SIZE - 1, 2])
         with pytest.raises(pagewire.InternalError, match="not numbers"):
             [output async for output in client.attach(request_id)]
@@ -82,7 +90,7 @@ async def test_what_the_server_says_is_not_tried_again(checkpoint: Path) -> None
 
 
 async def test_a_server_that_shuts_down_says_so_at_once(checkpoint: Path) -> None:
-    async with serve(checkpoint, drain_timeout=0.2) as stack, Client(stack.url) as client:
+    async with serve(checkpoint, drain_timeout=0.2) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.05
         request_id = await client.submit(None, SamplingParams(max_tokens=200), prompt_token_ids=PROMPT)
         reading = asyncio.create_task(_read_all(client, request_id))
@@ -92,7 +100,7 @@ async def test_a_server_that_shuts_down_says_so_at_once(checkpoint: Path) -> Non
             await asyncio.wait_for(reading, 5)
 
 
-async def _read_all(client: Client, request_id: str) -> list[Output]:
+async def _read_all(client: AsyncClient, request_id: str) -> list[Output]:
     return [output async for output in client.attach(request_id)]
 
 

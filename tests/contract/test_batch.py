@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import pagewire
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.batch import RequestBatch
-from pagewire.errors import Cancelled
 from pagewire.llm.llm import _requests
 from pagewire.retry import Attempts
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
@@ -35,12 +34,12 @@ def described(completions: list[pagewire.Completion]) -> list[list[tuple[object,
 
 async def test_results_come_in_order(checkpoint: Path) -> None:
     prompts = prompts_of(random.Random(1), 50)
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
-        completions = await asyncio.to_thread(client.complete, prompts, SAMPLING)
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
+        completions = await asyncio.to_thread(Client(stack.url).complete, prompts, SAMPLING)
         assert tokens_of(completions) == [expected_tokens(prompt, 20) for prompt in prompts]
         assert [completion.usage.prompt_tokens for completion in completions] == list(map(len, prompts))
-        assert tokens_of(await client.acomplete(prompts, SAMPLING)) == tokens_of(completions)
-        assert await client.acomplete([]) == []
+        assert tokens_of(await client.complete(prompts, SAMPLING)) == tokens_of(completions)
+        assert await client.complete([]) == []
         await stack.until_idle()
 
 
@@ -49,9 +48,11 @@ async def test_tokens_are_told_as_they_come(checkpoint: Path) -> None:
     prompts = prompts_of(random.Random(4), 5)
     requests = _requests(prompts, [replace(SAMPLING, n=2)] * 5, [0] * 5)
     news: list[tuple[int, bool]] = []
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
-        batch = RequestBatch(requests, client._channels.stub, stack.url, Attempts(0.0), lambda *each: news.append(each))
-        completions = await asyncio.to_thread(batch.run)
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
+        batch = RequestBatch(requests, client._channels, Attempts(0.0))
+        async for more in batch.news():
+            news += more
+        completions = batch.completions
     assert sum(num_tokens for num_tokens, _ in news) == sum(each.usage.completion_tokens for each in completions) == 200
     assert sum(has_ended for _, has_ended in news) == 5
     first_end = [has_ended for _, has_ended in news].index(True)
@@ -59,62 +60,62 @@ async def test_tokens_are_told_as_they_come(checkpoint: Path) -> None:
 
 
 async def test_texts_and_tokens_each_with_parameters_of_its_own(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         samplings = [SamplingParams(n=3, seed=0, max_tokens=5), SamplingParams(seed=4, max_tokens=9), None]
         prompts = ["once upon", [1, 2, 3], "a"]
-        together = await asyncio.to_thread(client.complete, prompts, samplings, ignore_eos=True, seed=7)
+        together = await asyncio.to_thread(Client(stack.url).complete, prompts, samplings, ignore_eos=True, seed=7)
         alone = [
-            await client.acomplete("once upon", samplings[0], ignore_eos=True, seed=7),
-            await client.acomplete(None, samplings[1], prompt_token_ids=[1, 2, 3], ignore_eos=True, seed=7),
-            await client.acomplete("a", ignore_eos=True, seed=7),
+            await client.complete("once upon", samplings[0], ignore_eos=True, seed=7),
+            await client.complete(None, samplings[1], prompt_token_ids=[1, 2, 3], ignore_eos=True, seed=7),
+            await client.complete("a", ignore_eos=True, seed=7),
         ]
         assert described(together) == described(alone)
         with pytest.raises(ValueError, match="there are 3 prompts and 2 sampling parameters"):
-            await client.acomplete(prompts, samplings[:2])
+            await client.complete(prompts, samplings[:2])
 
 
 async def test_a_full_queue_gets_fewer_at_a_time(checkpoint: Path) -> None:
     prompts = prompts_of(random.Random(2), 80)
-    async with serve(checkpoint, max_num_seqs=2, max_waiting_requests=3) as stack, Client(stack.url) as client:
-        completions = await asyncio.to_thread(client.complete, prompts, SAMPLING)
+    async with serve(checkpoint, max_num_seqs=2, max_waiting_requests=3) as stack:
+        completions = await asyncio.to_thread(Client(stack.url).complete, prompts, SAMPLING)
         assert tokens_of(completions) == [expected_tokens(prompt, 20) for prompt in prompts]
         await stack.until_idle()
 
 
 async def test_a_queue_that_others_fill_is_the_servers_word(checkpoint: Path) -> None:
     """Without `retry`; with it, the list waits until there is room."""
-    async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=1) as stack, Client(stack.url) as client:
+    async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=1) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.01
         others = [
-            asyncio.create_task(client.acomplete(prompt_token_ids=[7], max_tokens=100, ignore_eos=True))
+            asyncio.create_task(client.complete(prompt_token_ids=[7], max_tokens=100, ignore_eos=True))
             for _ in range(2)
         ]
         await stack.until(lambda loads: loads.num_running + loads.num_waiting == 2)
         with pytest.raises(pagewire.ResourceExhausted):
-            await client.acomplete([[1], [2]], SAMPLING)
-        patient = Client(stack.url, retry=60)
-        waiting = asyncio.create_task(patient.acomplete([[1], [2]], SAMPLING))
+            await client.complete([[1], [2]], SAMPLING)
+        patient = AsyncClient(stack.url, retry=60)
+        waiting = asyncio.create_task(patient.complete([[1], [2]], SAMPLING))
         assert tokens_of(await waiting) == [expected_tokens([1], 20), expected_tokens([2], 20)]
         await asyncio.gather(*others)
         await patient.aclose()
 
 
 async def test_a_refused_prompt_is_named_and_ends_all(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.01
         prompts = [[1, 2], [3, VOCAB_SIZE], [4]]
         long = SamplingParams(max_tokens=200, ignore_eos=True)
         with pytest.raises(pagewire.InvalidRequest, match=r"^prompt 1: token_ids.ids\[0\] is -1, but must be 0 to"):
-            await client.acomplete([[1], [-1]], SAMPLING)
+            await client.complete([[1], [-1]], SAMPLING)
         with pytest.raises(pagewire.InvalidRequest, match=rf"^prompt 1: .*{VOCAB_SIZE}"):
-            await asyncio.to_thread(client.complete, prompts, long)
+            await asyncio.to_thread(Client(stack.url).complete, prompts, long)
         await stack.until_idle()
 
 
 async def test_cancelling_ends_all(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.01
-        running = asyncio.create_task(client.acomplete([[1], [2]], SamplingParams(max_tokens=200, ignore_eos=True)))
+        running = asyncio.create_task(client.complete([[1], [2]], SamplingParams(max_tokens=200, ignore_eos=True)))
         await stack.until(lambda loads: loads.num_running == 2)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -129,17 +130,17 @@ async def test_a_call_that_is_cancelled_at_any_time_complains_of_nothing(checkpo
     rng = random.Random(seed)
     complaints: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.001
         long = SamplingParams(max_tokens=200, ignore_eos=True)
         calls = [
-            lambda: client.acomplete([[1], [2]], long),
-            lambda: client.acomplete([[1], [-1]][: rng.randrange(1, 3)], long),
-            lambda: client.acomplete([[1], [VOCAB_SIZE]], long),
-            lambda: client.acomplete(None, long, prompt_token_ids=[1]),
-            lambda: client.aembed([[1], [2]]),
-            lambda: client.aembed(None, prompt_token_ids=[1]),
-            lambda: client.aembed([[1], [VOCAB_SIZE]]),
+            lambda: client.complete([[1], [2]], long),
+            lambda: client.complete([[1], [-1]][: rng.randrange(1, 3)], long),
+            lambda: client.complete([[1], [VOCAB_SIZE]], long),
+            lambda: client.complete(None, long, prompt_token_ids=[1]),
+            lambda: client.embed([[1], [2]]),
+            lambda: client.embed(None, prompt_token_ids=[1]),
+            lambda: client.embed([[1], [VOCAB_SIZE]]),
         ]
         for _ in range(4):
             for call in calls:
@@ -160,10 +161,10 @@ async def test_a_call_that_is_cancelled_at_any_time_complains_of_nothing(checkpo
 
 
 async def test_the_timeout_covers_the_whole_list(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.01
         with pytest.raises(pagewire.DeadlineExceeded, match="the timeout passed"):
-            await asyncio.to_thread(client.complete, [[1], [2]], max_tokens=200, ignore_eos=True, timeout=0.3)
+            await client.complete([[1], [2]], max_tokens=200, ignore_eos=True, timeout=0.3)
         await stack.until_idle()
 
 
@@ -193,16 +194,9 @@ async def test_a_connection_that_breaks_is_made_again(checkpoint: Path, seed: in
         impatient.close()
 
 
-def test_a_client_that_is_closed_before_the_call_says_so() -> None:
-    """As another task may close it while a thread is about to begin, or to begin again."""
-    with Client("127.0.0.1:1") as client:
-        batch = RequestBatch(_requests([[1]], [SAMPLING], [0]), client._channels.stub, client.url, Attempts(0.0))
-    with pytest.raises(Cancelled, match="the client was closed"):
-        batch.run()
-
-
 async def test_threads_share_a_client(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack:
+        client = Client(stack.url)
         lists = [prompts_of(random.Random(seed), 20) for seed in range(4)]
         begin = threading.Barrier(len(lists))
 

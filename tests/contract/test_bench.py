@@ -233,7 +233,7 @@ class SlowServer:
         self.has_one = asyncio.Event()
         self.go_on = asyncio.Event()
 
-    async def generate(self, prompt: Any, sampling: Any, **request: Any) -> AsyncIterator[Any]:
+    async def stream(self, prompt: Any, sampling: Any, **request: Any) -> AsyncIterator[Any]:
         from pagewire import Output
 
         if len(request["prompt_token_ids"]) == 1:

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import pagewire
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.cli.status import table
 from pagewire.common.chat_template import ChatTemplateError, render
 from pagewire.common.template_sandbox import MAX_STEPS
@@ -40,24 +40,26 @@ def answer_of(completion: pagewire.Completion) -> tuple[object, ...]:
 async def test_a_chat_is_its_rendered_prompt_with_special_tokens_once(chatty: Path) -> None:
     tokenizer = Tokenizer.from_file(str(chatty / "tokenizer.json"))
     sampling = SamplingParams(seed=0, max_tokens=9, ignore_eos=True)
-    async with serve(chatty) as stack, Client(stack.url) as client:
+    async with serve(chatty) as stack, AsyncClient(stack.url) as client:
         token_ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
-        expected = answer_of(await client.acomplete(None, sampling, prompt_token_ids=token_ids))
-        assert answer_of(await client.achat([HELLO], sampling)) == expected
-        assert answer_of(await asyncio.to_thread(client.chat, [HELLO], sampling)) == expected
+        expected = answer_of(await client.complete(None, sampling, prompt_token_ids=token_ids))
+        assert answer_of(await client.chat([HELLO], sampling)) == expected
+        assert answer_of(await asyncio.to_thread(Client(stack.url).chat, [HELLO], sampling)) == expected
         parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
-        both = await asyncio.to_thread(client.chat, [[HELLO], parts], [sampling, sampling], cache_salt="other")
+        both = await asyncio.to_thread(
+            Client(stack.url).chat, [[HELLO], parts], [sampling, sampling], cache_salt="other"
+        )
         assert [answer_of(each) for each in both] == [expected, expected]
-        bare = await client.achat([HELLO], sampling, add_generation_prompt=False, template_variables={"mood": "!"})
+        bare = await client.chat([HELLO], sampling, add_generation_prompt=False, template_variables={"mood": "!"})
         token_ids = tokenizer.encode("<end>[user]hello<end>!", add_special_tokens=False).ids
         assert bare.usage.prompt_tokens == len(token_ids)
-        named = await client.achat([HELLO], sampling, request_id="mine", timeout=60)
+        named = await client.chat([HELLO], sampling, request_id="mine", timeout=60)
         assert (named.request_id, answer_of(named)) == ("mine", expected)
-        named = await asyncio.to_thread(client.chat, [HELLO], sampling, request_id="mine", max_tokens=3)
+        named = await asyncio.to_thread(Client(stack.url).chat, [HELLO], sampling, request_id="mine", max_tokens=3)
         assert (named.request_id, len(named.outputs[0].token_ids)) == ("mine", 3)
         with pytest.raises(TypeError, match="belong to one prompt"):
-            await client.achat([[HELLO]], sampling, request_id="mine")
-        own = await client.achat([HELLO], sampling, chat_template="{{ messages[0].content }}")
+            await client.chat([[HELLO]], sampling, request_id="mine")
+        own = await client.chat([HELLO], sampling, chat_template="{{ messages[0].content }}")
         assert own.usage.prompt_tokens == len(tokenizer.encode("hello", add_special_tokens=False).ids)
 
 
@@ -66,33 +68,33 @@ async def test_tokens_of_texts_and_texts_of_tokens(chatty: Path, monkeypatch: py
     monkeypatch.setattr("pagewire.client.MAX_DETOKENIZED_TOKENS", 30)
     tokenizer = Tokenizer.from_file(str(chatty / "tokenizer.json"))
     texts = [f"hello {'world ' * (i % 7)}é" for i in range(20)]
-    async with serve(chatty) as stack, Client(stack.url) as client:
+    async with serve(chatty) as stack, AsyncClient(stack.url) as client:
         for adds in (True, False):
             expected = [tokenizer.encode(text, add_special_tokens=adds).ids for text in texts]
-            assert await client.atokenize(texts, add_special_tokens=adds) == expected
-            assert await asyncio.to_thread(client.tokenize, texts, add_special_tokens=adds) == expected
-            assert await client.atokenize(texts[3], add_special_tokens=adds) == expected[3]
-            assert await asyncio.to_thread(client.tokenize, texts[3], add_special_tokens=adds) == expected[3]
-        with_special = await client.atokenize(texts)
-        assert await client.adetokenize(with_special) == texts
-        assert await asyncio.to_thread(client.detokenize, with_special[3]) == texts[3]
-        assert await client.adetokenize(with_special[3], skip_special_tokens=False) == "<end>" + texts[3]
-        assert await client.atokenize([]) == []
-        assert await client.adetokenize([]) == ""
+            assert await client.tokenize(texts, add_special_tokens=adds) == expected
+            assert await asyncio.to_thread(Client(stack.url).tokenize, texts, add_special_tokens=adds) == expected
+            assert await client.tokenize(texts[3], add_special_tokens=adds) == expected[3]
+            assert await asyncio.to_thread(Client(stack.url).tokenize, texts[3], add_special_tokens=adds) == expected[3]
+        with_special = await client.tokenize(texts)
+        assert await client.detokenize(with_special) == texts
+        assert await asyncio.to_thread(Client(stack.url).detokenize, with_special[3]) == texts[3]
+        assert await client.detokenize(with_special[3], skip_special_tokens=False) == "<end>" + texts[3]
+        assert await client.tokenize([]) == []
+        assert await client.detokenize([]) == ""
         for wrong in (["hello"], [[1], 2], [[1], None]):
             with pytest.raises(TypeError, match="a list of integers"):
-                await client.adetokenize(wrong)
+                await client.detokenize(wrong)
         for outside in (VOCAB_SIZE, 2**32):
             with pytest.raises(pagewire.InvalidRequest, match=str(outside)):
-                await client.adetokenize([outside])
+                await client.detokenize([outside])
 
 
 async def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
-    async with serve(make_checkpoint(tmp_path / "plain")) as stack, Client(stack.url) as client:
+    async with serve(make_checkpoint(tmp_path / "plain")) as stack, AsyncClient(stack.url) as client:
         with pytest.raises(
             pagewire.InvalidRequest, match="plain has no chat template: give chat_template, or a prompt"
         ):
-            await client.achat([HELLO])
+            await client.chat([HELLO])
         for wrong, text in (
             ([], "has no messages"),
             ("hello", "'h' is not a message"),
@@ -101,7 +103,7 @@ async def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> Non
             ([{"role": "user", "content": 5}], "holds 5, but only texts"),
         ):
             with pytest.raises(pagewire.InvalidRequest, match=text):
-                await client.achat(wrong, chat_template=TEMPLATE)
+                await client.chat(wrong, chat_template=TEMPLATE)
 
 
 async def test_templates_are_asked_for_by_name_and_refuse_in_their_own_words(
@@ -113,8 +115,8 @@ async def test_templates_are_asked_for_by_name_and_refuse_in_their_own_words(
     (path / "additional_chat_templates").mkdir()
     (path / "additional_chat_templates" / "rag.jinja").write_text("{{ documents[0] }}{{ messages[0].content }}")
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    async with serve(path) as stack, Client(stack.url) as client:
-        info = await client.server_info()
+    async with serve(path) as stack, AsyncClient(stack.url) as client:
+        info = await client.info()
         assert sorted(info.named_chat_templates) == ["default", "rag"]
         assert info.chat_refusals == ("tools, the result of a tool: line 1: no tools here",)
         assert "chat               refused: tools, the result of a tool: line 1: no tools here" in table(
@@ -122,14 +124,14 @@ async def test_templates_are_asked_for_by_name_and_refuse_in_their_own_words(
         )
         for name, text in (("rag", "worldhello"), ("default", "hello"), (None, "hello")):
             variables = {"documents": ["world"]}
-            answer = await client.achat([HELLO], max_tokens=1, chat_template=name, template_variables=variables)
+            answer = await client.chat([HELLO], max_tokens=1, chat_template=name, template_variables=variables)
             assert answer.usage.prompt_tokens == len(tokenizer.encode(text, add_special_tokens=False).ids)
         for given, told in (
             ({"chat_template": "ragg"}, r"'ragg', which is neither Jinja2 nor the name of a .* \(default, rag\)"),
             ({"template_variables": {"tools": [{"a": 1}]}}, "the model's chat template fails: line 1: no tools here"),
         ):
             with pytest.raises(pagewire.InvalidRequest, match=told) as refused:
-                await client.achat([HELLO], **given)
+                await client.chat([HELLO], **given)
             assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -17,7 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 import pagewire
-from pagewire import Client, Output, SamplingParams, Session, StructuredOutputs, wire
+from pagewire import AsyncClient, Client, Output, SamplingParams, Session, StructuredOutputs, wire
 from pagewire.common.sampling_ranges import RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling import INTEGER_FIELDS, SamplingFields
@@ -42,8 +42,8 @@ def url(scheduler: ScriptedScheduler) -> Iterator[str]:
 
 
 async def collect(url: str, *arguments: object, **options: object) -> list[Output]:
-    async with Client(url) as client:
-        return [output async for output in client.generate(*arguments, **options)]
+    async with AsyncClient(url) as client:
+        return [output async for output in client.stream(*arguments, **options)]
 
 
 async def test_deltas_come_as_they_are(url: str) -> None:
@@ -297,8 +297,8 @@ async def test_logprobs_and_stop_reasons(scheduler: ScriptedScheduler, url: str)
     by_text.finish_reason, by_text.stop_text = pb.FINISH_REASON_ABORT, "END"
     prompt = pb.GenerateResponse(prompt_logprobs=[entry, entry])
     scheduler.script = lambda request, context: iter([prompt, stopped, by_text])
-    async with Client(url) as client:
-        completion = await client.acomplete("Once", SamplingParams(n=2, logprobs=1, prompt_logprobs=1))
+    async with AsyncClient(url) as client:
+        completion = await client.complete("Once", SamplingParams(n=2, logprobs=1, prompt_logprobs=1))
     expected = pagewire.TokenLogprobs(5, -0.5, 1, ((5, -0.5),))
     first, second = completion.outputs
     assert (first.logprobs, first.cumulative_logprob, first.stop_reason) == ((expected,), -0.5, 0)
@@ -320,8 +320,8 @@ def test_synchronous_twin(url: str) -> None:
 
 
 async def test_asynchronous_complete_equals_the_synchronous_one(url: str) -> None:
-    async with Client(url) as client:
-        result = await client.acomplete(prompt_token_ids=[1])
+    async with AsyncClient(url) as client:
+        result = await client.complete(prompt_token_ids=[1])
     with Client(url) as client:
         assert client.complete(prompt_token_ids=[1]).outputs == result.outputs
 
@@ -389,8 +389,8 @@ async def test_nobody_listens() -> None:
 
 async def test_leaving_the_loop_cancels_the_call(scheduler: ScriptedScheduler, url: str) -> None:
     scheduler.script = scripted_scheduler.never_end
-    async with Client(url) as client:
-        async with contextlib.aclosing(client.generate("Once")) as outputs:
+    async with AsyncClient(url) as client:
+        async with contextlib.aclosing(client.stream("Once")) as outputs:
             async for output in outputs:
                 if output.first_token >= 3:
                     break
@@ -401,11 +401,11 @@ async def test_cancelling_the_task_cancels_the_call(scheduler: ScriptedScheduler
     scheduler.script = scripted_scheduler.never_end
     started = asyncio.Event()
 
-    async def read(client: Client) -> None:
-        async for _ in client.generate("Once"):
+    async def read(client: AsyncClient) -> None:
+        async for _ in client.stream("Once"):
             started.set()
 
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         reading = asyncio.create_task(read(client))
         await started.wait()
         reading.cancel()
@@ -434,18 +434,18 @@ async def test_timeout_is_the_deadline_of_the_call(scheduler: ScriptedScheduler,
 
 
 async def test_abort_info_and_loads(scheduler: ScriptedScheduler, url: str) -> None:
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         await client.abort("known", tenant="t")
         assert scheduler.requests == [pb.AbortRequest(request_id="known", tenant="t")]
         with pytest.raises(pagewire.NotFound, match="unheard"):
             await client.abort("unheard")
-        info = await client.server_info()
+        info = await client.info()
         assert (info.served_model_name, info.max_model_len, info.chat_template, info.worker) == (
             "storyteller", 512, None, None,
         )  # fmt: skip
         scheduler.info.worker.num_device_blocks = 200
         scheduler.info.chat_template = ""
-        info = await client.server_info()
+        info = await client.info()
         assert info.chat_template == ""
         assert info.worker is not None
         assert info.worker.num_device_blocks == 200
@@ -465,18 +465,18 @@ def test_server_data_has_every_field_of_the_proto() -> None:
 
 
 async def test_it_opens_at_its_first_use_and_again_after_it_was_closed(url: str) -> None:
-    client = Client(url)
+    client, blocking = AsyncClient(url), Client(url)
     for _ in range(2):
-        assert (await asyncio.to_thread(client.complete, "Once")).outputs[0].text == STORY
-        assert (await client.acomplete("Once")).outputs[0].text == STORY
+        assert (await asyncio.to_thread(blocking.complete, "Once")).outputs[0].text == STORY
+        assert (await client.complete("Once")).outputs[0].text == STORY
         assert (await client.loads()).num_running == 3
-        client.close()
+        await asyncio.to_thread(blocking.close)
         await client.aclose()
 
 
 def test_each_event_loop_has_a_connection_of_its_own(url: str) -> None:
-    client = Client(url)
-    texts = [asyncio.run(client.acomplete("Once")).outputs[0].text for _ in range(3)]
+    client = AsyncClient(url)
+    texts = [asyncio.run(client.complete("Once")).outputs[0].text for _ in range(3)]
     assert texts == [STORY] * 3
 
 
@@ -484,13 +484,15 @@ def test_each_event_loop_has_a_connection_of_its_own(url: str) -> None:
     "use",
     [
         "client.complete('Once')",
-        "asyncio.run(client.acomplete('Once'))",
-        "asyncio.run(client.acomplete('Once')), client.complete('Once')",
+        "asyncio.run(AsyncClient(url).complete('Once'))",
+        "asyncio.run(AsyncClient(url).complete('Once')), client.complete('Once')",
         "next(client.stream('Once'))",
+        "stream = client.stream('Once'); next(stream)",
+        "threading.Thread(target=lambda: list(client.stream('Once'))).start()",
     ],
 )
 def test_a_process_ends_quietly_without_closing(url: str, use: str) -> None:
-    program = f"import asyncio; from pagewire import Client; client = Client({url!r}); {use}"
+    program = f"import asyncio, threading; from pagewire import *; url = {url!r}; client = Client(url); {use}"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stderr == ""
 
@@ -498,10 +500,10 @@ def test_a_process_ends_quietly_without_closing(url: str, use: str) -> None:
 @pytest.mark.parametrize("sampling", [None, SamplingParams(max_tokens=16, top_p=0.5, seed=1)])
 async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, sampling: SamplingParams | None) -> None:
     """They change the parameters that are given; what is not given at all stays with the server."""
-    client = Client(url)
+    client = AsyncClient(url)
     await collect(url, "Once", sampling, max_tokens=4, stop=["x"])
-    await asyncio.to_thread(client.complete, "Once", sampling, max_tokens=4, stop=["x"])
-    await client.acomplete("Once", sampling, max_tokens=4, stop=["x"])
+    await asyncio.to_thread(Client(url).complete, "Once", sampling, max_tokens=4, stop=["x"])
+    await client.complete("Once", sampling, max_tokens=4, stop=["x"])
     expected = (
         SamplingParams(**{field.name: None for field in fields(SamplingParams)}) if sampling is None else sampling
     )
@@ -525,19 +527,18 @@ def test_sampling_fields_are_those_of_sampling_params() -> None:
         (("Once", {"max_tokens": 4}), {}, r"sampling must be SamplingParams, such as SamplingParams\(max_tokens=4\)"),
         ((7,), {}, "prompt must be a text; token ids go into prompt_token_ids"),
         (([1, 2, 3],), {}, "prompt must be a text; token ids go into prompt_token_ids"),
-        ((["a", "b"],), {}, "only complete, acomplete, chat and achat take lists"),
+        ((["a", "b"],), {}, "only complete, chat and embed take lists"),
         ((), {"prompt_token_ids": [[1, 2]]}, "must be a list of integers, of one prompt"),
         ((), {"prompt_token_ids": "12"}, "must be a list of integers, of one prompt"),
     ],
 )
 def test_wrong_arguments_say_what_to_do(arguments: tuple[object, ...], options: dict[str, object], text: str) -> None:
     """At the call, not when the first output is asked for."""
-    client = Client("127.0.0.1:1")
-    for call in (client.stream, client.generate):
+    for kind in (Client, AsyncClient):
         with pytest.raises(TypeError, match=text):
-            call(*arguments, **options)
+            kind("127.0.0.1:1").stream(*arguments, **options)
     with pytest.raises(TypeError, match=text):
-        asyncio.run(client.submit(*arguments, **options))
+        Client("127.0.0.1:1").submit(*arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -551,11 +552,10 @@ def test_wrong_arguments_say_what_to_do(arguments: tuple[object, ...], options: 
     ],
 )
 def test_wrong_lists_say_what_to_do(arguments: tuple[object, ...], options: dict[str, object], text: str) -> None:
-    client = Client("127.0.0.1:1")
     with pytest.raises(TypeError, match=text):
-        client.complete(*arguments, **options)
+        Client("127.0.0.1:1").complete(*arguments, **options)
     with pytest.raises(TypeError, match=text):
-        asyncio.run(client.acomplete(*arguments, **options))
+        asyncio.run(AsyncClient("127.0.0.1:1").complete(*arguments, **options))
 
 
 @pytest.mark.parametrize("form", ["{}", "grpc://{}", "grpc://{}/", "dns:///{}", "ipv4:{}"])

@@ -12,7 +12,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2
 from tokenizers import Tokenizer
 
-from pagewire import Cancelled, Client, InvalidRequest
+from pagewire import AsyncClient, Cancelled, Client, InvalidRequest
 from pagewire.common.messages import Pooling
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.model_info import read_model_info
@@ -275,20 +275,20 @@ async def test_front_ends_pass_embeddings_on(mean_checkpoint: Path) -> None:
 
 
 async def test_the_client_embeds_one_prompt_and_many(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
-        one = await client.aembed(prompt_token_ids=PROMPT, request_id="one")
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
+        one = await client.embed(prompt_token_ids=PROMPT, request_id="one")
         assert (one.request_id, list(one.values)) == ("one", numbers(PROMPT))
         assert (one.usage.prompt_tokens, one.usage.completion_tokens) == (len(PROMPT), 0)
         prompts = [PROMPT[: 1 + i % 7] for i in range(40)]
-        many = await client.aembed(prompts)
+        many = await client.embed(prompts)
         assert [list(embedding.values) for embedding in many] == [numbers(prompt) for prompt in prompts]
-        assert await client.aembed([]) == []
-        text = await asyncio.to_thread(client.embed, "once upon a time")
-        assert text.values == (await client.aembed(["once upon a time"]))[0].values
+        assert await client.embed([]) == []
+        text = await asyncio.to_thread(Client(stack.url).embed, "once upon a time")
+        assert text.values == (await client.embed(["once upon a time"]))[0].values
         with pytest.raises(InvalidRequest, match="prompt 1: the prompt has no tokens"):
-            await client.aembed([PROMPT, []])
+            await client.embed([PROMPT, []])
         stack.worker.is_silent = True
-        running = asyncio.create_task(client.aembed(prompt_token_ids=[9, 9], request_id="gone"))
+        running = asyncio.create_task(client.embed(prompt_token_ids=[9, 9], request_id="gone"))
         await until_running(stack)
         await client.abort("gone")
         with pytest.raises(Cancelled, match="aborted before its embedding"):

@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 import pagewire
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.cli.block_view import BlockView
 from pagewire.cli.status import report_table
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -102,12 +102,12 @@ async def test_swapped_requests_and_host_blocks_are_seen(checkpoint: Path) -> No
                         assert report.num_held_host_blocks > 0
                         assert report.num_preemptions > 0
                         assert report.reason
-        async with Client(stack.url) as client:
+        async with AsyncClient(stack.url) as client:
             loads = await client.loads()
             assert loads.num_host_blocks == 200
             assert loads.num_swap_preemptions == loads.num_preemptions > 0
             assert loads.num_moved_blocks_out > 0
-            info = await client.server_info()
+            info = await client.info()
             assert info.worker is not None
             assert (info.worker.num_host_blocks, info.worker.swap_bandwidth) == (200, 1e12)
 
@@ -277,9 +277,9 @@ async def test_beams_of_the_command(checkpoint: Path) -> None:
         assert code == 0
         first, second = json.loads(out)["outputs"]
         assert first["cumulative_logprob"] / 6**0.5 >= second["cumulative_logprob"] / 6**0.5
-        async with Client(stack.url) as client:
+        async with AsyncClient(stack.url) as client:
             sampling = SamplingParams(beam_width=4, n=2, length_penalty=0.5, early_stopping="never", max_tokens=6)
-            completion = await client.acomplete("once", sampling)
+            completion = await client.complete("once", sampling)
         assert [list(output.token_ids) for output in completion.outputs] == [first["token_ids"], second["token_ids"]]
 
 

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pagewire import Client, SamplingParams, Unavailable
+from pagewire import AsyncClient, SamplingParams, Unavailable
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.rpc.front_end.request_encoding import encode_request
@@ -129,11 +129,15 @@ async def test_many_requests_on_one_call_through_a_front_end(checkpoint: Path) -
 
 
 async def test_the_client_through_a_front_end(checkpoint: Path) -> None:
-    async with serve_both(checkpoint) as (stack, front), Client(front.url) as client, Client(stack.url) as direct:
-        assert await client.server_info() == await direct.server_info()
+    async with (
+        serve_both(checkpoint) as (stack, front),
+        AsyncClient(front.url) as client,
+        AsyncClient(stack.url) as direct,
+    ):
+        assert await client.info() == await direct.info()
         completions = await asyncio.gather(
             *(
-                client.acomplete(None, SamplingParams(max_tokens=20, seed=seed), prompt_token_ids=PROMPT)
+                client.complete(None, SamplingParams(max_tokens=20, seed=seed), prompt_token_ids=PROMPT)
                 for seed in range(40)
             )
         )
@@ -254,14 +258,14 @@ async def test_two_front_ends_and_the_scheduler_itself_share_it(checkpoint: Path
 
 
 async def test_the_scheduler_draining_is_unavailable_here_too(checkpoint: Path) -> None:
-    async with serve_both(checkpoint) as (stack, front), Client(front.url) as client:
+    async with serve_both(checkpoint) as (stack, front), AsyncClient(front.url) as client:
         stack.worker.step_seconds = 0.01
         running = asyncio.create_task(front.generate(request(PROMPT, max_tokens=60)))
         await stack.until(lambda loads: loads.num_generation_tokens > 3)
         stack.stop.set()
         await front.until_ready(False)
         with pytest.raises(Unavailable):
-            await client.acomplete("once")
+            await client.complete("once")
         assert (await running).token_ids[0] == expected_tokens(PROMPT, 60)
 
 

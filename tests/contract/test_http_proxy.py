@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pagewire
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.common.transport.http_proxy import http_proxy_of
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
@@ -74,7 +74,7 @@ def dead_port() -> Iterator[str]:
 
 
 @asynccontextmanager
-async def stack_of_three(checkpoint: Path, *, uses_proxy: bool) -> AsyncIterator[Client]:
+async def stack_of_three(checkpoint: Path, *, uses_proxy: bool) -> AsyncIterator[AsyncClient]:
     """A worker, a scheduler and a front end, and a client of the last."""
     worker = FakeWorker(read_model_info(str(checkpoint)).digest)
     await worker.start()
@@ -89,15 +89,15 @@ async def stack_of_three(checkpoint: Path, *, uses_proxy: bool) -> AsyncIterator
         stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
         running = asyncio.create_task(front_end.run(config, stop=stop, ready=url.set_result))
         try:
-            async with Client(await asyncio.wait_for(url, 60)) as client:
+            async with AsyncClient(await asyncio.wait_for(url, 60)) as client:
                 yield client
         finally:
             stop.set()
             await running
 
 
-async def tokens_of(client: Client) -> list[int]:
-    completion = await client.acomplete(prompt_token_ids=PROMPT, sampling=SAMPLING, timeout=60)
+async def tokens_of(client: AsyncClient) -> list[int]:
+    completion = await client.complete(prompt_token_ids=PROMPT, sampling=SAMPLING, timeout=60)
     return list(completion.outputs[0].token_ids)
 
 
@@ -128,7 +128,7 @@ async def test_a_client_goes_through_a_proxy(checkpoint: Path, monkeypatch: pyte
     async with proxying() as proxy, serve(checkpoint) as stack:
         monkeypatch.setenv("http_proxy", proxy.url)
         address = "scheduler.example:" + stack.url.rpartition(":")[2]
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             assert await tokens_of(client) == expected_tokens(PROMPT, 8)
         assert proxy.connected == [address]
 
@@ -157,9 +157,9 @@ def say_nothing(connection: socket.socket) -> None:
 async def test_a_client_names_the_proxy_that_is_not_there(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with dead_port() as nobody:
         monkeypatch.setenv(variable, f"http://somebody:secret@{nobody}")
-        async with Client("grpc://scheduler.example:50051") as client:
+        async with AsyncClient("grpc://scheduler.example:50051") as client:
             with pytest.raises(pagewire.Unavailable) as caught:
-                await client.server_info()
+                await client.info()
         text = str(caught.value)
     assert text.startswith("no server answers at grpc://scheduler.example:50051 (")
     advice = f", through {variable} http://{nobody}; set no_proxy=scheduler.example to go there without it"
@@ -169,9 +169,9 @@ async def test_a_client_names_the_proxy_that_is_not_there(variable: str, monkeyp
 
 async def test_a_client_names_a_proxy_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
-    async with Client("scheduler.example:50051") as client:
+    async with AsyncClient("scheduler.example:50051") as client:
         with pytest.raises(pagewire.Unavailable, match=r"through http_proxy http://proxy\.invalid:3128; set no_proxy="):
-            await client.server_info()
+            await client.info()
 
 
 @pytest.mark.parametrize("behave", [refuse, hang_up, say_welcome])
@@ -194,9 +194,9 @@ def test_a_client_names_the_proxy_that_says_nothing(monkeypatch: pytest.MonkeyPa
 async def test_what_a_server_says_names_no_proxy(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with proxying() as proxy, serve(checkpoint) as stack:
         monkeypatch.setenv("http_proxy", proxy.url)
-        async with Client("scheduler.example:" + stack.url.rpartition(":")[2]) as client:
+        async with AsyncClient("scheduler.example:" + stack.url.rpartition(":")[2]) as client:
             with pytest.raises(pagewire.InvalidRequest) as caught:
-                await client.acomplete("Once", max_tokens=-1)
+                await client.complete("Once", max_tokens=-1)
             assert "proxy" not in str(caught.value)
 
 

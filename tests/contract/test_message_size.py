@@ -66,7 +66,7 @@ async def test_every_method_gives_the_same_answer(checkpoint: Path) -> None:
 
 
 async def test_what_is_no_larger_is_read_and_what_is_much_larger_is_not(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, pagewire.Client(stack.url) as client:
+    async with serve(checkpoint) as stack, pagewire.AsyncClient(stack.url) as client:
         method, headroom = "/pagewire.scheduler.v1.SchedulerService/Generate", MAX_MESSAGE_BYTES + MARGIN_BYTES
         code, details = await answer(stack.channel, method, bytes(MAX_MESSAGE_BYTES))
         assert (code, "not a message of this method" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True), details
@@ -76,7 +76,7 @@ async def test_what_is_no_larger_is_read_and_what_is_much_larger_is_not(checkpoi
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED, "gRPC's own answer, before the message is in memory"
         for size in (2 << 20, 5 << 20, 64 << 20):
             with pytest.raises(pagewire.InvalidRequest, match="shorten it") as caught:
-                await client.acomplete("x" * size)
+                await client.complete("x" * size)
             assert (f"takes {MAX_MESSAGE_BYTES} in a message" in str(caught.value)) == (size > MAX_MESSAGE_BYTES)
 
 

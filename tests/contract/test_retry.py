@@ -4,23 +4,32 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
 
 import pagewire
-from pagewire import Client
+from pagewire import AsyncClient, Client
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import Attempts
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving
 
 STORY = "".join(scripted_scheduler.WORDS)
+
+
+async def in_asyncio(client: Client, **options: Any) -> str:
+    """Completes a prompt with the asynchronous twin of a client."""
+    async with AsyncClient(client.url, retry=client._client._retry_s) as twin:
+        return (await twin.complete("Once", **options)).outputs[0].text
+
+
 # Each way to complete a prompt.
 WAYS: dict[str, Callable[[Client], str]] = {
     "complete": lambda client: client.complete("Once").outputs[0].text,
     "stream": lambda client: "".join(output.text for output in client.stream("Once")),
-    "acomplete": lambda client: asyncio.run(client.acomplete("Once")).outputs[0].text,
+    "asyncio": lambda client: asyncio.run(in_asyncio(client)),
 }
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -123,7 +132,7 @@ def test_the_timeout_covers_all_attempts(way: str) -> None:
     ask = {
         "complete": lambda client: client.complete("Once", timeout=0.5),
         "stream": lambda client: list(client.stream("Once", timeout=0.5)),
-        "acomplete": lambda client: asyncio.run(client.acomplete("Once", timeout=0.5)),
+        "asyncio": lambda client: asyncio.run(in_asyncio(client, timeout=0.5)),
     }[way]
     with serving(scheduler) as url, pytest.raises(pagewire.DeadlineExceeded, match="the timeout passed"):
         ask(Client(url, retry=60))
@@ -152,7 +161,7 @@ def test_delays_are_the_servers_or_grow() -> None:
 async def test_other_calls_wait_too(failed: threading.Event) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    async with Client(f"127.0.0.1:{port}", retry=60) as client:
+    async with AsyncClient(f"127.0.0.1:{port}", retry=60) as client:
         asking = asyncio.create_task(client.loads())
         assert await asyncio.to_thread(failed.wait, 30)
         with serving(ScriptedScheduler(), port=port):
@@ -173,11 +182,11 @@ async def test_a_submission_whose_answer_was_lost_is_not_queued_twice() -> None:
 
     scheduler.Submit = submit
     with serving(scheduler) as url:
-        async with Client(url, retry=60) as client:
+        async with AsyncClient(url, retry=60) as client:
             assert [await client.submit("Once")] == submitted
             with pytest.raises(pagewire.AlreadyExists):
                 await client.submit("Once", request_id="mine")
-        async with Client(url) as client:
+        async with AsyncClient(url) as client:
             with pytest.raises(pagewire.Unavailable):
                 await client.submit("Once")
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 import yaml
 
-from pagewire import Client, InvalidRequest, Session
+from pagewire import AsyncClient, Client, InvalidRequest, Session
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.tenants.tenant_file import parse_tenants
@@ -178,20 +178,20 @@ def test_the_bound_of_a_tenant_is_a_number_from_0_on() -> None:
 
 async def test_the_client_says_it_in_every_call(checkpoint: Path, recording: Path) -> None:
     session, expected = Session("agent", will_return=True, retention_seconds=30), ("agent", True, 30)
-    async with serve(checkpoint, record=str(recording)) as stack, Client(stack.url) as client:
-        await client.acomplete("once", max_tokens=1, session=session)
-        await client.acomplete(["once", PROMPT], max_tokens=1, session=session)
-        await asyncio.to_thread(client.complete, "once", max_tokens=1, session=session)
-        await asyncio.to_thread(lambda: list(client.stream("once", max_tokens=1, session=session)))
-        assert [output async for output in client.generate("once", max_tokens=1, session=session)]
+    async with serve(checkpoint, record=str(recording)) as stack, AsyncClient(stack.url) as client:
+        await client.complete("once", max_tokens=1, session=session)
+        await client.complete(["once", PROMPT], max_tokens=1, session=session)
+        await asyncio.to_thread(Client(client.url).complete, "once", max_tokens=1, session=session)
+        await asyncio.to_thread(lambda: list(Client(client.url).stream("once", max_tokens=1, session=session)))
+        assert [output async for output in client.stream("once", max_tokens=1, session=session)]
         messages = [{"role": "user", "content": "once"}]
-        await client.achat(messages, max_tokens=1, chat_template="{{ messages[0].content }}", session=session)
+        await client.chat(messages, max_tokens=1, chat_template="{{ messages[0].content }}", session=session)
         await client.submit("once", max_tokens=1, session=session)
-        await client.acomplete("once", max_tokens=1, session=Session(will_return=False))
-        await client.acomplete("once", max_tokens=1)
+        await client.complete("once", max_tokens=1, session=Session(will_return=False))
+        await client.complete("once", max_tokens=1)
         with pytest.raises(InvalidRequest, match="retention_seconds"):
-            await client.acomplete("once", session=Session(retention_seconds=-1))
+            await client.complete("once", session=Session(retention_seconds=-1))
         with pytest.raises(TypeError, match=r"session must be a Session.*'agent'"):
-            await client.acomplete("once", session="agent")
+            await client.complete("once", session="agent")
         await stack.until_idle()
     assert said(recording) == [*[expected] * 8, ("", False, None), ("", None, None)]

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 import pagewire
-from pagewire import Client, SamplingParams, shared_stream
+from pagewire import AsyncClient, SamplingParams, shared_stream
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from pagewire.shared_stream import SharedStream
@@ -37,10 +37,10 @@ def calls_of_their_own() -> Iterator[None]:
         yield
 
 
-async def complete(client: Client, options: dict[str, Any]) -> pagewire.Completion:
+async def complete(client: AsyncClient, options: dict[str, Any]) -> pagewire.Completion:
     arguments = {"prompt_token_ids": PROMPT, "request_id": "same"} | options
     sampling = SamplingParams(**({"max_tokens": 20, "seed": 3} | arguments.pop("sampling", {})))
-    return await client.acomplete(arguments.pop("prompt", None), sampling, **arguments)
+    return await client.complete(arguments.pop("prompt", None), sampling, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ async def complete(client: Client, options: dict[str, Any]) -> pagewire.Completi
     ],
 )
 async def test_results_are_the_same(checkpoint: Path, options: dict[str, Any]) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         together = await complete(client, options | {"cache_salt": "together"})
         await stack.until_idle()
         with calls_of_their_own():
@@ -80,7 +80,7 @@ async def test_results_are_the_same(checkpoint: Path, options: dict[str, Any]) -
     ],
 )
 async def test_errors_are_the_same(checkpoint: Path, options: dict[str, Any]) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.01
         # Of ids of their own: what has timed out here may not have reached the server yet.
         with pytest.raises(pagewire.PagewireError) as together:
@@ -95,7 +95,7 @@ async def test_errors_are_the_same(checkpoint: Path, options: dict[str, Any]) ->
 
 
 async def test_duplicates_and_full_queues(checkpoint: Path) -> None:
-    async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=1) as stack, Client(stack.url) as client:
+    async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=1) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.02
         running = asyncio.create_task(complete(client, {"sampling": {"max_tokens": 200}}))
         await stack.until(lambda loads: loads.num_running == 1)
@@ -112,10 +112,10 @@ async def test_duplicates_and_full_queues(checkpoint: Path) -> None:
 
 
 async def test_leaving_early_aborts(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         stack.worker.step_seconds = 0.01
         sampling = SamplingParams(max_tokens=240)
-        async with contextlib.aclosing(client.generate(None, sampling, prompt_token_ids=PROMPT)) as outputs:
+        async with contextlib.aclosing(client.stream(None, sampling, prompt_token_ids=PROMPT)) as outputs:
             async for _ in outputs:
                 break
         loads = await stack.until_idle()
@@ -133,7 +133,7 @@ async def test_many_at_once(checkpoint: Path, seed: int, monkeypatch: pytest.Mon
     monkeypatch.setattr("pagewire.client.MIN_SHARED", 4)
     rng = random.Random(seed)
     cases = [(rng.randrange(1, 40), rng.randrange(1, 3), i) for i in range(80)]
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         completions = await asyncio.gather(
             *(
                 complete(client, {"request_id": None, "sampling": {"max_tokens": length, "n": n, "seed": number}})
@@ -148,7 +148,7 @@ async def test_many_at_once(checkpoint: Path, seed: int, monkeypatch: pytest.Mon
 
 
 async def test_a_request_too_large_for_the_server_fails_alone(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         fine = asyncio.create_task(complete(client, {"request_id": None, "sampling": {"max_tokens": 200}}))
         await stack.until(lambda loads: loads.num_running == 1)
         too_large = {"prompt": "x" * (5 << 20), "prompt_token_ids": None, "request_id": "large"}
@@ -162,7 +162,7 @@ async def test_a_request_too_large_for_the_server_fails_alone(checkpoint: Path) 
 async def test_a_server_that_goes_is_unavailable_and_its_successor_is_used(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         port = int(stack.url.rpartition(":")[2])
-        async with Client(stack.url) as client:
+        async with AsyncClient(stack.url) as client:
             stack.worker.step_seconds = 0.02
             running = [
                 asyncio.create_task(complete(client, {"request_id": f"{i}", "sampling": {"max_tokens": 240}}))
@@ -187,7 +187,7 @@ async def test_a_server_that_goes_is_unavailable_and_its_successor_is_used(check
 
 
 async def test_what_has_ended_is_not_kept_until_its_timeout(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         before = set(map(id, readers()))
         await complete(client, {"timeout": 3600.0})
         assert [reader for reader in readers() if id(reader) not in before] == []
@@ -195,14 +195,14 @@ async def test_what_has_ended_is_not_kept_until_its_timeout(checkpoint: Path) ->
 
 def readers() -> list[object]:
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) is shared_stream._Reader]
+    return [found for found in gc.get_objects() if type(found) is shared_stream._Request]
 
 
 async def test_a_server_without_it_is_called_as_before() -> None:
     scheduler = ScriptedScheduler()
     with serving(scheduler) as url:
-        async with Client(url) as client:
-            completions = await asyncio.gather(*(client.acomplete("Once") for _ in range(20)))
+        async with AsyncClient(url) as client:
+            completions = await asyncio.gather(*(client.complete("Once") for _ in range(20)))
     assert all(completion.outputs[0].text == "".join(scripted_scheduler.WORDS) for completion in completions)
     assert len(scheduler.requests) == 20
     assert all(isinstance(request, pb.GenerateRequest) for request in scheduler.requests)
@@ -245,11 +245,11 @@ async def test_a_request_alone_has_a_call_of_its_own(monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     scheduler = CountingScheduler()
     with serving(scheduler) as url:
-        async with Client(url) as client:
+        async with AsyncClient(url) as client:
             for _ in range(10):
-                await client.acomplete("Once")
+                await client.complete("Once")
             assert scheduler.num_shared_calls == 0
-            completions = await asyncio.gather(*(client.acomplete("Once") for _ in range(20)))
+            completions = await asyncio.gather(*(client.complete("Once") for _ in range(20)))
     assert all(completion.outputs[0].text == "".join(scripted_scheduler.WORDS) for completion in completions)
     assert scheduler.num_shared_calls == 1
     assert scheduler.num_shared_requests == 19

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from cryptography import x509
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.cli import command
 from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -108,13 +108,13 @@ async def test_our_client_and_command_send_a_key(
 
     async with serve(checkpoint, tenants=str(tenants)) as stack:
         text = await asyncio.to_thread(complete, stack.url)
-        async with Client(stack.url, api_key=KEYS["globex"]) as client:
-            completion = await client.acomplete("once", SamplingParams(max_tokens=3, seed=1))
+        async with AsyncClient(stack.url, api_key=KEYS["globex"]) as client:
+            completion = await client.complete("once", SamplingParams(max_tokens=3, seed=1))
             assert completion.outputs[0].text == text
-            assert (await client.server_info()).has_tokenizer
-        async with Client(stack.url) as client:
+            assert (await client.info()).has_tokenizer
+        async with AsyncClient(stack.url) as client:
             with pytest.raises(PagewireError) as error:
-                await client.server_info()
+                await client.info()
             assert error.value.code is grpc.StatusCode.UNAUTHENTICATED
         monkeypatch.setenv("PAGEWIRE_API_KEY", KEYS["acme"])
         assert await asyncio.to_thread(run_command, stack.url) == 0
@@ -127,7 +127,7 @@ async def test_our_client_and_command_send_a_key(
 @pytest.mark.parametrize("key", ["", " x", "ü", "a\nb"])
 def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="api_key"):
-        Client("127.0.0.1:1", api_key=key)
+        AsyncClient("127.0.0.1:1", api_key=key)
 
 
 async def test_errors_and_logs_hold_no_key(checkpoint: Path, tenants: Path, caplog: pytest.LogCaptureFixture) -> None:

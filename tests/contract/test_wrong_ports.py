@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import Metric
 
 import pagewire
-from pagewire import Client, wire
+from pagewire import AsyncClient, Client, wire
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
@@ -89,9 +89,9 @@ async def test_a_wrong_port_is_told_by_what_it_looks_like(name: str) -> None:
             for call in calls:
                 with pytest.raises(pagewire.PagewireError, match=f"^{url} {text}"):
                     await asyncio.to_thread(call, client)
-        async with Client(url) as client:
+        async with AsyncClient(url) as client:
             with pytest.raises(pagewire.PagewireError, match=f"^{url} {text}"):
-                await anext(client.generate("Once", timeout=20))
+                await anext(client.stream("Once", timeout=20))
             with pytest.raises(pagewire.PagewireError, match=f"^{url} {text}"):
                 await client.submit("Once")
 

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from pagewire import Client
+from pagewire import AsyncClient
 from pagewire.completion import Output
 from pagewire.errors import DeadlineExceeded, NotFound, PagewireError
 from testing.streams import Progress
@@ -23,7 +23,7 @@ class Company:
 
     def __init__(self, url: str, requests: Sequence[DrawnRequest], num_at_once: int) -> None:
         self._requests = requests
-        self._client, self._cut = Client(url), Client(url)  # whose connection is cut again and again
+        self._client, self._cut = AsyncClient(url), AsyncClient(url)  # whose connection is cut again and again
         self._places = asyncio.Semaphore(num_at_once)
         self._progress = Progress()  # of all together
         self.received = [Received() for _ in requests]
@@ -113,13 +113,13 @@ class Company:
             raise found
 
 
-async def outputs_of(client: Client, request: DrawnRequest, **arguments: Any) -> AsyncGenerator[Output, None]:
+async def outputs_of(client: AsyncClient, request: DrawnRequest, **arguments: Any) -> AsyncGenerator[Output, None]:
     """The deltas of a request; an embedding is one."""
     arguments |= request.arguments
     if request.is_embedding:
-        found = await client.aembed(**arguments)
+        found = await client.embed(**arguments)
         yield Output(found.request_id, 0, (), "", "stop", None, None, None, found.usage, 0, None, found.values)
         return
-    async with contextlib.aclosing(client.generate(**arguments)) as outputs:
+    async with contextlib.aclosing(client.stream(**arguments)) as outputs:
         async for output in outputs:
             yield output

@@ -38,7 +38,7 @@ class DrawnRequest:
     """A request, and its fate.
 
     Attributes:
-        arguments: of `Client.acomplete`, or of `Client.aembed`.
+        arguments: of `Client.complete`, or of `Client.embed`.
         is_embedding: it asks for an embedding.
         fate: "stays" until it ends, is "cancelled" by its client, "expires" at a deadline, is "disconnected" with its
             client's connection, is "aborted" by another call, is "detached" and attached to again and again, or

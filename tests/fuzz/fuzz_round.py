@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pagewire import Client
+from pagewire import AsyncClient
 from pagewire.errors import PagewireError
 from testing.forked import LoggingStart
 from testing.services import System, running
@@ -99,11 +99,11 @@ def run_round(seed: int, num_requests: int) -> Report:
 
 
 async def _alone(url: str, requests: Sequence[DrawnRequest]) -> list[Received]:
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         return [await _receive(client, request) for request in requests]
 
 
-async def _receive(client: Client, request: DrawnRequest) -> Received:
+async def _receive(client: AsyncClient, request: DrawnRequest) -> Received:
     received = Received()
     try:
         async for output in outputs_of(client, request):
@@ -127,7 +127,7 @@ async def _together(
     for number, (calm, wild) in enumerate(zip(alone, company.received, strict=True)):
         if not (wild.begins(calm) if company.is_interrupted[number] else wild == calm):
             report.faults.append(_difference(number, requests[number], calm, wild))
-    async with Client(system.url) as client:
+    async with AsyncClient(system.url) as client:
         await _rest(client, report)
         for number in range(min(NUM_AGAIN, len(requests))):
             again = await _receive(client, requests[number])
@@ -136,7 +136,7 @@ async def _together(
     return complaints
 
 
-async def _rest(client: Client, report: Report) -> None:
+async def _rest(client: AsyncClient, report: Report) -> None:
     """Wait until nothing runs, waits or holds blocks."""
     try:
         async with asyncio.timeout(REST_S):

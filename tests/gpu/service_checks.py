@@ -19,7 +19,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.server import Loads
 from testing import oracle, services
 from testing.checkpoints import packed
@@ -287,7 +287,7 @@ def check_ways(setting: Setting, name: str, family: str, one: Way, other: Way, *
 async def serve(setting: Setting, model: Path, way: Way, requests: Sequence[Request]) -> list[list[int]]:
     worker = ["--dtype", "float32", *way.worker]
     with setting.running(model, worker=worker, scheduler=way.scheduler, num_ranks=way.num_ranks) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             streams = await run_streams(client, requests)
             way.check(await client.loads())
     return streams
@@ -376,8 +376,8 @@ def sampling(setting: Setting) -> Iterator[Case]:
 def check_sampling(setting: Setting) -> dict[str, Any]:
     path = setting.checkpoint("sampling", "qwen3", seed=5)
 
-    async def sample(url: str, *ways: Callable[[Client], Any]) -> tuple[list[Any], Loads]:
-        async with Client(url) as client:
+    async def sample(url: str, *ways: Callable[[AsyncClient], Any]) -> tuple[list[Any], Loads]:
+        async with AsyncClient(url) as client:
             return [await way(client) for way in ways], await client.loads()
 
     with setting.running(path, worker=["--dtype", "float32"]) as system:

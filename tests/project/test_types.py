@@ -23,7 +23,19 @@ USES = {
     "client.tokenize(['a'])": "list[list[int]]",
     "client.detokenize([1])": "str",
     "client.detokenize([[1]])": "list[str]",
+    "client.complete(['a'], timeout=4, tenant='a', temperature=0)[0].usage.prompt_tokens": "int",
+    "client.embed('a').values": "tuple[float, ...]",
+    "client.submit('a', timeout=4)": "str",
+    "client.info(timeout=4).max_model_len": "int",
     "[out.text for out in client.stream('a', params)]": "list[str]",
+    "[out.text for out in client.attach('a', from_token=4)]": "list[str]",
+    "run(asynchronous.complete('a')).outputs[0].text": "str",
+    "run(asynchronous.complete(['a'], max_tokens=4))[0].outputs[0].text": "str",
+    "run(asynchronous.embed([[1]]))[0].values": "tuple[float, ...]",
+    "run(asynchronous.tokenize('a'))": "list[int]",
+    "run(anext(asynchronous.stream('a', params))).text": "str",
+    "params.clone().max_tokens": "int | None",
+    "llm.generate('a')[0].metrics.first_token_latency": "float | None",
     "llm.generate(['a', 'b'], params)[0].outputs[0].text": "str",
     "llm.generate([[1], [2]], [params, params])[0].prompt": "str | None",
     "llm.generate([{'prompt_token_ids': [1]}])[0]['text']": "str | list[int]",
@@ -35,14 +47,23 @@ MISTAKES = {
     "client.stream('a', max_token=4)": "max_token",
     "client.complete('a', max_tokens='4')": "No overload variant",
     "client.complete(['a']).outputs": "outputs",
-    "client.stream(['a'])": "stream",
+    "client.stream(['a'])": "str | None",
+    "client.generate('a')": "generate",
+    "client.aclose()": "aclose",
+    "asynchronous.acomplete('a')": "acomplete",
+    "asynchronous.stream('a', max_token=4)": "max_token",
+    "client.embed('a', temperature=0)": "temperature",
+    "client.info(timeout='4')": "timeout",
     "SamplingParams(max_token=4)": "max_token",
     "pagewire.Cleint": "Cleint",
 }
 BEGIN = """
-import pagewire
-from pagewire import LLM, Client, SamplingParams
+from asyncio import run
 
+import pagewire
+from pagewire import LLM, AsyncClient, Client, SamplingParams
+
+asynchronous = AsyncClient("127.0.0.1:50051")
 client = Client("127.0.0.1:50051")
 llm = LLM("models/storyteller")
 params = SamplingParams(max_tokens=4)
@@ -84,13 +105,19 @@ def examples() -> dict[str, str]:
                 block = f"async def example() -> None:\n{textwrap.indent(block, '    ')}"
                 # What a reader of such an example has at hand already.
                 if "import" not in block:
-                    block = f"from pagewire import Client, SamplingParams\n\n{block}"
+                    block = f"from pagewire import AsyncClient, Client, SamplingParams\n\n{block}"
             found[name] = block
     return found
 
 
 def test_examples_of_the_documents_are_typed(user: Path) -> None:
     programs = examples()
+    assert programs
+    assert check(user, programs) == ""
+
+
+def test_example_programs_are_typed(user: Path) -> None:
+    programs = {path.stem: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}
     assert programs
     assert check(user, programs) == ""
 

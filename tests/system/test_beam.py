@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -67,8 +67,8 @@ def assert_equal(completion, expected: list[oracle.Hypothesis], search: BeamSear
         assert output.finish_reason == ("stop" if stopped else "length")
 
 
-async def search_all(client: Client, searches: list[tuple[list[int], BeamSearch]]) -> list:
-    calls = (client.acomplete(None, sampling_of(search), prompt_token_ids=prompt) for prompt, search in searches)
+async def search_all(client: AsyncClient, searches: list[tuple[list[int], BeamSearch]]) -> list:
+    calls = (client.complete(None, sampling_of(search), prompt_token_ids=prompt) for prompt, search in searches)
     return await asyncio.gather(*calls)
 
 
@@ -84,9 +84,9 @@ async def test_every_parameter_while_others_run(model):
     beside = [oracle.greedy(reference, prompt, 150) for prompt in others]
     greedy = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with running(model, worker=["--dtype", "float32"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             running_beside = [
-                asyncio.create_task(client.acomplete(None, greedy, prompt_token_ids=prompt)) for prompt in others
+                asyncio.create_task(client.complete(None, greedy, prompt_token_ids=prompt)) for prompt in others
             ]
             found = await search_all(client, searches)
             greedy_found = [list((await task).outputs[0].token_ids) for task in running_beside]
@@ -105,7 +105,7 @@ async def test_tails_are_copied_right_at_every_prompt_length(model, block_size):
     searches = [(prompt, BeamSearch(beam_width=4, n=4, max_tokens=40)) for prompt in prompts]
     expected = [oracle.beams(reference, prompt, search) for prompt, search in searches]
     with running(model, worker=["--dtype", "float32", "--block-size", block_size]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             found = await search_all(client, searches)
             loads = await client.loads()
     for completion, hypotheses, (_, search) in zip(found, expected, searches, strict=True):
@@ -117,8 +117,8 @@ async def test_a_beam_of_one_is_greedy(model):
     prompt = oracle.random_prompts(23, VOCAB_SIZE, [30])[0]
     expected = oracle.greedy(oracle.load(model), prompt, 24)
     with running(model, worker=["--dtype", "float32"]) as system:
-        async with Client(system.url) as client:
-            completion = await client.acomplete(None, sampling_of(BeamSearch(1)), prompt_token_ids=prompt)
+        async with AsyncClient(system.url) as client:
+            completion = await client.complete(None, sampling_of(BeamSearch(1)), prompt_token_ids=prompt)
     assert list(completion.outputs[0].token_ids) == expected
 
 
@@ -143,8 +143,8 @@ async def test_beams_that_are_preempted_find_the_same_hypotheses(model, crowd, m
     greedy = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     worker = ["--dtype", "float32", "--block-size", 8, "--num-device-blocks", 64, "--num-host-blocks", 300]
     with running(model, worker=worker, scheduler=["--preemption", mode]) as system:
-        async with Client(system.url) as client:
-            calls = (client.acomplete(None, greedy, prompt_token_ids=prompt) for prompt in prompts)
+        async with AsyncClient(system.url) as client:
+            calls = (client.complete(None, greedy, prompt_token_ids=prompt) for prompt in prompts)
             found, plain = await asyncio.gather(search_all(client, searches), asyncio.gather(*calls))
             loads = await client.loads()
     for completion, hypotheses, (_, search) in zip(found, expected, searches, strict=True):
@@ -162,7 +162,7 @@ async def test_beams_survive_a_killed_worker(model):
     searches = [(prompt, BeamSearch(beam_width=4, n=4, max_tokens=200)) for prompt in prompts]
     expected = [oracle.beams(reference, prompt, search) for prompt, search in searches]
     with running(model, worker=["--dtype", "float32"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             searching = asyncio.create_task(search_all(client, searches))
             while (await client.loads()).num_running < 16:  # noqa: ASYNC110 - in another process
                 await asyncio.sleep(0.005)

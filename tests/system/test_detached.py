@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.errors import NotFound, OutOfRange
 from testing import oracle
 from testing.forked import running
@@ -35,7 +35,9 @@ def expected(reference, prompt_token_ids):
     return oracle.greedy(reference, prompt_token_ids, NUM_TOKENS)
 
 
-async def attached(client: Client, request_id: str, *, from_token: int = 0, until: int | None = None, index: int = 0):
+async def attached(
+    client: AsyncClient, request_id: str, *, from_token: int = 0, until: int | None = None, index: int = 0
+):
     """The tokens and the text of a sample from a token on; with `until`, the client leaves after so many tokens."""
     tokens: list[int] = []
     texts: list[str] = []
@@ -51,7 +53,7 @@ async def attached(client: Client, request_id: str, *, from_token: int = 0, unti
     return tokens, "".join(texts)
 
 
-async def until_worker_lost(client: Client, num_losses: int) -> None:
+async def until_worker_lost(client: AsyncClient, num_losses: int) -> None:
     while (await client.loads()).num_worker_losses < num_losses:  # noqa: ASYNC110 - in another process
         await asyncio.sleep(0.02)
 
@@ -63,12 +65,12 @@ def replace_worker(system: System) -> None:
 
 async def test_clients_come_and_go_and_the_worker_dies(expected):
     with running(STORYTELLER, worker=WORKER) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             request_id = await client.submit(PROMPT, SAMPLING)
             tokens, text = await attached(client, request_id, until=10)
             assert tokens == expected[: len(tokens)]
         replace_worker(system)
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             await until_worker_lost(client, 1)
             rest, rest_text = await attached(client, request_id, from_token=len(tokens))
             assert tokens + rest == expected
@@ -92,7 +94,7 @@ async def test_clients_come_and_go_and_the_worker_dies(expected):
 async def test_many_readers_of_one_request(expected):
     """Some at the same time, some leave early: each gets the same tokens, and the request does not mind."""
     with running(STORYTELLER, worker=WORKER) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             request_id = await client.submit(PROMPT, SAMPLING)
             await attached(client, request_id, until=5)
             readers = [attached(client, request_id, from_token=start) for start in (0, 1, 5, 5)]
@@ -116,7 +118,7 @@ async def test_samples_and_hypotheses_of_detached_requests(reference, prompt_tok
     searched = SamplingParams(n=3, beam_width=4, max_tokens=60, ignore_eos=True)
     worker = ["--dtype", "float32", "--num-device-blocks", 24, "--num-host-blocks", 100]
     with running(STORYTELLER, worker=worker, scheduler=["--preemption", "swap"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             submitted = [await client.submit(PROMPT, sampling) for sampling in (drawn, searched) * 4]
             await attached(client, submitted[0], until=3)
             replace_worker(system)
@@ -131,7 +133,7 @@ async def test_samples_and_hypotheses_of_detached_requests(reference, prompt_tok
 
 async def test_abort_ends_it_for_every_reader():
     with running(STORYTELLER, worker=WORKER) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             request_id = await client.submit(PROMPT, SAMPLING)
             reader = asyncio.create_task(attached(client, request_id))
             await attached(client, request_id, until=3)
@@ -146,7 +148,7 @@ async def test_abort_ends_it_for_every_reader():
 
 async def test_nobody_finds_what_is_foreign_expired_or_unknown():
     with running(STORYTELLER, worker=WORKER, scheduler=["--detached-retention", 1]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
             request_id = await client.submit(PROMPT, short, tenant="one")
             tokens = [t async for output in client.attach(request_id, tenant="one") for t in output.token_ids]

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire import Client
+from pagewire import AsyncClient
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from testing.forked import running
@@ -52,7 +52,7 @@ async def end_of(call: grpc.aio.UnaryStreamCall) -> grpc.StatusCode:
 async def test_rolling_restarts_of_the_worker_under_load_lose_nothing() -> None:
     requests = requests_of(11, VOCAB_SIZE)[:NUM_STREAMS]
     with running(STORYTELLER, worker=["--dtype", "float32"], scheduler=["--drain-timeout", "20"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             calm = await run_streams(client, requests)
             runs, _ = await run_while_ending(system, client, requests, [0] * NUM_RESTARTS, run_streams, kills=False)
             loads = await client.loads()

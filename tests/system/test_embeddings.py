@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from pagewire import Client, NotFound, SamplingParams
+from pagewire import AsyncClient, NotFound, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -60,13 +60,13 @@ async def test_embeddings_are_those_of_transformers_and_the_same_bits_in_any_com
     prompts += [prompts[-1][:300] + prompts[3], prompts[-2]]
     limits = ["--max-num-batched-tokens", 64, "--block-size", 8, "--num-device-blocks", 100]
     with running(path, worker=["--dtype", "float32", *limits]) as system:
-        async with Client(system.url) as client:
-            alone = [await client.aembed(prompt_token_ids=prompt) for prompt in prompts]
+        async with AsyncClient(system.url) as client:
+            alone = [await client.embed(prompt_token_ids=prompt) for prompt in prompts]
             growing = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
             streams = asyncio.gather(
-                *(client.acomplete(None, growing, prompt_token_ids=prompt, priority=-1) for prompt in prompts[:10])
+                *(client.complete(None, growing, prompt_token_ids=prompt, priority=-1) for prompt in prompts[:10])
             )
-            together = await client.aembed(prompts)
+            together = await client.embed(prompts)
             await streams
             loads = await client.loads()
     for prompt, one, other in zip(prompts, alone, together, strict=True):
@@ -85,8 +85,8 @@ async def test_ranks_make_the_embeddings_of_one(tmp_path: Path) -> None:
     model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
     prompts = oracle.random_prompts(7, VOCAB_SIZE, (1, 40, 100))
     with running(path, num_ranks=2, worker=["--dtype", "float32", "--max-num-batched-tokens", 64]) as system:
-        async with Client(system.url) as client:
-            found = await client.aembed(prompts)
+        async with AsyncClient(system.url) as client:
+            found = await client.embed(prompts)
     for prompt, embedding in zip(prompts, found, strict=True):
         assert embedding.values == pytest.approx(expected_embedding(model, prompt, MEAN), abs=MARGIN)
 
@@ -97,12 +97,12 @@ async def test_a_killed_worker_costs_an_embedding_nothing_but_time(mode: str, tm
     path = write_pooling(make_checkpoint(tmp_path / "model", "qwen3", seed=4), mode)
     (prompt,) = oracle.random_prompts(8, VOCAB_SIZE, (1000,))
     with running(path, worker=["--dtype", "float32", "--max-num-batched-tokens", 8]) as system:
-        async with Client(system.url) as client:
-            calm = await client.aembed(prompt_token_ids=prompt, cache_salt="calm")
+        async with AsyncClient(system.url) as client:
+            calm = await client.embed(prompt_token_ids=prompt, cache_salt="calm")
             num_kills = 0
             for attempt in range(50):
                 name = f"attempt-{attempt}"
-                request = client.aembed(prompt_token_ids=prompt, cache_salt=name, request_id=name)
+                request = client.embed(prompt_token_ids=prompt, cache_salt=name, request_id=name)
                 running_request = asyncio.create_task(request)
                 if await is_caught_midway(client, name, system.worker.pid, running_request):
                     system.worker.kill()
@@ -116,7 +116,7 @@ async def test_a_killed_worker_costs_an_embedding_nothing_but_time(mode: str, tm
             assert (await client.loads()).num_worker_losses == num_kills == 2
 
 
-async def is_caught_midway(client: Client, name: str, worker: int, request: asyncio.Task) -> bool:
+async def is_caught_midway(client: AsyncClient, name: str, worker: int, request: asyncio.Task) -> bool:
     """Stop the worker as soon as a part of a request is planned; False if it has ended by then."""
     while not request.done():
         try:

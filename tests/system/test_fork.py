@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -36,8 +36,8 @@ def expected(path, prompts: list[list[int]]) -> list[list[list[int]]]:
     ]
 
 
-async def samples_of(client: Client, prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
-    completion = await client.acomplete(None, sampling, prompt_token_ids=prompt)
+async def samples_of(client: AsyncClient, prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
+    completion = await client.complete(None, sampling, prompt_token_ids=prompt)
     return [list(output.token_ids) for output in completion.outputs]
 
 
@@ -58,7 +58,7 @@ async def test_eight_samples_are_eight_draws_at_every_prompt_length(model, aroun
         "scheduler": [] if caching else ["--no-enable-prefix-caching"],
     }
     with running(model, **flags) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             calls = (samples_of(client, prompt, params(seed)) for seed, prompt in enumerate(prompts))
             together = await asyncio.gather(*calls)
             loads = await client.loads()
@@ -70,8 +70,8 @@ async def test_eight_samples_are_eight_draws_at_every_prompt_length(model, aroun
 async def test_eight_samples_cost_one_prefill(model, length):
     prompt = oracle.random_prompts(2, VOCAB_SIZE, [length])[0]
     with running(model, worker=["--dtype", "float32"]) as system:
-        async with Client(system.url) as client:
-            completion = await client.acomplete(None, params(0), prompt_token_ids=prompt)
+        async with AsyncClient(system.url) as client:
+            completion = await client.complete(None, params(0), prompt_token_ids=prompt)
             loads = await client.loads()
     assert completion.usage.prompt_tokens == length
     assert completion.usage.completion_tokens == NUM_SAMPLES * NUM_TOKENS
@@ -82,7 +82,7 @@ async def test_eight_samples_cost_one_prefill(model, length):
 async def test_fewer_samples_are_the_first_of_more(model):
     prompts = oracle.random_prompts(3, VOCAB_SIZE, [40, 70])
     with running(model, worker=["--dtype", "float32"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             for seed, prompt in enumerate(prompts):
                 all_of_them = await samples_of(client, prompt, params(seed))
                 assert await samples_of(client, prompt, params(seed, n=3)) == all_of_them[:3]
@@ -105,7 +105,7 @@ async def test_groups_of_samples_under_pressure(model, large_groups, mode):
         "scheduler": ["--preemption", mode],
     }
     with running(model, **flags) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             calls = (samples_of(client, prompt, params(seed)) for seed, prompt in enumerate(prompts))
             squeezed = await asyncio.gather(*calls)
             loads = await client.loads()

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire import Client, SamplingParams, Unavailable
+from pagewire import AsyncClient, SamplingParams, Unavailable
 from testing import oracle
 from testing.forked import running
 from testing.services import Service, System
@@ -43,8 +43,8 @@ async def stream(url: str, begun: asyncio.Event) -> tuple[list[int], str]:
     """The tokens and the text of the prompt's completion; `begun` once a few tokens are there."""
     tokens: list[int] = []
     texts: list[str] = []
-    async with Client(url) as client:
-        async for output in client.generate(PROMPT, SAMPLING):
+    async with AsyncClient(url) as client:
+        async for output in client.stream(PROMPT, SAMPLING):
             assert output.first_token == len(tokens)
             tokens += output.token_ids
             texts.append(output.text)
@@ -59,7 +59,7 @@ async def test_a_front_end_dies_and_another_drains(expected: list[int]) -> None:
         begun = [asyncio.Event() for _ in range(2 * NUM_CLIENTS)]
         of_one = [asyncio.create_task(stream(urls[one], each)) for each in begun[:NUM_CLIENTS]]
         of_two = [asyncio.create_task(stream(urls[two], each)) for each in begun[NUM_CLIENTS:]]
-        async with asyncio.timeout(DEADLINE), Client(system.url) as direct:
+        async with asyncio.timeout(DEADLINE), AsyncClient(system.url) as direct:
             for each in begun:
                 await each.wait()
             one.kill()
@@ -71,7 +71,7 @@ async def test_a_front_end_dies_and_another_drains(expected: list[int]) -> None:
             outputs = await asyncio.gather(*of_two)
             assert await stopping == 0
             assert [tokens for tokens, _ in outputs] == [expected] * NUM_CLIENTS
-            completion = await direct.acomplete(PROMPT, SAMPLING)
+            completion = await direct.complete(PROMPT, SAMPLING)
             assert list(completion.outputs[0].token_ids) == expected
             assert {text for _, text in outputs} == {completion.outputs[0].text}
             # The scheduler has let go of what the dead one had asked for.

@@ -19,7 +19,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from tokenizers import Tokenizer
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from testing.gateway import Gateway, ask, post, send, wait_until
@@ -379,7 +379,7 @@ async def test_a_gateway_chooses_among_named_templates(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     tool = {"type": "function", "function": {"name": "a_long_name_of_a_tool", "parameters": {"type": "object"}}}
     messages = [{"role": "user", "content": "hello"}]
-    async with serve(checkpoint) as stack, Client(stack.url) as client:
+    async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         gateway = Gateway([stack.url.removeprefix("grpc://")])
         try:
             await asyncio.to_thread(gateway.wait_until_ready)
@@ -389,7 +389,7 @@ async def test_a_gateway_chooses_among_named_templates(tmp_path: Path) -> None:
                 assert answer.status == 200, answer
                 expected = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
                 assert answer.body["usage"]["prompt_tokens"] == expected
-                own = await client.achat(messages, max_tokens=3, template_variables={"tools": tools})
+                own = await client.chat(messages, max_tokens=3, template_variables={"tools": tools})
                 assert own.usage.prompt_tokens == expected
         finally:
             await asyncio.to_thread(gateway.stop)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -36,13 +36,13 @@ async def test_suppressed_tokens_and_greedy_choice_are_those_of_transformers(tmp
     unset = SamplingParams(max_tokens=NUM_TOKENS, temperature=None)
     favoured = replace(unset, logit_bias=dict.fromkeys(suppressed, 100.0))
     with running(path, worker=["--dtype", "float32"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             for sampling in (unset, favoured):
-                answers = [await client.acomplete(sampling=sampling, prompt_token_ids=prompt) for prompt in prompts]
+                answers = [await client.complete(sampling=sampling, prompt_token_ids=prompt) for prompt in prompts]
                 assert [tuple(answer.outputs[0].token_ids) for answer in answers] == expected
             drawn = SamplingParams(max_tokens=NUM_TOKENS, temperature=2.0, seed=1, logprobs=1)
-            answer = await client.acomplete(sampling=drawn, prompt_token_ids=prompts[0])
+            answer = await client.complete(sampling=drawn, prompt_token_ids=prompts[0])
             assert not {*answer.outputs[0].token_ids} & {*suppressed}
             searched = SamplingParams(max_tokens=NUM_TOKENS, beam_width=3)
-            answer = await client.acomplete(sampling=searched, prompt_token_ids=prompts[0])
+            answer = await client.complete(sampling=searched, prompt_token_ids=prompts[0])
             assert not {*answer.outputs[0].token_ids} & {*suppressed}

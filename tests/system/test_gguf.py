@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_dequantized, write_gguf
@@ -26,16 +26,16 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
 async def tell(url: str) -> list[tuple[str, tuple[int, ...]]]:
     """The greedy continuations of texts, and what a question of a chat is answered, one after another."""
-    async with Client(url) as client:
-        answers = [await client.acomplete(text, GREEDY) for text in TEXTS]
-        answers.append(await client.achat([{"role": "user", "content": TEXTS[0]}], GREEDY))
+    async with AsyncClient(url) as client:
+        answers = [await client.complete(text, GREEDY) for text in TEXTS]
+        answers.append(await client.chat([{"role": "user", "content": TEXTS[0]}], GREEDY))
         return [(answer.outputs[0].text, tuple(answer.outputs[0].token_ids)) for answer in answers]
 
 
 async def continue_tokens(url: str, vocab_size: int) -> list[tuple[int, ...]]:
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         prompts = oracle.random_prompts(5, vocab_size, (1, 7, 33, 90))
-        answers = [await client.acomplete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
+        answers = [await client.complete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
         return [tuple(answer.outputs[0].token_ids) for answer in answers]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -18,13 +18,13 @@ def model(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("tier") / "model", "llama", seed=10)
 
 
-async def tokens_of(client: Client, prompt: list[int], **options: object) -> tuple[list[int], int]:
+async def tokens_of(client: AsyncClient, prompt: list[int], **options: object) -> tuple[list[int], int]:
     """And how many tokens of the prompt were found in the cache."""
-    completion = await client.acomplete(None, SAMPLING, prompt_token_ids=prompt, **options)
+    completion = await client.complete(None, SAMPLING, prompt_token_ids=prompt, **options)
     return list(completion.outputs[0].token_ids), completion.usage.cached_tokens
 
 
-async def evict(client: Client, seed: int) -> None:
+async def evict(client: AsyncClient, seed: int) -> None:
     """Other prompts, of more blocks than the device has, none of which needs many at once: what is needed at once is
     dropped without a copy."""
     for prompt in oracle.random_prompts(seed, VOCAB_SIZE, [120] * 16):
@@ -35,7 +35,7 @@ async def test_an_evicted_prefix_comes_back_from_the_host(model):
     prefix, first, second = oracle.random_prompts(1, VOCAB_SIZE, (PREFIX_LENGTH, 9, 21))
     reference = oracle.load(model)
     with running(model, worker=POOLS, scheduler=["--preemption", "swap"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             assert await tokens_of(client, prefix + first) == (oracle.greedy(reference, prefix + first, 12), 0)
             await evict(client, 2)
             before = await client.loads()
@@ -60,7 +60,7 @@ async def test_another_salt_or_tenant_finds_nothing_in_the_host(model):
     prompt = oracle.random_prompts(3, VOCAB_SIZE, [PREFIX_LENGTH])[0]
     expected = oracle.greedy(oracle.load(model), prompt, 12)
     with running(model, worker=POOLS, scheduler=["--preemption", "swap"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             assert await tokens_of(client, prompt) == (expected, 0)
             await evict(client, 4)
             assert await tokens_of(client, prompt, cache_salt="other") == (expected, 0)
@@ -73,7 +73,7 @@ async def test_the_host_tier_dies_with_its_worker(model):
     prompt = oracle.random_prompts(5, VOCAB_SIZE, [PREFIX_LENGTH])[0]
     expected = oracle.greedy(oracle.load(model), prompt, 12)
     with running(model, worker=POOLS, scheduler=["--preemption", "swap"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             assert await tokens_of(client, prompt) == (expected, 0)
             await evict(client, 6)
             system.worker.kill()

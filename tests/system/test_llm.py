@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 import pagewire
 from pagewire import LLM, SamplingParams
@@ -87,6 +88,18 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
         ([{}], {}, ValueError, "prompt 0 is a mapping without prompt and prompt_token_ids"),
         ([{"prompt": 5}], {}, TypeError, "prompt 0's text must be a text"),
         ([{"prompt_token_ids": "5"}], {}, TypeError, "must be a list of integers"),
+        ([{"prompt_token_ids": b"5"}], {}, TypeError, "prompt 0's prompt_token_ids must be a list of integers"),
+        (b"abc", {}, TypeError, "^prompts must be a text, token ids, a mapping, or a list of those; got b'abc'"),
+        (bytearray(b"abc"), {}, TypeError, "^prompts must be"),
+        (None, {}, TypeError, "^prompts must be"),
+        ([b"abc"], {}, TypeError, "^prompts: prompt 0 of the list is b'abc', but must be a text or token ids"),
+        ([[[1]]], {}, TypeError, "^prompts: prompt 0 of the list"),
+        (torch.tensor([1, 2]), {}, TypeError, "^prompts: prompt 0 of the list"),
+        ([torch.tensor([1, 2])], {}, TypeError, "^prompts: prompt 0 of the list"),
+        (torch.tensor(1), {}, TypeError, "^prompts must be"),
+        (["a", "b\ud800"], {}, TypeError, r"^prompts\[1\] has '\\ud800' at 1, half a character"),
+        ("\ud800", {}, pagewire.InvalidRequest, r"^prompts\[0\] has"),
+        (["a"], {"priority": 5}, TypeError, "^priority must be a list of integers; got 5"),
         ([{"prompt": "a", "multi_modal_data": {}}], {}, ValueError, "prompt 0's multi_modal_data is not supported"),
         (["a", "b"], {"sampling_params": [GREEDY]}, ValueError, "2 prompts and 1 sampling parameters"),
         (["a"], {"sampling_params": {"max_tokens": 4}}, TypeError, "sampling_params must be pagewire.SamplingParams"),
@@ -102,6 +115,37 @@ def test_what_cannot_be_is_a_clear_error(
     with pytest.raises(error, match=text):
         llm.generate(prompts, **options)
     assert len(llm.generate("a", GREEDY)) == 1
+
+
+# The attributes of vLLM's results, which programs read.
+VLLM_REQUEST = (
+    "request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics lora_request encoder_prompt "
+    "encoder_prompt_token_ids num_cached_tokens kv_transfer_params add"
+)
+VLLM_SAMPLE = (
+    "index text token_ids cumulative_logprob logprobs routed_experts finish_reason stop_reason lora_request "
+    "kv_transfer_params finished"
+)
+
+
+def test_results_have_what_vllms_have(llm: LLM) -> None:
+    began_at = time.time()
+    first, second = llm.generate(PROMPTS[:2], GREEDY)
+    assert [name for name in VLLM_REQUEST.split() if not hasattr(first, name)] == []
+    assert [name for name in VLLM_SAMPLE.split() if not hasattr(first.outputs[0], name)] == []
+    assert first.outputs[0].finished()
+    metrics = first.metrics
+    assert began_at <= metrics.arrival_time <= time.time()
+    assert metrics.num_generation_tokens == len(first["token_ids"]) == 12
+    assert metrics.first_token_latency is not None
+    assert metrics.first_token_ts is not None
+    assert metrics.last_token_ts is not None
+    assert 0 < metrics.first_token_latency == metrics.first_token_ts < metrics.last_token_ts
+    texts = first["text"], second["text"]
+    first.add(second, aggregate=True)
+    assert (first["text"], len(first["token_ids"])) == ("".join(texts), 24)
+    first.add(second, aggregate=False)
+    assert (first["text"], len(first.outputs)) == (texts[1], 1)
 
 
 def test_parameters_for_each_prompt(llm: LLM) -> None:
@@ -152,6 +196,7 @@ def test_embeddings_read_as_vllms(llm: LLM) -> None:
     assert [output.outputs.embedding for output in outputs] == [list(each.values) for each in expected]
     assert [output.prompt_token_ids for output in outputs] == [*llm.client.tokenize(PROMPTS), [1, 2, 3]]
     assert all(output.finished for output in outputs)
+    assert outputs[0].outputs.hidden_size == len(outputs[0].outputs.embedding)
     assert llm.embed([]) == []
     (alone,) = llm.embed({"prompt": PROMPTS[0]}, priority=[3])
     assert alone.outputs == outputs[0].outputs
@@ -220,8 +265,20 @@ def test_the_thread_that_made_it_may_end(llm: LLM) -> None:
     [closing] = [threading.Thread(target=made[0].close)]
     closing.start()
     closing.join()
-    with pytest.raises(pagewire.PagewireError):
-        made[0].generate(PROMPTS, GREEDY)
+    says_so(made[0], "^this LLM is closed")
+
+
+def says_so(llm: LLM, text: str) -> None:
+    """Every method that needs the services gives this reason for their absence, also the second time."""
+    for _ in range(2):
+        for ask in (
+            lambda: llm.generate(PROMPTS, GREEDY),
+            lambda: llm.chat([{"role": "user", "content": "Once"}], GREEDY),
+            lambda: llm.embed(PROMPTS),
+            lambda: llm.client.info(),
+        ):
+            with pytest.raises(pagewire.StartError, match=text):
+                ask()
 
 
 def is_running(pid: int) -> bool:
@@ -258,6 +315,7 @@ def begun(program: str) -> "tuple[subprocess.Popen[str], list[int]]":
         ("print(len(llm.generate('Once'))); sys.exit(3)", 3),
         ("print(len(llm.generate('Once'))); raise RuntimeError", 1),
         ("print(len(llm.generate('Once')))\nif not os.fork(): sys.exit()\nos.wait(); llm.generate('Once')", 0),
+        ("llm.generate('Once')\nif not os.fork(): print(len(llm.generate('Once')))\nelse: os.wait()", 0),
     ],
 )
 def test_the_services_end_with_the_program(program: str, code: int) -> None:
@@ -280,19 +338,17 @@ def test_a_killed_program_leaves_no_services(number: signal.Signals) -> None:
 
 def test_ctrl_c_ends_the_requests_and_nothing_else() -> None:
     program = """
-import asyncio, threading
-async def interrupt():
-    while not (await llm.client.loads()).num_running:
-        await asyncio.sleep(0.01)
+import threading, time
+def interrupt():
+    while not llm.client.loads().num_running:
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
-async def wait_until_idle():
-    while (await llm.client.loads()).num_running:
-        await asyncio.sleep(0.01)
 try:
-    threading.Thread(target=lambda: asyncio.run(interrupt())).start()
+    threading.Thread(target=interrupt).start()
     llm.generate(['Once'] * 500, long, use_tqdm=False)
 except KeyboardInterrupt:
-    asyncio.run(wait_until_idle())
+    while llm.client.loads().num_running:
+        time.sleep(0.01)
     print("interrupted", len(llm.generate('Once')), flush=True)
 raise KeyboardInterrupt
 """
@@ -310,8 +366,28 @@ def test_services_that_are_gone_are_said_to_be() -> None:
         [server] = set(children_of(os.getpid())) - before
         os.kill(server, signal.SIGKILL)
         wait_until_gone([server])
-        with pytest.raises(pagewire.StartError, match=r"^the services of this LLM have ended \(signal SIGKILL\)"):
-            llm.generate("Once", GREEDY)
+        says_so(llm, r"^the services of this LLM have ended \(signal SIGKILL\)")
+
+
+def test_closing_ends_what_runs_in_another_thread() -> None:
+    llm = LLM(MODEL, **OPTIONS)
+    failures: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            llm.generate(PROMPTS * 50, SamplingParams(max_tokens=400, ignore_eos=True))
+        except BaseException as error:
+            failures.append(error)
+
+    running = threading.Thread(target=generate)
+    running.start()
+    while not llm.client.loads().num_running:
+        time.sleep(0.01)
+    llm.close()
+    running.join()
+    (failure,) = failures
+    assert isinstance(failure, pagewire.StartError)
+    assert str(failure).startswith("this LLM is closed")
 
 
 def test_a_model_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:

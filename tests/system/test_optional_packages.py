@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.errors import InvalidRequest
 from testing.checkpoints.families import make_checkpoint
 from testing.services import Process, running
@@ -79,12 +79,12 @@ async def test_both_services_serve_without_them(bare: dict[str, str], tmp_path: 
 
     model = make_checkpoint(tmp_path / "model", "llama", seed=1)
     with running(model, start=start) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-            completion = await client.acomplete(None, sampling, prompt_token_ids=[1, 2, 3])
+            completion = await client.complete(None, sampling, prompt_token_ids=[1, 2, 3])
             assert len(completion.outputs[0].token_ids) == 5
             with pytest.raises(InvalidRequest, match="token id 9999 is not in the vocabulary"):
-                await client.acomplete(None, sampling, prompt_token_ids=[9999])
+                await client.complete(None, sampling, prompt_token_ids=[9999])
 
 
 @pytest.mark.parametrize("service", ["worker", "scheduler"])

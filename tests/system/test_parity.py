@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire import Client
+from pagewire import AsyncClient
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -38,11 +38,11 @@ async def test_seeded_samples_are_equal_alone_in_a_batch_and_under_preemption(tm
     """Noise is a pure function of seed, sample index and position."""
     path = make_checkpoint(tmp_path / "model", "qwen3", seed=5)
     with running(path, worker=["--dtype", "float32"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             alone = await sample_alone(client)
             batch = await sample_together(client)
     with running(path, worker=["--dtype", "float32", "--num-device-blocks", 24]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             squeezed = await sample_together(client)
             assert (await client.loads()).num_preemptions > 0
     assert batch == alone

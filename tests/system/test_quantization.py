@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
@@ -43,9 +43,9 @@ def serving(model: Path, *flags: str) -> Iterator[System]:
 
 async def answers(url: str) -> list[tuple[object, ...]]:
     """Tokens and their log-probabilities."""
-    async with Client(url) as client:
+    async with AsyncClient(url) as client:
         prompts = oracle.random_prompts(11, 151, (1, 9, 40))
-        sent = [client.acomplete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
+        sent = [client.complete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
         outputs = [answer.outputs[0] for answer in await asyncio.gather(*sent)]
         return [(tuple(output.token_ids), repr(output.logprobs)) for output in outputs]
 
@@ -75,8 +75,8 @@ async def test_tokens_of_experts_are_the_best_where_rounding_leaves_no_doubt(
     reference, ours = oracle.load(source), load_here(source, "int8")
     prompts = oracle.random_prompts(13, 151, (1, 9, 40, 90))
     with serving(source, "--quantization", "int8", "--dtype", "float32") as system:
-        async with Client(system.url) as client:
-            sent = [client.acomplete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
+        async with AsyncClient(system.url) as client:
+            sent = [client.complete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
             served = [list(answer.outputs[0].token_ids) for answer in await asyncio.gather(*sent)]
     num_checked = 0
     for prompt, tokens in zip(prompts, served, strict=True):
@@ -98,11 +98,11 @@ async def test_a_stream_goes_on_with_the_same_bits_after_a_crash(tmp_path: Path,
     prompt = oracle.random_prompts(12, 151, (30,))[0]
     sampling = SamplingParams(max_tokens=900, temperature=0.8, seed=5)
     with serving(source, "--quantization", "int4") as system:
-        async with Client(system.url) as client:
-            calm = await client.acomplete(sampling=sampling, prompt_token_ids=prompt)
+        async with AsyncClient(system.url) as client:
+            calm = await client.complete(sampling=sampling, prompt_token_ids=prompt)
             (kept,) = (cache / "quantized").iterdir()
             tokens: list[int] = []
-            async for output in client.generate(None, sampling, prompt_token_ids=prompt):
+            async for output in client.stream(None, sampling, prompt_token_ids=prompt):
                 if not tokens:
                     system.worker.kill()
                     await until_lost(client, 1)

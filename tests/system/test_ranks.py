@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.hosting.supervisor import free_port
 from testing import oracle, services
 from testing.checkpoints.families import FIRST_FAMILIES, make_checkpoint
@@ -48,9 +48,9 @@ async def test_samples_are_those_of_one_rank_with_blocks_that_move(model):
     for num_ranks in (1, 2):
         flags = {"worker": [*FLOAT32, *pool], "scheduler": ["--preemption", "swap"]}
         with running(model, num_ranks=num_ranks, **flags) as system:
-            async with Client(system.url) as client:
+            async with AsyncClient(system.url) as client:
                 tokens.append(await run_streams(client, requests))
-                search = await client.acomplete(None, beams, prompt_token_ids=PROMPTS[2])
+                search = await client.complete(None, beams, prompt_token_ids=PROMPTS[2])
                 found.append([output.token_ids for output in search.outputs])
                 loads = await client.loads()
         assert loads.num_moved_blocks_out > 0
@@ -63,7 +63,7 @@ async def test_streams_go_on_when_ranks_are_killed(model):
     """Either rank, and the one that keeps the store of the other; they meet again in an epoch of their own."""
     requests = requests_of(45, 151, num_requests=16, max_tokens=(100, 150))
     with running(model, worker=FLOAT32, num_ranks=2) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             calm = await run_streams(client, requests)
             runs, _ = await run_while_ending(system, client, requests, (1, 0, 1, 0), run_streams)
             loads = await client.loads()
@@ -75,7 +75,7 @@ async def test_streams_go_on_when_ranks_are_killed(model):
 async def test_ranks_that_restart_in_order_end_with_0(model):
     requests = requests_of(46, 151, num_requests=8, max_tokens=(100, 150))
     with running(model, worker=FLOAT32, num_ranks=2) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             calm = await run_streams(client, requests)
             runs, _ = await run_while_ending(system, client, requests, (0, 1), run_streams, kills=False)
             assert all(served == calm for served in runs)
@@ -87,7 +87,7 @@ async def test_a_stopped_rank_ends_the_epoch(model, rank, returns):
     """The other one waits for it in the middle of a step, until it returns or its connections close."""
     requests = requests_of(47, 151, num_requests=8)
     with running(model, worker=FLOAT32, num_ranks=2, scheduler=["--worker-timeout", 60]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             calm = await run_streams(client, requests)
             progress = Progress()
             streams = asyncio.create_task(run_streams(client, requests, progress))
@@ -111,13 +111,13 @@ async def test_serve_starts_every_rank_and_again_when_it_dies(model):
     sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = oracle.greedy(oracle.load(model), PROMPTS[2], 20)
     try:
-        async with Client(service.wait_until_ready()) as client:
-            first = await client.acomplete(None, sampling, prompt_token_ids=PROMPTS[2])
+        async with AsyncClient(service.wait_until_ready()) as client:
+            first = await client.complete(None, sampling, prompt_token_ids=PROMPTS[2])
             ranks = services.children_of(service.pid)
             assert len(ranks) == 2
             os.kill(ranks[1], signal.SIGKILL)
             await until_lost(client, 1)
-            again = await client.acomplete(None, sampling, prompt_token_ids=PROMPTS[2])
+            again = await client.complete(None, sampling, prompt_token_ids=PROMPTS[2])
         assert list(first.outputs[0].token_ids) == list(again.outputs[0].token_ids) == expected
         ranks = services.children_of(service.pid)
         assert len(ranks) == 2
@@ -151,13 +151,13 @@ async def test_a_worker_starts_its_ranks_and_all_of_them_again_when_one_dies(mod
     scheduler = services.Service("scheduler", [*link, "--log-level", "error"])
     try:
         assert worker.wait_until_ready() == f"{services.HOST}:{port}"
-        async with Client(scheduler.wait_until_ready()) as client:
-            first = await client.acomplete(None, sampling, prompt_token_ids=PROMPTS[2])
+        async with AsyncClient(scheduler.wait_until_ready()) as client:
+            first = await client.complete(None, sampling, prompt_token_ids=PROMPTS[2])
             before = services.children_of(worker.pid)
             assert len(before) == 2
             os.kill(before[1], signal.SIGKILL)
             await until_lost(client, 1)
-            again = await client.acomplete(None, sampling, prompt_token_ids=PROMPTS[2])
+            again = await client.complete(None, sampling, prompt_token_ids=PROMPTS[2])
         assert list(first.outputs[0].token_ids) == list(again.outputs[0].token_ids) == expected
         after = services.children_of(worker.pid)
         assert len(after) == 2

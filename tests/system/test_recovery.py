@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.errors import Unavailable
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
@@ -64,7 +64,7 @@ async def test_10_rolling_restarts_under_100_streams_change_nothing(model):
 async def test_a_stopped_worker_is_noticed_and_its_streams_go_on(model):
     """SIGSTOP leaves the connection open and silent; a new worker takes over, and the zombie's news do not count."""
     with running(model, worker=["--dtype", "float32"], scheduler=["--worker-timeout", 60]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             requests = requests_of(2, 151)[:8]
             calm = await run_streams(client, requests)
             progress = Progress()
@@ -83,20 +83,20 @@ async def test_a_stopped_worker_is_noticed_and_its_streams_go_on(model):
 @pytest.mark.alone
 async def test_requests_wait_for_a_missing_worker_and_fail_after_its_timeout(model):
     with running(model, worker=["--dtype", "float32"], scheduler=["--worker-timeout", 2]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             sampling = SamplingParams(temperature=0, max_tokens=4)
-            before = await client.acomplete(None, sampling, prompt_token_ids=[1, 2])
+            before = await client.complete(None, sampling, prompt_token_ids=[1, 2])
             system.worker.kill()
             started_at = time.monotonic()
             with pytest.raises(Unavailable, match="no worker has been connected for 2 s"):
-                await client.acomplete(None, sampling, prompt_token_ids=[1, 2])
+                await client.complete(None, sampling, prompt_token_ids=[1, 2])
             assert 1.5 < time.monotonic() - started_at < 6
             with pytest.raises(Unavailable):
-                await client.acomplete(None, sampling, prompt_token_ids=[1, 2])
+                await client.complete(None, sampling, prompt_token_ids=[1, 2])
             system.restart_worker()
             system.worker.wait_until_ready()
             await until_connected(client, True)
-            after = await client.acomplete(None, sampling, prompt_token_ids=[1, 2])
+            after = await client.complete(None, sampling, prompt_token_ids=[1, 2])
             assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
@@ -104,7 +104,7 @@ async def test_1000_cancels_at_random_moments_hold_no_block(model):
     """Cancelled while queued, in prefill, while decoding, or just when they end."""
     rng = random.Random(9)
     with running(model, worker=["--dtype", "float32", "--num-device-blocks", 200]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             limit = asyncio.Semaphore(48)
             num_cancelled = 0
 
@@ -115,7 +115,7 @@ async def test_1000_cancels_at_random_moments_hold_no_block(model):
                     temperature=0.7, seed=i, max_tokens=rng.randint(1, 200), n=rng.choice((1, 1, 2))
                 )
                 async with limit:
-                    task = asyncio.create_task(client.acomplete(None, sampling, prompt_token_ids=prompt))
+                    task = asyncio.create_task(client.complete(None, sampling, prompt_token_ids=prompt))
                     done, _ = await asyncio.wait({task}, timeout=rng.random() ** 3)
                     if not done:
                         task.cancel()
@@ -124,7 +124,7 @@ async def test_1000_cancels_at_random_moments_hold_no_block(model):
 
             while num_cancelled < 1000:
                 await asyncio.gather(*(one(i) for i in range(1000 - num_cancelled)))
-            last = await client.acomplete(None, SamplingParams(max_tokens=2), prompt_token_ids=[5])
+            last = await client.complete(None, SamplingParams(max_tokens=2), prompt_token_ids=[5])
             assert last.usage.completion_tokens == 2
             loads = await client.loads()
     assert (loads.num_running, loads.num_waiting, loads.num_held_blocks) == (0, 0, 0)
@@ -132,9 +132,9 @@ async def test_1000_cancels_at_random_moments_hold_no_block(model):
 
 async def test_a_drain_finishes_what_runs_and_refuses_what_comes(model):
     with running(model, worker=["--dtype", "float32"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             sampling = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-            stream = client.generate(None, sampling, prompt_token_ids=[1, 2, 3])
+            stream = client.stream(None, sampling, prompt_token_ids=[1, 2, 3])
             first = await anext(stream)
             num_tokens = len(first.token_ids)
             system.scheduler.send_signal(signal.SIGTERM)
@@ -143,7 +143,7 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes(model):
                 num_tokens += len(output.token_ids)
                 if not refused and output.usage is None:
                     try:
-                        await client.acomplete(None, SamplingParams(max_tokens=1), prompt_token_ids=[1])
+                        await client.complete(None, SamplingParams(max_tokens=1), prompt_token_ids=[1])
                     except Unavailable:
                         refused = True
             assert refused

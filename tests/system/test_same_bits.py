@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from pagewire.completion import TokenLogprobs
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
@@ -104,12 +104,12 @@ def bits_of(entries: Sequence[TokenLogprobs]) -> list[tuple[int, bytes]]:
     return [(token_id, np.array(values, np.float32).tobytes()) for token_id, values in told]
 
 
-async def serve(client: Client, request: Request, progress: Progress | None = None) -> list[tuple[int, bytes]]:
+async def serve(client: AsyncClient, request: Request, progress: Progress | None = None) -> list[tuple[int, bytes]]:
     """The bits of a request's prompt, where it asks for them, and then of its tokens."""
     prompt, sampling = request
     of_prompt: list[TokenLogprobs] = []
     of_tokens: list[TokenLogprobs] = []
-    async for output in client.generate(None, sampling, prompt_token_ids=prompt):
+    async for output in client.stream(None, sampling, prompt_token_ids=prompt):
         of_prompt += output.prompt_logprobs or ()
         of_tokens += output.logprobs or ()
         if progress is not None:
@@ -119,7 +119,7 @@ async def serve(client: Client, request: Request, progress: Progress | None = No
     return bits_of(of_prompt) + bits_of(of_tokens)
 
 
-async def serve_all(client: Client, requests: Sequence[Request], progress: Progress | None = None) -> Served:
+async def serve_all(client: AsyncClient, requests: Sequence[Request], progress: Progress | None = None) -> Served:
     return await asyncio.gather(*(serve(client, request, progress) for request in requests))
 
 
@@ -141,7 +141,7 @@ def alone(request, tmp_path_factory):
     model, requests = case.write(tmp_path_factory.mktemp("bits")), requests_of(31)
 
     async def one_by_one() -> Served:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             return [await serve(client, each) for each in requests]
 
     scheduler = ["--no-enable-prefix-caching", "--pipeline-depth", 1]
@@ -155,7 +155,7 @@ async def test_in_company_and_from_the_cache(alone):
     worker = [*case.flags, "--block-size", 8, "--num-threads", 2]
     scheduler = ["--max-num-batched-tokens", 100]
     with running(model, worker=worker, scheduler=scheduler, num_ranks=case.num_ranks) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             assert_same(await serve_all(client, requests), expected)
             before = (await client.loads()).num_cached_prompt_tokens
             assert_same(await serve_all(client, requests), expected)
@@ -170,7 +170,7 @@ async def test_preempted_and_after_crashes(alone):
     ranks = [0, case.num_ranks - 1]
     scheduler = ["--preemption", mode, "--max-num-batched-tokens", 48 if mode == "swap" else 333]
     with running(model, worker=[*case.flags, *pool], scheduler=scheduler, num_ranks=case.num_ranks) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             for served in (await run_while_ending(system, client, requests, ranks, serve_all))[0]:
                 assert_same(served, expected)
             loads = await client.loads()

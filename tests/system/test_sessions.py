@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pagewire import Client, SamplingParams, Session
+from pagewire import AsyncClient, SamplingParams, Session
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -19,9 +19,9 @@ def model(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("sessions") / "model", "llama", seed=11)
 
 
-async def turn(client: Client, prompt: list[int], session: Session) -> tuple[list[int], int]:
+async def turn(client: AsyncClient, prompt: list[int], session: Session) -> tuple[list[int], int]:
     """A prompt and what came of it, and how many tokens of the prompt were found in the cache."""
-    completion = await client.acomplete(None, SAMPLING, prompt_token_ids=prompt, session=session)
+    completion = await client.complete(None, SAMPLING, prompt_token_ids=prompt, session=session)
     return prompt + list(completion.outputs[0].token_ids), completion.usage.cached_tokens
 
 
@@ -29,7 +29,7 @@ async def test_what_will_return_outlives_what_will_not(model):
     """Either session has most of the pool's half; a third prompt needs a part of it."""
     kept, left, other = oracle.random_prompts(1, VOCAB_SIZE, (400, 400, 250))
     with running(model, worker=POOL, scheduler=["--policy", "agent"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             history, _ = await turn(client, kept, Session("kept", will_return=True))
             await turn(client, left, Session("left", will_return=False))  # though it was there last
             await turn(client, other, Session("other"))
@@ -47,7 +47,7 @@ async def test_many_sessions_at_once_say_what_an_undisturbed_server_says(model):
     """Eight sessions of four turns each contend for a pool that holds two of them."""
     reference = oracle.load(model)
 
-    async def talk(client: Client, prompt: list[int], name: str) -> tuple[list[int], list[int]]:
+    async def talk(client: AsyncClient, prompt: list[int], name: str) -> tuple[list[int], list[int]]:
         history, expected = prompt, prompt
         for number in range(4):
             history, _ = await turn(client, history, Session(name if number % 2 else "", will_return=True))
@@ -56,7 +56,7 @@ async def test_many_sessions_at_once_say_what_an_undisturbed_server_says(model):
         return history, expected
 
     with running(model, worker=POOL, scheduler=["--policy", "agent", "--max-wait", 2]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             prompts = oracle.random_prompts(2, VOCAB_SIZE, [300] * 8)
             talks = [talk(client, prompt, f"session {i}") for i, prompt in enumerate(prompts)]
             for history, expected in await asyncio.gather(*talks):

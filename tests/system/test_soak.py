@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing.forked import running
 from testing.services import System
 
@@ -41,7 +41,7 @@ def random_sampling(rng: random.Random) -> SamplingParams:
 
 
 def random_request(rng: random.Random) -> dict[str, Any]:
-    """Arguments of `Client.acomplete`; some prompts share a prefix."""
+    """Arguments of `AsyncClient.complete`; some prompts share a prefix."""
     shared = [7 * i % 1000 + 5 for i in range(64)][: rng.choice((0, 16, 48, 64))]
     prompt = shared + [rng.randrange(5, 1024) for _ in range(rng.randint(1, 80))]
     return {"prompt_token_ids": prompt, "sampling": random_sampling(rng), "priority": rng.randint(-1, 1)}
@@ -72,13 +72,13 @@ async def test_what_completes_is_what_a_calm_run_gives(seed):
     requests = [random_request(rng) for _ in range(NUM_REQUESTS)]
     patience = [rng.random() * 2 if i % 6 == 5 else None for i in range(NUM_REQUESTS)]
     with running(STORYTELLER, **CALM) as system:
-        async with Client(system.url) as client:
-            expected = [await client.acomplete(**request) for request in requests]
+        async with AsyncClient(system.url) as client:
+            expected = [await client.complete(**request) for request in requests]
 
-    async def one(client: Client, limit: asyncio.Semaphore, ended: asyncio.Semaphore, i: int) -> Any:
+    async def one(client: AsyncClient, limit: asyncio.Semaphore, ended: asyncio.Semaphore, i: int) -> Any:
         """None: cancelled."""
         async with limit:
-            task = asyncio.create_task(client.acomplete(**requests[i]))
+            task = asyncio.create_task(client.complete(**requests[i]))
             await asyncio.wait({task}, timeout=patience[i])
             ended.release()
             if not task.done():
@@ -88,7 +88,7 @@ async def test_what_completes_is_what_a_calm_run_gives(seed):
             return task.result()
 
     with running(STORYTELLER, **WILD) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             limit, ended = asyncio.Semaphore(40), asyncio.Semaphore(0)
             killing = asyncio.create_task(kill_now_and_then(system, ended))
             completions = await asyncio.gather(*(one(client, limit, ended, i) for i in range(NUM_REQUESTS)))

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire import Client, Completion, ResourceExhausted, SamplingParams
+from pagewire import AsyncClient, Completion, ResourceExhausted, SamplingParams
 from pagewire.common.grammars import GrammarCompiler
 from testing.forked import running
 from testing.services import System
@@ -78,7 +78,7 @@ def num_cut(completions: Iterable[Completion]) -> int:
 
 
 async def run_all(
-    client: Client, keys: list[tuple[int, int]], ended: asyncio.Semaphore | None = None
+    client: AsyncClient, keys: list[tuple[int, int]], ended: asyncio.Semaphore | None = None
 ) -> dict[tuple[int, int], Completion]:
     """Complete schemas, each with a seed; `ended` counts those that have."""
     places = asyncio.Semaphore(MAX_CONCURRENT)
@@ -86,7 +86,7 @@ async def run_all(
     async def run(index: int, seed: int) -> Completion:
         async with places:
             prompt = f"The card number {index} says: "
-            completion = await client.acomplete(prompt, sampling_of(index, seed))
+            completion = await client.complete(prompt, sampling_of(index, seed))
         if ended is not None:
             ended.release()
         return completion
@@ -104,7 +104,7 @@ def told(completion: Completion) -> list[tuple[Any, ...]]:
     return [(output.token_ids, output.text, output.finish_reason) for output in completion.outputs]
 
 
-async def kill_now_and_then(system: System, client: Client, num_requests: int, ended: asyncio.Semaphore) -> None:
+async def kill_now_and_then(system: System, client: AsyncClient, num_requests: int, ended: asyncio.Semaphore) -> None:
     """Kill the worker whenever another share of the requests has ended."""
     for number in range(NUM_KILLS):
         for _ in range(num_requests // (NUM_KILLS + 5)):
@@ -120,10 +120,10 @@ async def test_every_schema_gives_valid_outputs_through_20_kills() -> None:
     """They are those of a calm run, though the worker dies again and again and its pool is small."""
     keys = [(index, SEEDS[index % len(SEEDS)]) for index in range(len(SCHEMAS))]
     with running(STORYTELLER, worker=WORKER) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             calm = await run_all(client, keys)
     with running(STORYTELLER, **SMALL_POOL) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             ended = asyncio.Semaphore(0)
             killing = asyncio.create_task(kill_now_and_then(system, client, len(keys), ended))
             disturbed = await run_all(client, keys, ended)
@@ -143,9 +143,9 @@ async def test_a_grammar_that_exceeds_a_limit_of_steps_ends_its_request_alone() 
     plain = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     bound = replace(plain, logit_bias={a: 100.0}, structured_outputs={"grammar": grammar})
     with running(STORYTELLER, worker=WORKER) as system:
-        async with Client(system.url) as client:
-            alone = await client.acomplete("Once", plain)
-            both = client.acomplete("Once", bound), client.acomplete("Once", plain)
+        async with AsyncClient(system.url) as client:
+            alone = await client.complete("Once", plain)
+            both = client.complete("Once", bound), client.complete("Once", plain)
             failed, completion = await asyncio.gather(*both, return_exceptions=True)
             assert isinstance(failed, ResourceExhausted)
             assert "simplify the grammar" in str(failed)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -39,8 +39,8 @@ def requests_of(seed: int, num_requests: int, num_tokens: int) -> list[tuple[lis
     return requests
 
 
-async def complete_all(client: Client, requests: list) -> list[list[tuple[int, ...]]]:
-    calls = (client.acomplete(None, sampling, prompt_token_ids=prompt) for prompt, sampling in requests)
+async def complete_all(client: AsyncClient, requests: list) -> list[list[tuple[int, ...]]]:
+    calls = (client.complete(None, sampling, prompt_token_ids=prompt) for prompt, sampling in requests)
     return [[output.token_ids for output in completion.outputs] for completion in await asyncio.gather(*calls)]
 
 
@@ -50,7 +50,7 @@ def calm(model):
     requests = requests_of(1, 20, 90)
 
     async def run() -> list:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             return await complete_all(client, requests)
 
     with running(model, worker=["--dtype", "float32"]) as system:
@@ -63,7 +63,7 @@ async def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(model, ca
     requests, expected = calm
     flags = {"worker": TINY_POOL, "scheduler": ["--preemption", mode, "--pipeline-depth", depth]}
     with running(model, **flags) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             squeezed = await complete_all(client, requests)
             loads = await client.loads()
     assert squeezed == expected
@@ -80,7 +80,7 @@ async def test_what_does_not_fit_into_the_host_pool_is_recomputed(model, calm, n
     requests, expected = calm
     worker = ["--dtype", "float32", "--num-device-blocks", 36, "--num-host-blocks", num_host_blocks]
     with running(model, worker=worker, scheduler=["--preemption", "swap"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             squeezed = await complete_all(client, requests)
             loads = await client.loads()
     assert squeezed == expected
@@ -88,7 +88,7 @@ async def test_what_does_not_fit_into_the_host_pool_is_recomputed(model, calm, n
     assert_all_free(loads)
 
 
-async def kill_while_something_is_swapped(client: Client, system: System) -> None:
+async def kill_while_something_is_swapped(client: AsyncClient, system: System) -> None:
     """Kill the worker three times, each time while the host holds somebody's blocks."""
     for kill in range(3):
         while (await client.loads()).num_swapped == 0:  # noqa: ASYNC110 - in another process
@@ -103,7 +103,7 @@ async def kill_while_something_is_swapped(client: Client, system: System) -> Non
 async def test_a_worker_killed_while_requests_are_swapped_changes_nothing(model, calm, mode):
     requests, expected = calm
     with running(model, worker=TINY_POOL, scheduler=["--preemption", mode]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             killing = asyncio.create_task(kill_while_something_is_swapped(client, system))
             disturbed = await complete_all(client, requests * 3)
             assert killing.done(), "the requests ended before three kills: give them more tokens"
@@ -118,17 +118,17 @@ async def test_cancelled_while_swapped_holds_no_host_block(model):
     rng = random.Random(3)
     requests = requests_of(2, 60, 120)
     with running(model, worker=TINY_POOL, scheduler=["--preemption", "swap"]) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
 
             async def one(i: int) -> None:
                 prompt, sampling = requests[i]
-                task = asyncio.create_task(client.acomplete(None, sampling, prompt_token_ids=prompt))
+                task = asyncio.create_task(client.complete(None, sampling, prompt_token_ids=prompt))
                 await asyncio.wait({task}, timeout=rng.random() * 4)
                 task.cancel()
                 await asyncio.wait({task})
 
             await asyncio.gather(*(one(i) for i in range(len(requests))))
-            last = await client.acomplete(None, SamplingParams(max_tokens=2), prompt_token_ids=[5])
+            last = await client.complete(None, SamplingParams(max_tokens=2), prompt_token_ids=[5])
             loads = await client.loads()
     assert last.usage.completion_tokens == 2
     assert loads.num_swap_preemptions > 0
@@ -172,7 +172,7 @@ async def test_sliding_windows_under_pressure_are_what_transformers_generates(wi
     worker += ["--num-host-blocks", 200]
     flags = {"worker": worker, "scheduler": ["--preemption", mode, "--max-num-batched-tokens", 100]}
     with running(path, **flags) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             squeezed = await complete_all(client, [(prompt, sampling) for prompt in prompts])
             loads = await client.loads()
     assert [list(samples[0]) for samples in squeezed] == expected

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from pagewire import Client, PagewireError, SamplingParams
+from pagewire import AsyncClient, PagewireError, SamplingParams
 from testing import oracle
 from testing.checkpoints.families import make_checkpoint
 from testing.forked import running
@@ -26,9 +26,9 @@ def windowed(tmp_path_factory):
     return path, prompts, [oracle.greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
 
 
-async def complete(client: Client, prompt: list[int]) -> list[int]:
+async def complete(client: AsyncClient, prompt: list[int]) -> list[int]:
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    completion = await client.acomplete(None, sampling, prompt_token_ids=prompt)
+    completion = await client.complete(None, sampling, prompt_token_ids=prompt)
     return list(completion.outputs[0].token_ids)
 
 
@@ -38,7 +38,7 @@ async def test_requests_longer_than_the_pool_get_what_transformers_generates(win
     path, prompts, expected = windowed
     scheduler = ["--preemption", mode, "--max-num-batched-tokens", budget]
     with running(path, worker=[*WORKER, "--num-host-blocks", 60], scheduler=scheduler) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             assert await complete(client, prompts[0]) == expected[0]
             assert await complete(client, prompts[2]) == expected[2]
             for num_rounds in itertools.count(1):
@@ -53,7 +53,7 @@ async def test_requests_longer_than_the_pool_get_what_transformers_generates(win
 async def test_a_worker_killed_under_them_changes_nothing(windowed):
     path, prompts, expected = windowed
     with running(path, worker=WORKER) as system:
-        async with Client(system.url) as client:
+        async with AsyncClient(system.url) as client:
             calls = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
             for kill in range(2):
                 most = (await client.loads()).num_generation_tokens + 150
@@ -71,7 +71,7 @@ async def test_a_pool_smaller_than_the_window_is_named(windowed):
     path, prompts, _ = windowed
     worker = ["--dtype", "float32", "--block-size", 16, "--num-device-blocks", 2]
     with running(path, worker=worker) as system:
-        async with Client(system.url) as client:
-            assert (await client.server_info()).max_sequence_tokens == 33
+        async with AsyncClient(system.url) as client:
+            assert (await client.info()).max_sequence_tokens == 33
             with pytest.raises(PagewireError, match="this server allows 33"):
                 await complete(client, prompts[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire import Client, SamplingParams
+from pagewire import AsyncClient, SamplingParams
 from testing import services
 from testing.checkpoints.families import make_checkpoint
 from testing.plans import PlannedStep, Row, plan_steps
@@ -71,9 +71,9 @@ async def test_a_worker_says_where_its_trace_is_and_when_there_is_none(model: Pa
         log.write_text("")
         worker = ["--num-device-blocks", 64, "--profile", 6, "--profile-dir", tmp_path / "traces"]
         with services.running(model, start=start, worker=[*worker, "--log-level", "info"]) as system:
-            async with Client(system.url) as client:
+            async with AsyncClient(system.url) as client:
                 sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-                await client.acomplete(None, sampling, prompt_token_ids=[1, 2, 3])
+                await client.complete(None, sampling, prompt_token_ids=[1, 2, 3])
         return log.read_text()
 
     assert re.search(r"WARNING .*no trace was written, \d+ steps too few have run", await serve(5))

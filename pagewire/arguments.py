@@ -1,0 +1,72 @@
+"""Checks what users give as arguments. An error names the argument."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, TypeGuard
+
+from pagewire.errors import InvalidText
+from pagewire.sampling import is_integer, is_real
+
+# What has elements, but is no list of them.
+_TEXTS = str | bytes | bytearray | memoryview
+
+
+def as_list(argument: str, value: object, kind: str) -> list[Any]:
+    """Returns the elements of what must be a list. Raises TypeError for an argument that has none, or whose elements
+    are something else: characters, bytes, keys."""
+    try:
+        if not isinstance(value, Mapping | _TEXTS):
+            return list(value)  # type: ignore[call-overload]
+    except TypeError:
+        pass
+    raise TypeError(f"{argument} must be {kind}; got {value!r:.80}")
+
+
+def split_prompt(prompt: object, index: int, prefix: str = "") -> tuple[str | None, Sequence[int] | None]:
+    """Returns the text or the token ids of the prompt at a place of a list. Raises TypeError."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if are_token_ids(prompt):
+        return None, prompt
+    hint = "; the token ids of one prompt go into prompt_token_ids" if is_integer(prompt) else ""
+    raise TypeError(f"{prefix}prompt {index} of the list is {prompt!r:.80}, but must be a text or token ids{hint}")
+
+
+def as_prompts(token_ids: object) -> tuple[list[Sequence[int]], bool]:
+    """Returns lists of token ids, and whether there was only one that was not in a list. Raises TypeError."""
+    kind = "a list of integers, or a list of such lists"
+    given = as_list("token_ids", token_ids, kind)
+    if all(map(is_integer, given)):
+        return [given], True
+    if not all(map(are_token_ids, given)):
+        raise TypeError(f"token_ids must be {kind}; got {token_ids!r:.80}")
+    return given, False
+
+
+def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
+    """Whether these are integers that are there to stay, unlike those of an iterator, and no bytes."""
+    if not isinstance(value, Iterable) or isinstance(value, Iterator | Mapping | Set | _TEXTS):
+        return False
+    try:
+        return all(map(is_integer, value))
+    except TypeError:  # an array of no dimension
+        return False
+
+
+def check_text(path: str, text: str, argument: str = "") -> None:
+    """Raises InvalidText for a string with half a character; where the `path` is not what the caller calls it, the
+    error names the `argument` too."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = f" from {argument}" if argument else ""
+        half = f"{text[error.start]!r} at {error.start}, half a character"
+        raise InvalidText.of_field(path, f"{path} has {half}, which cannot be sent; remove it{where}") from None
+
+
+def as_seconds(name: str, value: Any) -> float:
+    """Returns a time that a user has given. Raises TypeError, or ValueError for one that is below 0 or NaN."""
+    if not is_real(value):
+        raise TypeError(f"{name} must be a number of seconds, got {value!r:.80}")
+    if not value >= 0:
+        raise ValueError(f"{name} is {value}, but must be a number of seconds from 0")
+    return float(value)

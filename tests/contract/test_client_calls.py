@@ -1,0 +1,347 @@
+"""What holds for every call of both clients: names, timeouts, errors of what is given, closing."""
+
+import asyncio
+import gc
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy
+import pytest
+
+import pagewire
+from pagewire import AsyncClient, Client, SamplingParams, background_loop, channels
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from tests.contract import scripted_scheduler
+from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
+
+NOBODY = "127.0.0.1:1"
+# Each call with arguments that it takes.
+CALLS: dict[str, tuple[Any, ...]] = {
+    "stream": ("Once",),
+    "complete": ("Once",),
+    "embed": ("Once",),
+    "chat": ([{"role": "user", "content": "Once"}],),
+    "tokenize": ("Once",),
+    "detokenize": ([1],),
+    "submit": ("Once",),
+    "attach": ("id",),
+    "result": ("id",),
+    "get_request": ("id",),
+    "abort": ("id",),
+    "info": (),
+    "blocks": (),
+    "loads": (),
+}
+# The same, and lists of prompts.
+WAYS = [*CALLS.items(), ("complete", (["Once", [1]],)), ("embed", (["Once", [1]],))]
+FORMER_NAMES = ("generate", "acomplete", "achat", "aembed", "atokenize", "adetokenize", "server_info")
+
+
+def public_calls(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")} - {"close", "aclose"}
+
+
+async def whole(call: Any) -> Any:
+    """Awaits what a call returns, or reads it to its end."""
+    if inspect.isasyncgen(call):
+        return [item async for item in call]
+    return await call
+
+
+def ask(kind: type, url: str, name: str, *arguments: Any, retry: float = 0.0, **options: Any) -> Any:
+    """Makes a call of a client of either kind, and returns what comes of it."""
+    if kind is AsyncClient:
+
+        async def call() -> Any:
+            async with AsyncClient(url, retry=retry) as client:
+                return await whole(getattr(client, name)(*arguments, **options))
+
+        return asyncio.run(call())
+    with Client(url, retry=retry) as client:
+        returned = getattr(client, name)(*arguments, **options)
+        return list(returned) if inspect.isgenerator(returned) else returned
+
+
+def closed() -> Any:
+    return pytest.raises(pagewire.Cancelled, match="the client was closed")
+
+
+kinds = pytest.mark.parametrize("kind", [Client, AsyncClient])
+
+
+def test_both_have_the_same_calls() -> None:
+    assert public_calls(Client) == public_calls(AsyncClient) == set(CALLS)
+    for name in CALLS:
+        ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (Client, AsyncClient))
+        assert list(ours.parameters.values())[1:] == list(theirs.parameters.values())[1:]
+        assert getattr(Client, name).__doc__ == getattr(AsyncClient, name).__doc__
+
+
+@kinds
+@pytest.mark.parametrize("name", FORMER_NAMES)
+def test_a_former_name_says_the_new_one(kind: type, name: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': use (stream|info|{name[1:]})") as caught:
+        getattr(kind(NOBODY), name)
+    assert caught.value.name == name
+    assert not hasattr(kind(NOBODY), "unheard_of")
+
+
+async def test_each_says_where_the_other_belongs() -> None:
+    with pytest.raises(TypeError, match="for `async with` there is AsyncClient"):
+        async with Client(NOBODY):
+            pass
+    with pytest.raises(TypeError, match="for `with` there is Client"), AsyncClient(NOBODY):
+        pass
+    with pytest.raises(AttributeError, match="use close, or aclose of AsyncClient"):
+        await Client(NOBODY).aclose()
+    with pytest.raises(AttributeError, match="use aclose"):
+        AsyncClient(NOBODY).close()
+
+
+@kinds
+@pytest.mark.parametrize(("name", "arguments"), WAYS)
+def test_the_timeout_wins_over_retry(kind: type, name: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(pagewire.DeadlineExceeded, match="the timeout passed"):
+        ask(kind, NOBODY, name, *arguments, retry=3600, timeout=0.15)
+
+
+@kinds
+def test_the_timeout_wins_over_the_delay_that_a_server_asks_for(kind: type) -> None:
+    def refuse(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        delay = scripted_scheduler.retry_after(3600)
+        scripted_scheduler.abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full", delay)
+        yield from ()
+
+    scheduler = ScriptedScheduler()
+    scheduler.script = refuse
+    with serving(scheduler) as url, pytest.raises(pagewire.DeadlineExceeded, match="the timeout passed"):
+        ask(kind, url, "complete", "Once", retry=3600, timeout=0.1)
+
+
+@kinds
+@pytest.mark.parametrize(("name", "arguments"), WAYS)
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [("1", TypeError), (True, TypeError), ([1], TypeError), (float("nan"), ValueError), (-1, ValueError)],
+)
+def test_a_timeout_is_a_number_of_seconds(
+    kind: type, name: str, arguments: tuple[Any, ...], timeout: object, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"^timeout (must be a number of seconds, got|is .*, but must be a number)"):
+        ask(kind, NOBODY, name, *arguments, timeout=timeout)
+
+
+@kinds
+def test_a_timeout_without_an_end_is_none(kind: type) -> None:
+    with serving(ScriptedScheduler()) as url:
+        for timeout in (float("inf"), 1e300, numpy.float32(100)):
+            assert ask(kind, url, "complete", "Once", timeout=timeout).outputs[0].finish_reason == "length"
+            assert ask(kind, url, "loads", timeout=timeout).num_running == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "options", "text"),
+    [
+        ("complete", (b"abc",), {}, "^prompt must be a text, or a list of texts and token ids; got b'abc'"),
+        ("complete", (bytearray(b"abc"),), {}, "^prompt must be"),
+        ("complete", (memoryview(b"abc"),), {}, "^prompt must be"),
+        ("complete", ({"prompt": "Once"},), {}, "^prompt must be"),
+        ("complete", (5,), {}, "^prompt must be"),
+        ("complete", (numpy.array(5),), {}, "^prompt must be"),
+        ("complete", ([[1, [2]]],), {}, "^prompt 0 of the list is"),
+        ("complete", ([bytearray(b"a")],), {}, "^prompt 0 of the list is"),
+        ("complete", ([numpy.ones((2, 2), int)],), {}, "^prompt 0 of the list is"),
+        ("complete", ([iter([1, 2])],), {}, "^prompt 0 of the list is"),
+        ("complete", ("a\ud800",), {}, "^text has .* from prompt$"),
+        ("complete", (["a", "\udfff"],), {}, "^prompt 1: text has"),
+        ("stream", ({"prompt": "Once"},), {}, "^prompt must be a text"),
+        ("stream", (), {"prompt_token_ids": b"abc"}, "^prompt_token_ids must be"),
+        ("stream", (), {"prompt_token_ids": iter([1])}, "^prompt_token_ids must be"),
+        ("embed", (b"abc",), {}, "^prompt must be"),
+        ("embed", ("Once",), {"temperature": 0}, "embed takes no 'temperature', but request_id, priority"),
+        ("chat", (5,), {}, "^messages must be"),
+        ("chat", ({"role": "user"},), {}, "^messages must be"),
+        ("chat", ([5],), {}, "^messages must be"),
+        ("tokenize", (b"abc",), {}, "^text must be"),
+        ("tokenize", (5,), {}, "^text must be"),
+        ("tokenize", (["a", "\ud800"],), {}, r"^texts\[1\] has"),
+        ("detokenize", (b"abc",), {}, "^token_ids must be"),
+        ("detokenize", ("abc",), {}, "^token_ids must be"),
+        ("detokenize", (5,), {}, "^token_ids must be"),
+        ("result", (5,), {}, "^request_id must be a text, got 5"),
+        ("attach", ("id",), {"from_token": "x"}, "^from_token must be an integer, got 'x'"),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_named(name: str, arguments: Any, options: dict[str, Any], text: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(TypeError, match=text):
+            ask(kind, NOBODY, name, *arguments, **options)
+
+
+def test_a_client_needs_an_address() -> None:
+    with pytest.raises(TypeError, match=r"^url must be a text"):
+        Client(5)
+    with pytest.raises(TypeError, match=r"^retry must be a number of seconds, got '1'"):
+        Client(NOBODY, retry="1")
+
+
+def test_parameters_are_cloned_whole() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={5: 1.0}, structured_outputs={"json": {"type": "object"}})
+    clone = params.clone()
+    assert clone == params
+    assert clone is not params
+    assert clone.stop is not params.stop
+
+
+class Silent(ScriptedScheduler):
+    """Answers no call. `waiting` counts those that have come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = threading.Semaphore(0)
+        self.script = self._wait
+        self.GetServerInfo = self.GetLoads = self.Tokenize = self._wait_once
+        self.Attach = self._wait
+
+    def _wait(self, request: object, context: grpc.ServicerContext) -> Iterator[Any]:
+        self._wait_once(request, context)
+        yield from ()
+
+    def _wait_once(self, request: object, context: grpc.ServicerContext) -> Any:
+        over = threading.Event()
+        context.add_callback(over.set)
+        self.waiting.release()
+        over.wait()
+        return pb.GetServerInfoResponse()
+
+    def GenerateMany(self, requests: object, context: grpc.ServicerContext) -> Iterator[Any]:
+        return self._wait(requests, context)
+
+
+UNDER_WAY = [("stream", ("Once",)), ("complete", ("Once",)), ("complete", (["Once", "Once"],)), ("embed", ("Once",))]
+UNDER_WAY += [("info", ()), ("loads", ()), ("tokenize", ("Once",)), ("attach", ("id",)), ("chat", CALLS["chat"])]
+under_way = pytest.mark.parametrize(("name", "arguments"), UNDER_WAY)
+
+
+@under_way
+async def test_closing_ends_what_runs_with_an_error(name: str, arguments: tuple[Any, ...]) -> None:
+    """Not with CancelledError, which a TaskGroup takes for the end of a task that it has cancelled itself."""
+    scheduler = Silent()
+
+    async def run(client: AsyncClient) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(whole(getattr(client, name)(*arguments)))
+            await asyncio.to_thread(scheduler.waiting.acquire)
+            await client.aclose()
+
+    with serving(scheduler) as url:
+        with pytest.raises(ExceptionGroup) as caught:
+            await run(AsyncClient(url, retry=3600))
+        with closed():
+            raise caught.value.exceptions[0]
+
+
+@under_way
+async def test_cancelling_is_still_cancelling(name: str, arguments: tuple[Any, ...]) -> None:
+    scheduler = Silent()
+    with serving(scheduler) as url:
+        async with AsyncClient(url) as client:
+            task = asyncio.create_task(whole(getattr(client, name)(*arguments)))
+            await asyncio.to_thread(scheduler.waiting.acquire)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+@under_way
+def test_closing_in_another_thread_ends_what_runs(name: str, arguments: tuple[Any, ...]) -> None:
+    scheduler = Silent()
+    with serving(scheduler) as url:
+        client = Client(url)
+        closing = threading.Thread(target=lambda: (scheduler.waiting.acquire(), client.close()))
+        closing.start()
+        with closed():
+            returned = getattr(client, name)(*arguments)
+            list(returned)
+        closing.join()
+
+
+@pytest.mark.parametrize("arguments", [("Once",), (["Once"],)])
+async def test_closing_ends_what_waits_for_its_next_attempt(
+    arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = asyncio.Event()
+    wait = channels.Connection.wait
+
+    async def observed(self: Any, seconds: float) -> None:
+        waits.set()
+        await wait(self, 3600)
+
+    monkeypatch.setattr("pagewire.channels.Connection.wait", observed)
+    client = AsyncClient(NOBODY, retry=3600)
+    call = asyncio.create_task(client.complete(*arguments))
+    await waits.wait()
+    await client.aclose()
+    with closed():
+        await call
+
+
+def test_what_nobody_takes_is_not_read_without_end() -> None:
+    sent = threading.Semaphore(0)
+    ended = threading.Event()
+
+    async def numbers() -> Any:
+        try:
+            for number in range(10 * background_loop.MAX_READ_AHEAD):
+                sent.release()
+                yield number
+        finally:
+            ended.set()
+
+    items = background_loop.iterate(numbers())
+    assert next(items) == 0
+    for _ in range(background_loop.MAX_READ_AHEAD):
+        sent.acquire()
+    assert not ended.wait(0.05)
+    assert list(items) == list(range(1, 10 * background_loop.MAX_READ_AHEAD))
+    assert ended.is_set()
+
+
+def test_a_client_that_is_dropped_closes_its_connection() -> None:
+    """Though not as long as something of it is read."""
+    scheduler = ScriptedScheduler()
+    scheduler.script = scripted_scheduler.never_end
+    with serving(scheduler) as url:
+        outputs = Client(url).stream("Once")
+        next(outputs)
+        gc.collect()
+        next(outputs)
+        assert not scheduler.ended.is_set()
+        del outputs
+        assert scheduler.ended.wait(10)
+        before = set(channels._open_connections)
+        client = Client(url)
+        client.loads()
+        (opened,) = set(channels._open_connections) - before
+        del client
+        background_loop.run(opened._closed.wait())
+
+
+def test_one_delta_at_a_time_is_handed_on_at_once() -> None:
+    told = threading.Event()
+
+    def talk(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield delta(0, 0, [1], "so")
+        told.wait()
+        yield delta(0, 1, [1], " it goes", last=True)
+
+    scheduler = ScriptedScheduler()
+    scheduler.script = talk
+    with serving(scheduler) as url, Client(url) as client:
+        outputs = client.stream("Once")
+        assert next(outputs).text == "so"
+        told.set()
+        assert next(outputs).text == " it goes"
