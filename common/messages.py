@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
 from typing import Any
 
 # Rises with every change of meaning. Both sides must speak the same one.
@@ -24,10 +25,14 @@ def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
 
 def illegal_values(message: Any) -> Iterator[tuple[str, Any]]:
     """Yield the fields whose values are out of range, each with its value."""
-    for each in fields(message):
-        value = getattr(message, each.name)
-        if "is_legal" in each.metadata and not each.metadata["is_legal"](value):
-            yield each.name, value
+    for name, is_legal in _limits(message.__class__):
+        if not is_legal(value := getattr(message, name)):
+            yield name, value
+
+
+@cache
+def _limits(kind: type) -> list[tuple[str, Callable[[Any], bool]]]:
+    return [(each.name, each.metadata["is_legal"]) for each in fields(kind) if "is_legal" in each.metadata]
 
 
 def _column(phase: str) -> Any:

@@ -89,9 +89,10 @@ def test_host_blocks_need_a_bandwidth(bandwidth: float) -> None:
     assert to_scheduler(replace(ready, num_host_blocks=0, swap_bandwidth=0.0))
 
 
-@pytest.mark.parametrize(
-    "name", ["vocab_size", "max_model_len", "block_size", "num_device_blocks", "max_num_seqs", "tensor_parallel_size"]
-)
+COUNTS = ("vocab_size", "max_model_len", "block_size", "num_device_blocks", "max_num_seqs", "max_num_batched_tokens")
+
+
+@pytest.mark.parametrize("name", [*COUNTS, "tensor_parallel_size"])
 def test_a_worker_without_capacity_is_refused(name: str) -> None:
     ready = WorkerCapacity("w", b"d", 1, 1, 1, 1, 1, 1, 1, "", "", "")
     with pytest.raises(WorkerProtocolError, match=f"ready with {name} 0"):

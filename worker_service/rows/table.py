@@ -10,6 +10,7 @@ int32 array [max_num_seqs, max_model_len + 1]; the system gives it memory only w
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +29,7 @@ from worker_service.rows.sampling import SamplingTable, StepSampling
 
 IntArray = NDArray[np.int64]
 Column = tuple[int, ...]
+_COLUMNS = {phase: attrgetter(*names) for phase, names in PHASES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class SequenceTable:
             ("appended_tokens", self._append_tokens),
             ("patches_of_work", self._patch_work),
         ):
-            columns = [getattr(plan, name) for name in PHASES[phase]]
+            columns = _COLUMNS[phase](plan)
             if any(columns):
                 _check_lengths(phase, columns)
                 change(*columns)
