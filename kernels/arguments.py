@@ -5,6 +5,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# One layer's (key_cache, value_cache), each a view [num_blocks, block_size, num_kv_heads, row_size]; see
+# `pagewire.kernels.cache_rows`.
+LayerCache = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Scoring:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Operation = Callable[[], object]
+StreamWork = Callable[[], object]
 
 
 class DeviceEvent(Protocol):
@@ -27,7 +27,7 @@ class DeviceEvent(Protocol):
 class Stream(Protocol):
     """A queue of operations on a device. They are carried out in the order in which they were put on it."""
 
-    def run(self, operation: Operation) -> None:
+    def run(self, operation: StreamWork) -> None:
         """Put an operation on the stream."""
 
     def record(self) -> DeviceEvent:
@@ -55,7 +55,7 @@ class Device(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that streams copy from and to by themselves. Its content is anything."""
 
-    def capture(self, operation: Operation) -> Graph:
+    def capture(self, operation: StreamWork) -> Graph:
         """Carry an operation out on the compute stream as it would be, and keep it as a graph."""
 
     def synchronize(self) -> None:

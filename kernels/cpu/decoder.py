@@ -12,15 +12,12 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import head_dim_of
 from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedExperts, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import CACHE_ELEMENTS, NO_ROWS, PagedRows, PagedStep, cache_step, check, put_rows
 from pagewire.kernels.experts import ExpertRouting
-
-# One layer's (key_cache, value_cache), [num_blocks, block_size, num_kv_heads, head_dim] each.
-LayerCache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,9 @@ Weighing = namedtuple("Weighing", "factor cap slopes sinks")
 # What a kernel is compiled for: query heads that share a KV head, the size of a head and the power of two that holds
 # it, positions of a block, rows of queries and positions of keys that a program takes at a time, and the type of the
 # operands of its products.
-AttentionShape = namedtuple("AttentionShape", "num_groups head_dim padded_dim block_size block_m block_n operand")
+AttentionConstants = namedtuple(
+    "AttentionConstants", "num_groups head_dim padded_dim block_size block_m block_n operand"
+)
 
 
 # Keys and values of a layer.
@@ -82,12 +84,12 @@ class LayerGroup:
         """Query heads that share a KV head."""
         return self.query_shape[1] // self.cache_shape[2]
 
-    def launch(self, kernel: Any, name: str, grid: Callable[[AttentionShape], tuple[int, int]]) -> RepeatedLaunch:
+    def launch(self, kernel: Any, name: str, grid: Callable[[AttentionConstants], tuple[int, int]]) -> RepeatedLaunch:
         """A launch of an attention kernel with the tile that `tiles.lookup` has for this name, on the grid of it."""
         head_dim = self.query_shape[2]
         tile = tiles.lookup(name, head_dim=head_dim, num_groups=self.num_groups, dtype=self.cache_dtype)
         sizes = (self.num_groups, head_dim, triton.next_power_of_2(head_dim), self.cache_shape[1])
-        shape = AttentionShape(*sizes, tile.block_m, tile.block_n, operand(self.query_dtype, self.cache_dtype))
+        shape = AttentionConstants(*sizes, tile.block_m, tile.block_n, operand(self.query_dtype, self.cache_dtype))
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         return RepeatedLaunch(kernel, (*grid(shape), 1), {"SHAPE": shape}, options)
 

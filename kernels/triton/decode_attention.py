@@ -169,7 +169,7 @@ class DecodeAttention:
 
 
 # Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `LayerGroup`
-# makes them; SHAPE is an `AttentionShape`.
+# makes them; SHAPE is an `AttentionConstants`.
 
 # How long rows are, and where in a step's tensors they lie, is no reason to compile again.
 _NUMBERS = ["table_stride", "window"]

@@ -19,7 +19,7 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
-    AttentionShape,
+    AttentionConstants,
     LayerGroup,
     LayerTensors,
     bend,
@@ -104,7 +104,7 @@ class PrefillAttention:
         check_integers("query_start_loc", query_start_loc, (num_rows + 1,))
         num_queries = group.query_shape[0] - num_skipped
 
-        def grid(shape: AttentionShape) -> tuple[int, int]:
+        def grid(shape: AttentionConstants) -> tuple[int, int]:
             max_tiles = num_queries // (shape.block_m // shape.num_groups) + num_rows  # see `_find_tile`
             return max_tiles, group.cache_shape[2]
 
@@ -119,7 +119,7 @@ class PrefillAttention:
 
 
 # Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `LayerGroup`
-# makes them; SHAPE is an `AttentionShape`.
+# makes them; SHAPE is an `AttentionConstants`.
 
 # Where the rows that do not decode begin in the step's tensors is no reason to compile again.
 _NUMBERS = ["table_stride", "window", "num_rows"]

@@ -37,7 +37,7 @@ _ENOUGH_PROGRAMS = 128  # for the 132 processors of an H200
 
 
 # A weight as the kernel takes it.
-Pointers = namedtuple("Pointers", "codes scale")
+ScaledPointers = namedtuple("ScaledPointers", "codes scale")
 
 # From the widest, which reads least, to the narrowest, which makes the most programs. Those of FP8 take 128 inputs at a
 # time, since those have a scale together. All fit the shared memory of an H200 and spill no register when compiled for
@@ -227,7 +227,7 @@ def _multiply(rounded: RoundedRows, weight: ScaledWeight, bias: Tensor | None, o
     is_blocked = weight.scale.dim() == 2
     if output.numel():
         _multiply_kernel[(triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_size, tile.block_n))](
-            *(rounded.values, rounded.scale, Pointers(weight.values, weight.scale), bias, output),
+            *(rounded.values, rounded.scale, ScaledPointers(weight.values, weight.scale), bias, output),
             *(num_rows, in_size, out_size),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

@@ -28,7 +28,7 @@ HELP = """\
 Ctrl-C        stop the answer; what there is of it stays in the conversation"""
 _NO_TEXTS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 # What the user said, and what the model answered.
-Turn = tuple[str, str]
+Exchange = tuple[str, str]
 
 
 class Conversation:
@@ -43,7 +43,7 @@ class Conversation:
         self._template = template
         self._special_tokens = {**_NO_TEXTS, **special_tokens, "bos_token": ""}
         self.system = system
-        self.turns: list[Turn] = []
+        self.turns: list[Exchange] = []
         self.session_id = secrets.token_hex(8)
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import attention_arguments, decode_attention, split_plan, tiles
-from pagewire.kernels.triton.attention_arguments import AttentionShape, Weighing
+from pagewire.kernels.triton.attention_arguments import AttentionConstants, Weighing
 from pagewire.kernels.triton.strided import Strided
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
@@ -497,7 +497,7 @@ def _compile_case(
     arguments = attention_types(element, stored, weighing, window="i32", selected=sparse)
     operand = attention_arguments.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()
-    shape = AttentionShape(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)
+    shape = AttentionConstants(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)
     return CompileCase(
         f"paged_attention_{version} {', '.join(f'{name} {value}' for name, value in given.items())}",
         getattr(decode_attention, f"_paged_attention_{version}_kernel"),

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import attention_arguments, prefill_attention, tiles
-from pagewire.kernels.triton.attention_arguments import AttentionShape, LayerGroup, Weighing, paged_caches
+from pagewire.kernels.triton.attention_arguments import AttentionConstants, LayerGroup, Weighing, paged_caches
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.tiles import Tile
@@ -416,7 +416,7 @@ def _compile_case(
     arguments = attention_types(element, stored, weighing, window="i32" if window else None, selected=selected)
     operand = attention_arguments.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()
-    shape = AttentionShape(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)
+    shape = AttentionConstants(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)
     return CompileCase(
         name,
         prefill_attention._paged_prefill_kernel,

@@ -263,7 +263,7 @@ def _product_variant(product: Product, bias: str | None) -> CompileCase:
         f"product of {product}, {tile}, bias {bias}",
         scaled._multiply_kernel,
         {
-            **{"x": f"*{element}", "x_scale": "*fp32", "weight": scaled.Pointers(f"*{element}", "*fp32")},
+            **{"x": f"*{element}", "x_scale": "*fp32", "weight": scaled.ScaledPointers(f"*{element}", "*fp32")},
             **{"bias": bias, "output": f"*{TRITON_TYPES[product.dtype]}"},
             **dict.fromkeys(("num_rows", "in_size", "out_size"), "i32"),
         },

@@ -16,27 +16,40 @@ TWICE = {
     "RequestReport": _PUBLIC_WIRE,
     "TokenLogprobs": _PUBLIC_WIRE,
     "SamplingParams": "what users write, and what a row is told, in which every value is set",
+    "Message": "a mapping, as users pass it to the client and as templates get it",
     "Session": "an epoch, as each side of the wire between scheduler and worker sees it",
 }
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_statements_keep_to_their_ceiling(package: str) -> None:
-    number = counts.statements_by_package()[package]
-    assert number <= counts.MAX_STATEMENTS[package], f"{number} statements in {package}"
+    keep_to(counts.MAX_STATEMENTS[package], counts.statements_by_package()[package], f"statements in {package}")
 
 
-def test_a_class_name_means_one_thing() -> None:
-    twice = counts.class_names_twice()
+def test_modules_keep_to_their_ceiling() -> None:
+    keep_to(counts.MAX_MODULES_IN_ALL, len(sources(*PACKAGES)), "modules")
+
+
+def keep_to(ceiling: counts.Ceiling, number: int, what: str) -> None:
+    assert number <= ceiling.number, f"{number} {what}, and {ceiling.number} may be: {ceiling.reason}"
+
+
+def test_the_name_of_a_type_means_one_thing() -> None:
+    twice = counts.names_twice(counts.type_names)
     unexplained = {name: modules for name, modules in twice.items() if name not in TWICE}
-    assert not unexplained, "give one of them another name, or use one class"
+    assert not unexplained, "give one of them another name, or use one type"
     assert not TWICE.keys() - twice.keys(), "these are defined once, and need no reason"
-    assert len(twice) <= counts.MAX_CLASS_NAMES_TWICE
+    keep_to(counts.MAX_TYPE_NAMES_TWICE, len(twice), "names of types defined twice")
+
+
+def test_names_of_functions_keep_to_their_ceiling() -> None:
+    twice = counts.names_twice(counts.function_names)
+    keep_to(counts.MAX_FUNCTION_NAMES_TWICE, len(twice), f"names of functions defined twice: {list(twice)}")
 
 
 def test_protocols_are_few_and_each_stands_for_several_classes() -> None:
     implementations = counts.implementations()
-    assert len(implementations) <= counts.MAX_PROTOCOLS, list(implementations)
+    keep_to(counts.MAX_PROTOCOLS, len(implementations), f"Protocols: {list(implementations)}")
     assert not {name: found for name, found in implementations.items() if len(found) < 2}
 
 
@@ -57,3 +70,18 @@ def test_what_is_counted() -> None:
     assert counts.statements(tree) == 4
     (node,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     assert counts.members(node) == {"x", "f", "y"}
+
+
+def test_which_names_are_seen() -> None:
+    """Of types by whatever they are made with; of functions those that others may call."""
+    tree = ast.parse(
+        "class A:\n    class Inner: ...\n"
+        "Pair = namedtuple('Pair', 'a b')\n"
+        "Alias: TypeAlias = int | str\n"
+        "UserId = NewType('UserId', int)\n"
+        "_Own = tuple[int, ...]\n"
+        "Any = TypeVar('Any')\nLIMIT = 3\nvalue: int = 4\n"
+        "def f(): ...\nasync def g(): ...\ndef _h(): ...\n"
+    )
+    assert set(counts.type_names(tree)) == {"A", "Inner", "Pair", "Alias", "UserId", "_Own"}
+    assert list(counts.function_names(tree)) == ["f", "g"]

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire.kernels import sampling
-from worker_service.streams import Operation
+from worker_service.streams import StreamWork
 
 CPU = torch.device("cpu")
 
@@ -63,9 +63,9 @@ class FakeStream:
         self._device = device
         self._guard = guard  # its waiting for other streams
         self._host_guard = host_guard  # the host's waiting for it
-        self.pending: deque[Operation | FakeEvent | _Wait] = deque()
+        self.pending: deque[StreamWork | FakeEvent | _Wait] = deque()
 
-    def run(self, operation: Operation) -> None:
+    def run(self, operation: StreamWork) -> None:
         self._put(operation)
 
     def record(self) -> FakeEvent:
@@ -91,7 +91,7 @@ class FakeStream:
                 head()
             self._device.launches += recorder.num_launches()
 
-    def _put(self, item: Operation | FakeEvent | _Wait) -> None:
+    def _put(self, item: StreamWork | FakeEvent | _Wait) -> None:
         with self._device.lock:
             self.pending.append(item)
             self._device.carry_out_some()
@@ -211,7 +211,7 @@ class FakeGraph:
     """Does again what was launched while it was captured, with the same tensors: whatever else the operation looked at
     is as it was then, as in a graph of a GPU."""
 
-    def __init__(self, device: "FakeDevice", operation: Operation) -> None:
+    def __init__(self, device: "FakeDevice", operation: StreamWork) -> None:
         self._device = device
         self.num_replays = 0
         with _recorded() as recorder:
@@ -269,7 +269,7 @@ class FakeDevice:
         garbage = torch.frombuffer(bytearray(self._rng.randbytes(num_bytes) or b"\0"), dtype=torch.uint8)
         return garbage[:num_bytes].view(dtype).view(shape)
 
-    def capture(self, operation: Operation) -> FakeGraph:
+    def capture(self, operation: StreamWork) -> FakeGraph:
         with self.lock:
             self.compute.run(operation)
             self.synchronize()

@@ -74,7 +74,7 @@ from worker_service.runner import ModelRunner
 from worker_service.startup import loader
 from worker_service.startup.loader import attention_shape, load_worker
 from worker_service.step import LaunchedStep
-from worker_service.streams import Operation
+from worker_service.streams import StreamWork
 
 VOCAB_SIZE = 151
 READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
@@ -715,7 +715,7 @@ class ScarceDevice(FakeDevice):
         self._is_carried_out = is_carried_out  # as it is, before it is captured
         self.num_tried = 0
 
-    def capture(self, operation: Operation) -> FakeGraph:
+    def capture(self, operation: StreamWork) -> FakeGraph:
         self.num_tried += 1
         if self.num_tried - 1 not in self._too_large:
             return super().capture(operation)

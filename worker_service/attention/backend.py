@@ -9,13 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cpu import PagedRows
 from worker_service.models.model import Attend
-
-# One layer's (key_cache, value_cache), each a view [num_blocks + 1, block_size, num_kv_heads, row_size]; see
-# `pagewire.kernels.cache_rows`.
-LayerCache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pagewire.kernels.arguments import LayerCache
 from pagewire.kernels.triton.cache import reshape_and_cache
 from pagewire.kernels.triton.fused import HeadCaching
-from worker_service.attention.backend import LayerCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from worker_service.streams import DeviceEvent, Operation, Stream
+from worker_service.streams import DeviceEvent, Stream, StreamWork
 
 
 class CudaEvent:
@@ -28,7 +28,7 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
 
-    def run(self, operation: Operation) -> None:
+    def run(self, operation: StreamWork) -> None:
         with torch.cuda.stream(self.stream):
             operation()
 
@@ -68,7 +68,7 @@ class CudaDevice:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def capture(self, operation: Operation) -> CudaGraph:
+    def capture(self, operation: StreamWork) -> CudaGraph:
         # Carried out once as it is: kernels are compiled and libraries allocate what a capture may not.
         self.compute.run(operation)
         self.synchronize()

@@ -30,7 +30,7 @@ from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Shard, Split
 from worker_service.models.source import load_config
 from worker_service.models.weights import (
-    Progress,
+    TensorProgress,
     check_weights,
     fill_layers,
     hold_dtypes,
@@ -49,7 +49,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: TensorProgress | None = None,
     operations: Operations | None = None,
     is_dummy: bool = False,
     communicator: Communicator | None = None,
@@ -311,7 +311,7 @@ class UnloadedModel:
 
     def load(
         self,
-        progress: Progress | None = None,
+        progress: TensorProgress | None = None,
         find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
     ) -> Model:
         """`progress` is called after each tensor with (tensors loaded, tensors in all); `find_kept` as in

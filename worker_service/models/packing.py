@@ -26,7 +26,7 @@ _CHUNK_ELEMENTS = 1 << 20  # of a weight that are made floats at a time
 _AWQ_NIBBLES = torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))
 
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class StoredTensor:
     """What a tensor of a weight must be in the checkpoint: of one of these dtypes, as safetensors spells them, in one
     of the shapes of that."""
 
-    shapes: Mapping[str, tuple[Shape, ...]]
+    shapes: Mapping[str, tuple[TensorShape, ...]]
     is_optional: bool = False
 
     @staticmethod
-    def of(dtypes: Iterable[str], *shapes: Shape, is_optional: bool = False) -> "StoredTensor":
+    def of(dtypes: Iterable[str], *shapes: TensorShape, is_optional: bool = False) -> "StoredTensor":
         """One of these shapes, whichever dtype it has."""
         return StoredTensor(dict.fromkeys(dtypes, shapes), is_optional)
 
@@ -115,7 +115,7 @@ def _awq_or_gptq(weight_format: WeightFormat, out_size: int, in_size: int) -> di
     return {**tensors, "g_idx": order}
 
 
-def _scale_shapes(weight_format: WeightFormat, out_size: int, in_size: int) -> tuple[Shape, ...]:
+def _scale_shapes(weight_format: WeightFormat, out_size: int, in_size: int) -> tuple[TensorShape, ...]:
     """A scale for each block; dimensions of length 1 may be left out from the end."""
     num_rows, num_columns = _num_blocks(out_size, weight_format.rows), _num_blocks(in_size, weight_format.columns)
     if num_columns > 1:

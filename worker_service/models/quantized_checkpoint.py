@@ -13,8 +13,8 @@ from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, Che
 from worker_service.models.packing import (
     DecodedWeight,
     FaultyTensorError,
-    Shape,
     StoredTensor,
+    TensorShape,
     copy_floats,
     decode,
     part,
@@ -200,7 +200,7 @@ class QuantizedCheckpoint:
         return not self._checkpoint.read(name).any()
 
 
-def _alternatives(values: Iterable[str | Shape]) -> str:
+def _alternatives(values: Iterable[str | TensorShape]) -> str:
     texts = (value if isinstance(value, str) else str(list(value)) for value in values)
     return " or ".join(dict.fromkeys(texts))
 

@@ -24,14 +24,14 @@ _UNFOLLOWED_SCALES = (
     r"\.((input|output|activation)_(scale|zero_point)|input_global_scale|(kv|[qkv])_(scale|zero_point))$"
 )
 # Called after each tensor with (tensors loaded, tensors in all).
-Progress = Callable[[int, int], None]
+TensorProgress = Callable[[int, int], None]
 
 
 def load_weights(
     model: nn.Module,
     checkpoint: Tensors,
     table: Iterable[Weight],
-    progress: Progress | None,
+    progress: TensorProgress | None,
     shard: Shard,
     dtype: torch.dtype,
     find_kept: Callable[[str], KeptProduct | None] = lambda target: None,

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from pagewire.common.messages import Candidates, Logprobs, Pooling, RowOpening, RowStatus, SamplingParams
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns
-from worker_service.rows.masks import StepMasks
+from worker_service.rows.masks import IntArray, StepMasks
 from worker_service.rows.reading import ValueReader
-
-IntArray = NDArray[np.int64]
 
 _MAX_INT32 = (1 << 31) - 1
 _NO_LOGPROBS = Logprobs()

@@ -24,10 +24,9 @@ from pagewire.common.messages import (
     WorkerProtocolError,
     illegal_values,
 )
-from worker_service.rows.masks import RowMasks
+from worker_service.rows.masks import IntArray, RowMasks
 from worker_service.rows.sampling import SamplingTable, StepSampling
 
-IntArray = NDArray[np.int64]
 Column = tuple[int, ...]
 _COLUMNS = {phase: attrgetter(*names) for phase, names in PHASES.items()}
 

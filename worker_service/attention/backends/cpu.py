@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS
 from pagewire.kernels.cpu import MAX_HEAD_DIM, CpuKernels, PagedRows
-from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
+from worker_service.attention.backend import AttentionBatch, AttentionShape
 from worker_service.attention.capability import Capability, UnavailableError
 
 _BFLOAT16 = Capability(

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from pagewire.kernels.triton.fused import HeadCaching
-from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows, LayerCache
+from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability
 from worker_service.models.model import Attend
@@ -58,11 +58,11 @@ class FlashAttention:
         rows = batch.rows_on(kv_cache[0][0].device)
         assert rows.num_decodes is not None, "only behind a graph, which cannot hold this backend"
         block_tables = batch.block_tables.to(torch.int32)
-        parts: list[_Decodes | _Chunks] = []
+        parts: list[_Decodes | _PromptRows] = []
         if rows.num_decodes:
             parts.append(_Decodes.of(rows, block_tables, self._scoring))
         if rows.num_decodes < len(batch.seq_lens):
-            parts.append(_Chunks.of(batch, rows, block_tables, self._scoring))
+            parts.append(_PromptRows.of(batch, rows, block_tables, self._scoring))
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
             assert sinks is None
@@ -104,7 +104,7 @@ class _Decodes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunks:
+class _PromptRows:
     """The rows behind those that decode, with any number of tokens."""
 
     tokens: slice
@@ -116,10 +116,10 @@ class _Chunks:
     scoring: Scoring
 
     @staticmethod
-    def of(batch: AttentionBatch, rows: DeviceRows, block_tables: Tensor, scoring: Scoring) -> "_Chunks":
+    def of(batch: AttentionBatch, rows: DeviceRows, block_tables: Tensor, scoring: Scoring) -> "_PromptRows":
         first = rows.num_decodes
         starts = rows.query_start_loc[first:]
-        return _Chunks(
+        return _PromptRows(
             tokens=slice(first, None),
             block_tables=block_tables[first:],
             query_start_loc=starts - starts[0],

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS, TokenRows
 from pagewire.kernels.cpu import CpuKernels
-from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
+from worker_service.attention.backend import AttentionBatch, AttentionShape
 from worker_service.attention.capability import Capability
 from worker_service.models.model import Attend
 
