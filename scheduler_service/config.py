@@ -20,10 +20,9 @@ _METRICS_PORT = (
     PORT,
 )
 _PROMPT_BYTES = (1_048_576, "how long the text of one prompt can be, in bytes", between(1, MAX_MESSAGE_BYTES))
-_WAITING_TEXT_BYTES = (67_108_864, "how many bytes of prompts can wait to be tokenized", at_least(1))
-_TENANT_WAITING_TEXT_BYTES = (
-    16_777_216,
-    "how many bytes of one tenant's prompts can wait to be tokenized",
+_WAITING_TEXT_BYTES = (
+    67_108_864,
+    "how many bytes of prompts can wait to be tokenized; of one tenant a quarter of that, or one prompt",
     at_least(1),
 )
 
@@ -73,7 +72,6 @@ class SchedulerConfig:
     )
     max_prompt_bytes: int = option(*_PROMPT_BYTES)
     max_waiting_text_bytes: int = option(*_WAITING_TEXT_BYTES)
-    max_tenant_waiting_text_bytes: int = option(*_TENANT_WAITING_TEXT_BYTES)
     policy: str = option(
         POLICIES[0],
         "which waiting request runs next; agent is fair between tenants, goes by priority, and prefers what is cached",
@@ -105,14 +103,8 @@ class SchedulerConfig:
     detached_retention: float = option(
         600.0, "how long the result of a detached request is kept after it ends, in seconds", at_least(0)
     )
-    max_detached_requests: int = option(
-        4096, "how many ended detached requests are kept; the oldest is dropped first", at_least(0)
-    )
     max_detached_bytes: int = option(
         268_435_456, "how many bytes of ended detached requests are kept; the oldest is dropped first", at_least(0)
-    )
-    kv_events_buffer: int = option(
-        10_000, "how many batches of KV events a slow subscriber can fall behind", at_least(1)
     )
     max_kv_event_bytes: int = option(
         67_108_864,
@@ -195,7 +187,6 @@ class FrontEndConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50052, "port to listen on; 0 picks a free one", PORT)
     drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
-    max_pending_calls: int = option(4096, "how many calls can be waiting for tokenization", at_least(1))
     tls_cert: str | None = option(
         None, "PEM file with the server's certificate chain; turns TLS on", needs=("tls_key",)
     )
@@ -233,7 +224,6 @@ class FrontEndConfig:
     scheduler_http_proxy: bool = option(False, f"reach the scheduler {_HTTP_PROXY}")
     max_prompt_bytes: int = option(*_PROMPT_BYTES)
     max_waiting_text_bytes: int = option(*_WAITING_TEXT_BYTES)
-    max_tenant_waiting_text_bytes: int = option(*_TENANT_WAITING_TEXT_BYTES)
     metrics_host: str = option(*_METRICS_HOST)
     metrics_port: int | None = option(*_METRICS_PORT)
 

@@ -62,7 +62,6 @@ async def run(
             config.scheduler,
             service.model,
             service.tokenizer,
-            max_pending_calls=config.max_pending_calls,
             text_limits=service.text_limits,
         )
         service.listen(servicer, partial(_make_vllm, link, servicer, service.model))

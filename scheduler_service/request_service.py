@@ -70,9 +70,7 @@ class RequestService:
         self.model = read_model_info(config.model)
         warn_of(self.model)
         self.tokenizer = Tokenizer(self.model.tokenizer_path) if self.model.tokenizer_path else None
-        self.text_limits = TextLimits(
-            config.max_prompt_bytes, config.max_waiting_text_bytes, config.max_tenant_waiting_text_bytes
-        )
+        self.text_limits = TextLimits(config.max_prompt_bytes, config.max_waiting_text_bytes)
         self.tenants = TenantFile(config.tenants) if config.tenants else None
         self._authentication = Authentication(self.tenants) if self.tenants is not None else None
         callers = self._authentication or Anybody()

@@ -105,7 +105,7 @@ class _Scheduler:
             has_tenants=config.tenants is not None,
         )
         self._tracing = _tracing(config, info.served_model_name)
-        self._kv_event_log = KvEventLog(config.kv_events_buffer, config.max_kv_event_bytes)
+        self._kv_event_log = KvEventLog(max_bytes=config.max_kv_event_bytes)
         self._grammars = GrammarChecks(service.model, self._metrics.grammar_checked)
         observers = [self._metrics, RequestLog(logs_all=config.log_requests), self._grammars]
         self._step_loop = StepLoop(
@@ -117,11 +117,7 @@ class _Scheduler:
         )
         self._activity = Activity(self._stats, time.monotonic, garbage_collection.collect_hidden)
         self._worker_link = self._make_worker_link(link_tls, restart_worker)
-        self._detached = DetachedRequests(
-            retention=config.detached_retention,
-            max_ended=config.max_detached_requests,
-            max_bytes=config.max_detached_bytes,
-        )
+        self._detached = DetachedRequests(retention=config.detached_retention, max_bytes=config.max_detached_bytes)
         self._servicer = self._make_servicer()
         service.listen(self._servicer, self._make_vllm)
         if self._recorder is not None:

@@ -138,7 +138,7 @@ async def run_round(system: System, client: AsyncClient, arguments: argparse.Nam
 
 async def measure(arguments: argparse.Namespace) -> dict:
     # What the scheduler keeps of what is cached, and of events, is full before the flood begins.
-    kept = ["--kv-events-buffer", 1000]
+    kept = ["--max-kv-event-bytes", 1 << 20]
     scheduler = ["--max-waiting-requests", arguments.waiting, "--max-num-seqs", arguments.max_num_seqs, *kept]
     sizes = ["--max-num-seqs", arguments.max_num_seqs, "--num-device-blocks", NUM_BLOCKS]
     worker = [*sizes, "--num-threads", arguments.num_threads]

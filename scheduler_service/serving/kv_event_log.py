@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from scheduler_service.core.request import BlockStored, KvEvent
 
+MAX_BATCHES = 10_000
 MAX_BYTES = 64 * 1024 * 1024
 # Seconds for which events are kept for a follower who may come back.
 RETENTION = 60.0
@@ -29,7 +30,9 @@ class KvEventBatch:
 class KvEventLog:
     """A ring of batches, whose numbers begin at 1 and rise by 1."""
 
-    def __init__(self, max_batches: int, max_bytes: int = MAX_BYTES, retention: float = RETENTION) -> None:
+    def __init__(
+        self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES, retention: float = RETENTION
+    ) -> None:
         self._max_batches = max_batches
         self._max_bytes = max_bytes
         self._retention = retention

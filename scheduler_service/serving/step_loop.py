@@ -69,7 +69,7 @@ class StepLoop:
             on_grace_ended=partial(self._end_requests, scheduler.worker_grace_ended),
             on_timed_out=partial(self._end_requests, scheduler.worker_timed_out),
         )
-        self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(max_batches=10_000), observers, clock)
+        self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(), observers, clock)
         self._fan_out = FanOut(clock)
         self._counts = TokenCounts()
         self._streams: dict[int, TokenStream] = {}

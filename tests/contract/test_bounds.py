@@ -58,7 +58,7 @@ async def test_texts_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
             return await super().encode(*args, **options)
 
     monkeypatch.setattr(request_service, "Tokenizer", HeldTokenizer)
-    async with measured(checkpoint, max_waiting_text_bytes=100, max_tenant_waiting_text_bytes=60) as (stack, gauges):
+    async with measured(checkpoint, max_prompt_bytes=60, max_waiting_text_bytes=100) as (stack, gauges):
         assert await gauges.read("waiting_text_bytes") == 0
 
         def generate(tenant: str, size: int) -> asyncio.Task[object]:

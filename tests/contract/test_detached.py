@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from array import array
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service import server
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.public.detached import result_of
+from scheduler_service.rpc.public.detached import DetachedRequests, result_of
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import Tokenizer as ServedTokenizer
@@ -261,8 +263,9 @@ async def test_positions_that_are_not_there(checkpoint: Path) -> None:
         await stack.stub.Abort(pb.AbortRequest(request_id=name))
 
 
-async def test_unknown_foreign_and_expired_ids_look_alike(checkpoint: Path) -> None:
-    async with serve(checkpoint, detached_retention=0.3, max_detached_requests=2) as stack:
+async def test_unknown_foreign_and_expired_ids_look_alike(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "DetachedRequests", partial(DetachedRequests, max_ended=2))
+    async with serve(checkpoint, detached_retention=0.3) as stack:
         stack.worker.step_seconds = 0.001
 
         async def texts_of(request_id: str, tenant: str) -> set[str]:
@@ -352,8 +355,9 @@ def approximately(entry: TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(entry.token_id, narrowed(entry.logprob), entry.rank, top)
 
 
-async def test_a_reader_outlives_the_retention(checkpoint: Path) -> None:
-    async with serve(checkpoint, max_detached_requests=0) as stack:
+async def test_a_reader_outlives_the_retention(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "DetachedRequests", partial(DetachedRequests, max_ended=0))
+    async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.005
         name = await submit(stack, PROMPT, max_tokens=30)
         assert (await attach(stack, name)).token_ids[0] == expected_tokens(PROMPT, 30)

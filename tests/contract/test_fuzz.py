@@ -303,7 +303,7 @@ async def test_mutated_requests_are_served_or_refused_as_what_they_are(checkpoin
     worker = SoundWorker(read_model_info(str(checkpoint)).digest, max_model_len=MAX_MODEL_LEN)
     await worker.start()
     codes: Counter[tuple[str, grpc.StatusCode]] = Counter()
-    async with serve(checkpoint, worker=worker, max_detached_requests=16, max_waiting_requests=64) as stack:
+    async with serve(checkpoint, worker=worker, max_detached_bytes=1000, max_waiting_requests=64) as stack:
         mutants = iter([mutant(rng) for _ in range(NUM_REQUESTS)])
 
         async def send_some() -> None:
@@ -332,7 +332,7 @@ async def test_mutated_requests_are_served_or_refused_as_what_they_are(checkpoin
 async def scheduler_or_front_end(checkpoint: Path, *, is_front_end: bool) -> AsyncIterator[Stack | FrontEnd]:
     worker = SoundWorker(read_model_info(str(checkpoint)).digest, max_model_len=MAX_MODEL_LEN)
     await worker.start()
-    async with serve(checkpoint, worker=worker, max_detached_requests=16) as stack:
+    async with serve(checkpoint, worker=worker, max_detached_bytes=1000) as stack:
         if not is_front_end:
             yield stack
             return

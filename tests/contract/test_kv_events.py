@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import random
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service import server
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.status import RpcError
@@ -182,8 +184,9 @@ async def test_a_subscriber_goes_on_where_it_was(checkpoint: Path) -> None:
         assert {first.instance_id, again.instance_id, late.instance_id} == {info.instance_id}
 
 
-async def test_numbers_that_are_not_held(checkpoint: Path) -> None:
-    async with serve(checkpoint, kv_events_buffer=3) as stack:
+async def test_numbers_that_are_not_held(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KvEventLog", partial(KvEventLog, 3))
+    async with serve(checkpoint) as stack:
         error = await refusal_of(stack, start_sequence_number=1)
         assert "those after 0 to 0 are" in error.details()
         for start in range(5):

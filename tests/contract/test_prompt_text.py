@@ -73,7 +73,7 @@ async def test_too_many_tokens_name_their_number() -> None:
 
 async def test_what_waits_is_bounded_for_a_tenant_and_for_all() -> None:
     tokenizer = HeldTokenizer()
-    texts = PromptTexts(tokenizer, TextLimits(max_waiting=100, max_tenant_waiting=60))
+    texts = PromptTexts(tokenizer, TextLimits(max_prompt=60, max_waiting=100))
     tasks = [asyncio.create_task(texts.encode("x" * 50, tenant, 1000)) for tenant in ("a", "b")]
     await tokenizer.until_waiting(2)
     assert texts.num_waiting_bytes == 100
@@ -89,6 +89,12 @@ async def test_what_waits_is_bounded_for_a_tenant_and_for_all() -> None:
     assert texts.num_waiting_bytes == 0
     assert not texts._waiting
     assert not texts._long_texts
+
+
+def test_a_tenant_has_a_quarter_and_at_least_one_prompt() -> None:
+    assert TextLimits().max_tenant_waiting == 16 << 20
+    assert TextLimits(max_prompt=1000, max_waiting=8000).max_tenant_waiting == 2000
+    assert TextLimits(max_prompt=3000, max_waiting=8000).max_tenant_waiting == 3000
 
 
 async def test_one_long_text_of_a_tenant_at_a_time() -> None:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import re
 import resource
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -18,6 +19,7 @@ from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
+from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.tenants import authentication
 from scheduler_service.rpc.tenants.tenant_file import TenantFile, parse_tenants
@@ -317,8 +319,11 @@ async def test_every_claim_is_given_back(checkpoint: Path, tenants: Path) -> Non
         assert len((await generate(stack, request(PROMPT, max_tokens=2), "acme")).token_ids[0]) == 2
 
 
-async def test_results_that_others_keep_are_not_pushed_out(checkpoint: Path, tenants: Path) -> None:
-    async with serve(checkpoint, tenants=str(tenants), max_detached_requests=3) as stack:
+async def test_results_that_others_keep_are_not_pushed_out(
+    checkpoint: Path, tenants: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "DetachedRequests", partial(DetachedRequests, max_ended=3))
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
 
         async def submit_and_wait(tenant: str) -> str:
             submitted = pb.SubmitRequest(request=request(PROMPT, max_tokens=1))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -11,12 +12,13 @@ import pytest
 from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service import server
 from scheduler_service.core import explain
 from scheduler_service.core.request import BlockStored, KvEvent, Tier
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.load import Load
-from scheduler_service.serving.kv_event_log import KvEventBatch
+from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.serving.model_info import read_model_info
 from testing import scheduler_stack
 from testing.fake_worker import FakeWorker
@@ -202,8 +204,11 @@ async def test_a_restarted_server_counts_on_above_its_predecessor(checkpoint: Pa
         assert not mirror.cached
 
 
-async def test_a_subscriber_that_falls_behind_gets_a_snapshot(checkpoint: Path) -> None:
-    async with serve(checkpoint, kv_events_buffer=2) as stack:
+async def test_a_subscriber_that_falls_behind_gets_a_snapshot(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KvEventLog", partial(KvEventLog, 2))
+    async with serve(checkpoint) as stack:
         mirror = Mirror()
         async with following(stack, mirror):
             await generate(stack, request(PROMPT, max_tokens=1))

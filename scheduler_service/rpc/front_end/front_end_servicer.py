@@ -16,6 +16,8 @@ from scheduler_service.rpc.status import RpcError
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.tokenizer import Tokenizer
 
+_MAX_PENDING_CALLS = 4096  # of those whose text becomes tokens
+
 
 class FrontEndServicer(RequestServicer):
     def __init__(
@@ -25,11 +27,10 @@ class FrontEndServicer(RequestServicer):
         model: ModelInfo,
         tokenizer: Tokenizer | None,
         *,
-        max_pending_calls: int,
         text_limits: TextLimits,
     ) -> None:
         """`address` is the scheduler's, for messages."""
-        intake = Intake(link, model, tokenizer, max_pending_calls=max_pending_calls, text_limits=text_limits)
+        intake = Intake(link, model, tokenizer, max_pending_calls=_MAX_PENDING_CALLS, text_limits=text_limits)
         super().__init__(link, model, tokenizer, intake, link.server_info)
         self._link = link
         self._address = address

@@ -11,11 +11,13 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.status import RpcError, invalid
 
+MAX_ENDED = 4096
+
 
 class DetachedRequests:
     """The detached requests of all tenants. Those that have ended are kept for a time, up to a number and a size."""
 
-    def __init__(self, *, retention: float, max_ended: int, max_bytes: int) -> None:
+    def __init__(self, *, retention: float, max_bytes: int, max_ended: int = MAX_ENDED) -> None:
         """`retention` is in seconds. One request alone is kept however many bytes it has."""
         self._retention = retention
         self._max_ended = max_ended

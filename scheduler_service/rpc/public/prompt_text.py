@@ -17,11 +17,15 @@ LONG_TEXT_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Limits in bytes of UTF-8; `max_waiting` and `max_tenant_waiting` are of all texts that wait for their tokens."""
+    """Limits in bytes of UTF-8; `max_waiting` and `max_tenant_waiting` are of all texts that wait for their tokens, so
+    that no tenant's keep out those of all others."""
 
     max_prompt: int = 1024 * 1024
     max_waiting: int = 64 * 1024 * 1024
-    max_tenant_waiting: int = 16 * 1024 * 1024
+
+    @property
+    def max_tenant_waiting(self) -> int:
+        return max(self.max_prompt, self.max_waiting // 4)
 
 
 class PromptTexts:
