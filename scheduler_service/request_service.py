@@ -22,7 +22,7 @@ from scheduler_service.rpc.tenants.authentication import Anybody, Authentication
 from scheduler_service.rpc.tenants.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context
 from scheduler_service.serving.engine import Availability
-from scheduler_service.serving.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.model_info import ModelInfo, read_model
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tokenizer import Tokenizer
 
@@ -67,9 +67,10 @@ class RequestService:
         self._name = name
         self._tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._tls_files = [files for files in (self._tls, link_tls) if files is not None]
-        self.model = read_model_info(config.model)
+        self.model, files = read_model(config.model)
         warn_of(self.model)
-        self.tokenizer = Tokenizer(self.model.tokenizer_path) if self.model.tokenizer_path else None
+        self.tokenizer_json = None if files is None else files.tokenizer_json()  # until the service runs
+        self.tokenizer = None if files is None else Tokenizer(files.path, self.tokenizer_json)
         self.text_limits = TextLimits(config.max_prompt_bytes, config.max_waiting_text_bytes)
         self.tenants = TenantFile(config.tenants) if config.tenants else None
         self._authentication = Authentication(self.tenants) if self.tenants is not None else None
@@ -113,6 +114,7 @@ class RequestService:
         `parts` run beside the engine, and none of them ends by itself: if one does, `failed` gets its error, and gives
         the exit code. `ready` gets the URL once, when requests are first served.
         """
+        self.tokenizer_json = None  # which takes much memory
         availability: Availability = engine.availability
         await self._health.begin()
         await self._server.start()

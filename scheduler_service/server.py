@@ -106,7 +106,7 @@ class _Scheduler:
         )
         self._tracing = _tracing(config, info.served_model_name)
         self._kv_event_log = KvEventLog(max_bytes=config.max_kv_event_bytes)
-        self._grammars = GrammarChecks(service.model, self._metrics.grammar_checked)
+        self._grammars = GrammarChecks(service.model, self._metrics.grammar_checked, service.tokenizer_json)
         observers = [self._metrics, RequestLog(logs_all=config.log_requests), self._grammars]
         self._step_loop = StepLoop(
             record(scheduler, self._recorder) if self._recorder else scheduler,

@@ -53,8 +53,7 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
     """
     exit_with_parent()
     try:
-        check_worker(config)
-        server = _WorkerProcess(config, refuse)
+        server = _WorkerProcess(config, refuse, check_worker(config))
     except ValueError as error:
         return refuse(str(error))
     status = asyncio.run(server.run())
@@ -76,9 +75,10 @@ def limit_spinning(environ: MutableMapping[str, str]) -> None:
 
 
 class _WorkerProcess:
-    def __init__(self, config: WorkerConfig, refuse: Callable[[str], int]) -> None:
+    def __init__(self, config: WorkerConfig, refuse: Callable[[str], int], digest: bytes) -> None:
         """Raises ValueError for what is asked for but is not there."""
         self._config = config
+        self._digest = digest
         self._refuse = refuse
         self._tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._link_secret = None if config.link_secret_file is None else LinkSecret(config.link_secret_file)
@@ -146,9 +146,8 @@ class _WorkerProcess:
         # For people: HOST:PID:RANDOM. Process ids come back, so something in it is random.
         worker_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         try:
-            loaded = load_worker(
-                self._config, worker_id, report=LoadProgress(partial(setattr, self.engine, "load_percent"))
-            )
+            report = LoadProgress(partial(setattr, self.engine, "load_percent"))
+            loaded = load_worker(self._config, worker_id, report, self._digest)
         except CheckpointError as error:
             raise ValueError(f"--model {self._config.model}: {error}") from error
         return self._profiled(loaded) if self._config.profile else loaded

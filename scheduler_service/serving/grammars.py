@@ -65,9 +65,13 @@ class _Turns:
 class GrammarChecks(Observer):
     """Belongs to the event loop's thread. It hears of workers, since those must read grammars as this service does."""
 
-    def __init__(self, model: ModelInfo, on_checked: Callable[[float, bool], None]) -> None:
-        """`on_checked` gets how many seconds each compilation took, and whether the grammar is good."""
+    def __init__(
+        self, model: ModelInfo, on_checked: Callable[[float, bool], None], tokenizer_json: str | None = None
+    ) -> None:
+        """`on_checked` gets how many seconds each compilation took, and whether the grammar is good. `tokenizer_json`:
+        the model's, where that has been read."""
         self._model = model
+        self._tokenizer_json = tokenizer_json
         self._on_checked = on_checked
         self._trials: Trials | None = None  # made by the thread
         self._tokenizer_fault = ""  # why not
@@ -179,7 +183,8 @@ class GrammarChecks(Observer):
         model = self._model
         assert model.tokenizer_path is not None
         try:
-            trials = Trials(read_tokenizer(model.tokenizer_path), model.vocab_size, model.grammar_end_token_ids)
+            text = self._tokenizer_json or read_tokenizer(model.tokenizer_path)
+            trials = Trials(text, model.vocab_size, model.grammar_end_token_ids)
         except (ValueError, OSError) as error:
             self._tokenizer_fault = (
                 f"llguidance {version()} cannot read the checkpoint's tokenizer: {_shortened(str(error))}"
@@ -187,6 +192,7 @@ class GrammarChecks(Observer):
             logger.warning("structured output is refused: %s", self._tokenizer_fault)
         else:
             self._trials = trials
+        self._tokenizer_json = None
 
     def _compile_on_thread(self, grammar: Grammar) -> tuple[float, str]:
         """Return how many seconds it took, and why the grammar cannot be used, or nothing."""

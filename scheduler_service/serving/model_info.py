@@ -101,12 +101,16 @@ class ModelInfo:
 
 def read_model_info(model: str) -> ModelInfo:
     """Read a checkpoint directory or a GGUF file. Raises ValueError, one line that names the file at fault."""
+    return read_model(model)[0]
+
+
+def read_model(model: str) -> tuple[ModelInfo, TokenizerFiles | None]:
+    """See `read_model_info`. The tokenizer's files come too, which take long to read, and much memory to keep."""
     path = Path(model)
-    if is_gguf(path):
-        return _model_info(_read_gguf(path))
-    if not path.is_dir():
+    if not is_gguf(path) and not path.is_dir():
         raise ValueError(f"--model is {model!r}, but that is neither a directory nor a GGUF file")
-    return _model_info(_read_directory(path))
+    settings = _read_gguf(path) if is_gguf(path) else _read_directory(path)
+    return _model_info(settings), settings.tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,16 +24,17 @@ _MAX_HELD_CHARS = 3
 # Beyond this the decoder lets go of the oldest tokens of its window, but keeps those whose characters are held.
 _MAX_WINDOW_TOKENS = 64
 _NUM_KEPT_TOKENS = 8
+_NUM_THREADS = 2
 _REPLACEMENT = "\ufffd"
 _NAME_OF_BYTE = "<0x{:02X}>"  # as sentencepiece writes it
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
-def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
-    """Load a tokenizer.json with what the files beside it say, or what stands for it in a GGUF file. Raises ValueError
-    if it cannot be read."""
+def load_tokenizer(path: Path, text: str | None = None) -> HuggingFaceTokenizer:
+    """Load a tokenizer.json with what the files beside it say, or what stands for it in a GGUF file: the `text`, where
+    that has been read. Raises ValueError if it cannot be read."""
     try:
-        return HuggingFaceTokenizer.from_str(read_tokenizer(path))
+        return HuggingFaceTokenizer.from_str(text or read_tokenizer(path))
     except ValueError:
         raise
     except Exception as error:  # the library raises bare Exceptions
@@ -43,13 +44,13 @@ def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
 class Tokenizer:
     """A model's tokenizer."""
 
-    def __init__(self, path: Path, num_threads: int = 2) -> None:
-        """Raises ValueError if the file cannot be read."""
-        self._tokenizer = load_tokenizer(path)
+    def __init__(self, path: Path, text: str | None = None) -> None:
+        """See `load_tokenizer`."""
+        self._tokenizer = load_tokenizer(path, text)
         self._path = path
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer of long texts")
         self.max_token_bytes = _max_token_bytes(self._tokenizer)
         # Byte-level tokens are bytes, whatever stands around them: what one alone makes of whole characters stays.

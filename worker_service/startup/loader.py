@@ -57,11 +57,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-def load_worker(config: WorkerConfig, worker_id: str, report: LoadProgress | None = None) -> LoadedWorker:
+def load_worker(
+    config: WorkerConfig, worker_id: str, report: LoadProgress | None = None, digest: bytes | None = None
+) -> LoadedWorker:
     """Load everything on the calling thread, which must be the one that will call the runner.
 
-    `report` is called as the checkpoint's tensors load. Raises ValueError and CheckpointError with a text
-    for people.
+    `report` is called as the checkpoint's tensors load; `digest` is the model's, where it is known.
+    Raises ValueError and CheckpointError with a text for people.
     """
     config.validate()
     begin_vector_math()
@@ -69,14 +71,14 @@ def load_worker(config: WorkerConfig, worker_id: str, report: LoadProgress | Non
     path = Path(config.model)
     start = GrammarStart(path, load_config(path).vocab_size)
     try:
-        return _load_worker(config, path, worker_id, report, start)
+        return _load_worker(config, path, worker_id, report, start, digest or model_digest(path))
     except BaseException:
         start.give_up()
         raise
 
 
 def _load_worker(
-    config: WorkerConfig, path: Path, worker_id: str, report: LoadProgress | None, start: GrammarStart
+    config: WorkerConfig, path: Path, worker_id: str, report: LoadProgress | None, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
     """See `load_worker`. `start`: grammars are made ready meanwhile."""
     device = choose_device(config.device, config.tensor_parallel_rank)
@@ -119,10 +121,11 @@ def _load_worker(
     if communicator.rank == 0:
         log_stretch(unloaded.shard.config.rope, max_model_len)
     weight_bytes = unloaded.footprint().held
-    model = _load_weights(unloaded, report, _packed_cache(config, unloaded, kernels))
+    model = _load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest))
     streams = CudaDevice(device) if is_gpu else None
     assembly = _Assembly(
-        config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams, kernels
+        *(config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams, kernels),
+        digest,
     )
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_lowered(config, sizes)
@@ -254,6 +257,7 @@ class _Assembly:
     communicator: Communicator
     streams: CudaDevice | None  # on a GPU
     kernels: CpuKernels | None
+    digest: bytes  # of the model
     grammars: EpochGrammars | None = None  # once they are needed
 
     def runner(
@@ -289,7 +293,7 @@ class _Assembly:
         """Return the capacity that the worker reports once it has its cache."""
         return WorkerCapacity(
             worker_id=worker_id,
-            model_digest=model_digest(Path(self.config.model)),
+            model_digest=self.digest,
             vocab_size=self.model_config.vocab_size,
             max_model_len=self.max_model_len,
             block_size=self.shape.block_size,
@@ -396,14 +400,16 @@ def log_stretch(rope: RopeConfig | None, max_model_len: int) -> None:
         )
 
 
-def _packed_cache(config: WorkerConfig, unloaded: UnloadedModel, kernels: CpuKernels | None) -> PackedCache | None:
+def _packed_cache(
+    config: WorkerConfig, unloaded: UnloadedModel, kernels: CpuKernels | None, digest: bytes
+) -> PackedCache | None:
     """The place where what is quantised is kept, if there is anything."""
     folder, path = quantized_folder(), Path(config.model)
     if config.quantization is None or config.load_format == "dummy" or folder is None or kernels is None:
         return None
     identity = {
         "checkpoint": str(path.resolve()),
-        "model": model_digest(path).hex(),
+        "model": digest.hex(),
         "weights": weights_digest(path),
         "quantization": config.quantization,
     }

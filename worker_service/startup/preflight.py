@@ -21,15 +21,18 @@ _32_BITS = ("float32", "F32")
 _16_BITS = ("bfloat16", "float16", "half", "BF16", "F16")
 
 
-def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
-    """Raises ValueError, one line, for what will not change by trying again. `num_local_ranks`: those to be started."""
+def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
+    """Return the model's digest, which takes a while. `num_local_ranks`: those to be started.
+
+    Raises ValueError, one line, for what will not change by trying again.
+    """
     config.validate()
     path = Path(config.model)
     if not path.is_dir() and not is_gguf(path):
         raise ValueError(f"--model is {config.model!r}, but that is neither a directory nor a GGUF file")
     try:
         model = load_config(path)
-        model_digest(path)
+        digest = model_digest(path)
         choose_max_model_len(config.max_model_len, model.max_position_embeddings)
         headers = {} if config.load_format == "dummy" else read_headers(path)
     except CheckpointError as error:
@@ -48,6 +51,7 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
                 f"{describe_memory(available)} of memory are available: take a smaller model or a machine with more "
                 "memory, or end what else uses it"
             )
+    return digest
 
 
 def _check_unquantized(config: WorkerConfig, model: ModelConfig, headers: Mapping[str, TensorHeader]) -> None:
