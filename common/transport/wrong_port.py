@@ -31,6 +31,19 @@ class RightPort:
     give_name: str  # how to say which name is in its certificate
     with_tls: str  # what the port may ask for that hangs up
 
+    @staticmethod
+    def of_link(service: str, give: str, strangers: str) -> "RightPort":
+        """That of a service's link to another one, whose TLS options begin with that one's name."""
+        return RightPort(
+            give,
+            strangers,
+            without_tls=f"leave out --{service}-tls-ca",
+            name_authority=f"give --{service}-tls-ca",
+            give_name=f"give --{service}-tls-name, or have it made for that host",
+            with_tls=f"a port with TLS (--{service}-tls-ca), one that asks for another certificate, or for one that is "
+            f"good (--{service}-tls-cert)",
+        )
+
     def reading(self, where: str, message: str) -> str | None:
         """Return what the port looks like of which gRPC says this, or None if it may be the right one."""
         readings = {

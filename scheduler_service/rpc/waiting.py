@@ -32,14 +32,12 @@ class Waiting:
         logger: logging.Logger,
         port: RightPort,
         *,
-        patience: float = _PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`name` is what the other side is called, and `port` says where it is; `clock` is in seconds."""
         self._name = name
         self._logger = logger
         self._port = port
-        self._patience = patience
         self._clock = clock
         self._told: tuple[str, float] | None = None  # a reason without its numbers, and when
 
@@ -95,7 +93,7 @@ class Waiting:
         on_reason: Callable[[str], object],
     ) -> None:
         while True:
-            await asyncio.sleep(self._patience)
+            await asyncio.sleep(_PATIENCE)
             if dialler.is_outdated:
                 limit.reschedule(asyncio.get_running_loop().time())
                 return

@@ -39,14 +39,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
 )
-_PORT = RightPort(
+_PORT = RightPort.of_link(
+    "scheduler",
     give="give the gRPC port of a scheduler in --scheduler, which is 50051 unless its --port says otherwise",
     strangers="a worker's port or another service's",
-    without_tls="leave out --scheduler-tls-ca",
-    name_authority="give --scheduler-tls-ca",
-    give_name="give --scheduler-tls-name, or have it made for that host",
-    with_tls="a port with TLS (--scheduler-tls-ca), one that asks for another certificate, or for one that is good "
-    "(--scheduler-tls-cert)",
 )
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0

@@ -53,14 +53,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
 )
-_PORT = RightPort(
+_PORT = RightPort.of_link(
+    "worker",
     give="give the port of a worker in --worker, which is 50061 unless its --port says otherwise",
     strangers="a scheduler's port, a front end's or another service's",
-    without_tls="leave out --worker-tls-ca",
-    name_authority="give --worker-tls-ca",
-    give_name="give --worker-tls-name, or have it made for that host",
-    with_tls="a port with TLS (--worker-tls-ca), one that asks for another certificate, or for one that is good "
-    "(--worker-tls-cert)",
 )
 _READY_TIMEOUT = 120.0  # seconds: a worker answers, or gives up, 90 s after Hello at the latest
 _MIN_BACKOFF = 0.1
