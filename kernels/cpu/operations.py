@@ -55,7 +55,7 @@ class CpuKernels:
     """The loaded kernels. Calls release the interpreter's lock, and use as many threads as torch does."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
         library.variant.restype = ctypes.c_char_p
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         signatures = (
@@ -91,18 +91,14 @@ class CpuKernels:
         library.is_gateable.argtypes = [pointer]
 
     @property
-    def library(self) -> ctypes.CDLL:
-        return self._library
-
-    @property
     def variant(self) -> str:
         """The instruction set for which the kernels were compiled: "avx512_bf16", "avx512", "avx2" or "portable"."""
-        return self._library.variant().decode()
+        return self.library.variant().decode()
 
     @property
     def digest(self) -> str:
         """What changes with the code of the kernels, and with it the layout of panels."""
-        return hashlib.sha256(Path(self._library._name).read_bytes()).hexdigest()
+        return hashlib.sha256(Path(self.library._name).read_bytes()).hexdigest()
 
     # Attention
 
@@ -173,7 +169,7 @@ class CpuKernels:
 
     def can_gate(self, packed: PackedLinear) -> bool:
         """Say whether a product's first half of outputs can gate the second within the product."""
-        return bool(self._library.is_gateable(ctypes.addressof(packed.layer())))
+        return bool(self.library.is_gateable(ctypes.addressof(packed.layer())))
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """Lays a quantised weight out for `linear`, in the fewest bits that hold it exactly.
@@ -197,7 +193,7 @@ class CpuKernels:
         source = SourceWeight(**pointers, group_size=weight.group_size)
         layer = empty.layer()
         arguments = (ctypes.addressof(layer), ctypes.addressof(source), panels.data_ptr())
-        self._library.pack_quantized(*arguments, torch.get_num_threads())
+        self.library.pack_quantized(*arguments, torch.get_num_threads())
         return replace(empty, panels=panels)
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
@@ -213,7 +209,7 @@ class CpuKernels:
         codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
         scale = torch.empty(num_rows, num_columns // GROUP_SIZE)
         pointers = (codes.data_ptr(), scale.data_ptr(), torch.get_num_threads())
-        self._library.quantize(values.data_ptr(), scale.numel(), bits, *pointers)
+        self.library.quantize(values.data_ptr(), scale.numel(), bits, *pointers)
         return QuantizedWeight(codes, round_scale(scale), None, GROUP_SIZE)
 
     def pack_float8(self, weight: Float8Weight, bias: Tensor | None = None) -> PackedLinear:
@@ -236,13 +232,13 @@ class CpuKernels:
         source = Float8Source(weight.values.data_ptr(), weight.scale.data_ptr(), weight.block_size)
         layer = empty.layer()
         pointers = (ctypes.addressof(layer), ctypes.addressof(source), panels.data_ptr())
-        self._library.pack_float8(*pointers, torch.get_num_threads())
+        self.library.pack_float8(*pointers, torch.get_num_threads())
         return replace(empty, panels=panels)
 
     def _choose_panels(self, weight: QuantizedWeight) -> QuantizedPanels:
         present = torch.zeros(256, dtype=torch.uint8)
         codes = weight.codes
-        self._library.find_codes(codes.data_ptr(), codes.numel(), present.data_ptr(), torch.get_num_threads())
+        self.library.find_codes(codes.data_ptr(), codes.numel(), present.data_ptr(), torch.get_num_threads())
         table = code_table([code - 128 for code in present.nonzero().flatten().tolist()])
         floats = [values for values in (weight.scale, weight.minimum) if values is not None]
         dtypes = _FLOAT_SCALES if weight.scale_factor is None else (torch.int8,)
@@ -258,7 +254,7 @@ class CpuKernels:
     def _packed_bytes(self, packed: PackedLinear) -> int:
         """Of panels that are not there yet."""
         layer = packed.layer()
-        return self._library.packed_bytes(ctypes.addressof(layer))
+        return self.library.packed_bytes(ctypes.addressof(layer))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x W^T + b in float32: [T, in_size] to [T, out_size]. What a row gives depends on no other row.
@@ -271,7 +267,7 @@ class CpuKernels:
         output = torch.empty(len(x), packed.out_size)
         layer = packed.layer()
         arguments = (ctypes.addressof(layer), x.data_ptr(), output.data_ptr(), len(x), torch.get_num_threads())
-        if self._library.linear(*arguments):
+        if self.library.linear(*arguments):
             raise MemoryError(f"no memory for linear of {tuple(x.shape)}")
         return output
 
@@ -298,7 +294,7 @@ class CpuKernels:
         arguments = (experts.address(), len(experts.linears), ids.data_ptr(), x.data_ptr())
         rows_of_token = num_rows // max(num_tokens, 1)
         sizes = (rows_of_token, output.data_ptr(), num_tokens, num_chosen, torch.get_num_threads())
-        if self._library.multiply_experts(*arguments, *sizes):
+        if self.library.multiply_experts(*arguments, *sizes):
             raise MemoryError(f"no memory for products of {ids.numel()} slots")
         return output
 
@@ -310,7 +306,7 @@ class CpuKernels:
         check("indexes", indexes, torch.int64, (len(indexes),))
         output = torch.empty(len(indexes), packed.in_size)
         layer = packed.layer()
-        self._library.take_rows(ctypes.addressof(layer), indexes.data_ptr(), output.data_ptr(), len(indexes))
+        self.library.take_rows(ctypes.addressof(layer), indexes.data_ptr(), output.data_ptr(), len(indexes))
         return output
 
     # Between the matrix products

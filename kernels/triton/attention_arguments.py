@@ -156,6 +156,23 @@ class LayerGroup:
         return LayerTensors(output_argument, query_argument, caches, weighing, kind)
 
 
+def attend_layer(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scoring: Scoring,
+    output: Tensor | None,
+    launching: Callable[[LayerGroup], Callable[[LayerTensors], None]],
+) -> Tensor:
+    """Attention of one layer alone, by what `launching` makes for it. Raises ValueError unless the arguments fit."""
+    caches = paged_caches(key_cache, value_cache)
+    group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
+    launch = launching(group)
+    tensors = group.tensors(query, caches, None, output)
+    launch(tensors)
+    return tensors.output.data
+
+
 def paged_caches(key_cache: Tensor, value_cache: Tensor) -> PagedCaches:
     """Keys and values of a layer as the attention kernels take them. Raises ValueError where `check_caches` does."""
     check_caches(key_cache, value_cache)

@@ -9,6 +9,7 @@ Specification: `pagewire.kernels.reference.paged_attention`, with one query per 
 """
 
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,10 @@ from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
     LayerGroup,
     LayerTensors,
+    attend_layer,
     bend,
     count_sinks,
     load_slopes,
-    paged_caches,
     prepare_queries,
 )
 from pagewire.kernels.triton.repeated_launch import RepeatedLaunch
@@ -65,12 +66,11 @@ def paged_attention_v1(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    caches = paged_caches(key_cache, value_cache)
-    group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
-    attention = DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], None, selection)
-    tensors = group.tensors(query, caches, None, output)
-    attention.launch(tensors)
-    return tensors.output.data
+
+    def launching(group: LayerGroup) -> Callable[[LayerTensors], None]:
+        return DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], None, selection).launch
+
+    return attend_layer(query, key_cache, value_cache, scoring, output, launching)
 
 
 def paged_attention_v2(
@@ -97,12 +97,11 @@ def paged_attention_v2(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    caches = paged_caches(key_cache, value_cache)
-    group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
-    attention = DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], plan, selection)
-    tensors = group.tensors(query, caches, None, output)
-    attention.launch(tensors)
-    return tensors.output.data
+
+    def launching(group: LayerGroup) -> Callable[[LayerTensors], None]:
+        return DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], plan, selection).launch
+
+    return attend_layer(query, key_cache, value_cache, scoring, output, launching)
 
 
 # The tensors of a `SplitPlan`.

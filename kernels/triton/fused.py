@@ -94,38 +94,33 @@ def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tens
     return queries, keys, values
 
 
-def norm_rope_and_cache(
-    heads: Tensor, preparation: HeadPreparation, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> Tensor:
-    """`norm_rope`, then `reshape_and_cache` of its keys and values, in one pass over `heads`.
-
-    Queries are turned in place; keys and values go to the cache alone, and `heads` keeps what it held of them.
-
-    Args:
-        heads, preparation: of `norm_rope`.
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the heads' dtype or of
-            float8_e4m3fn, which holds what was given, saturated; the last dimension dense, any other strides.
-        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice; of a token of
-            slot -1 only the queries are turned.
-
-    Returns:
-        A view of `heads`: the queries.
-
-    Raises:
-        ValueError: a shape, stride or dtype is not one of these.
-    """
-    return HeadCaching(slot_mapping).turn(heads, preparation, key_cache, value_cache)
-
-
 @dataclass(frozen=True, slots=True)
 class HeadCaching:
-    """`norm_rope_and_cache` in the layers of a step: what is laid out as in a layer before is not checked again."""
+    """`norm_rope`, then `reshape_and_cache` of its keys and values, in one pass over the heads, for the layers of a
+    step. What is laid out as in a layer before is not checked again.
+
+    Attributes:
+        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice; of a token of
+            slot -1 only the queries are turned.
+    """
 
     slot_mapping: Tensor
     _launches: dict[Hashable, RepeatedLaunch] = field(default_factory=dict)  # by layout
 
     def turn(self, heads: Tensor, preparation: HeadPreparation, key_cache: Tensor, value_cache: Tensor) -> Tensor:
-        """See `norm_rope_and_cache`."""
+        """Turn queries in place; keys and values go to the cache alone, and `heads` keeps what it held of them.
+
+        Args:
+            heads, preparation: of `norm_rope`.
+            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the heads' dtype or of
+                float8_e4m3fn, which holds what was given, saturated; the last dimension dense, any other strides.
+
+        Returns:
+            A view of `heads`: the queries.
+
+        Raises:
+            ValueError: a shape, stride or dtype is not one of these.
+        """
         num_heads, query_weight, key_weight, eps, cos, sin = preparation
         layout: list[Hashable] = [num_heads]
         addresses = self.slot_mapping.data_ptr()

@@ -9,6 +9,7 @@ Rows with one new token are better off in `decode_attention`: `paged_attention` 
 Specification: `pagewire.kernels.reference.paged_attention`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,11 @@ from pagewire.kernels.triton.attention_arguments import (
     AttentionConstants,
     LayerGroup,
     LayerTensors,
+    attend_layer,
     bend,
     check_integers,
     count_sinks,
     load_slopes,
-    paged_caches,
     prepare_queries,
 )
 from pagewire.kernels.triton.repeated_launch import RepeatedLaunch
@@ -67,12 +68,11 @@ def paged_prefill(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    caches = paged_caches(key_cache, value_cache)
-    group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
-    attention = PrefillAttention.of(group, block_tables, seq_lens, query_start_loc, 0, selection)
-    tensors = group.tensors(query, caches, None, output)
-    attention.launch(tensors)
-    return tensors.output.data
+
+    def launching(group: LayerGroup) -> Callable[[LayerTensors], None]:
+        return PrefillAttention.of(group, block_tables, seq_lens, query_start_loc, 0, selection).launch
+
+    return attend_layer(query, key_cache, value_cache, scoring, output, launching)
 
 
 @dataclass(frozen=True, slots=True)

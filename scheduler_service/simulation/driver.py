@@ -108,7 +108,6 @@ class SimulatedRun:
     num_needed_tokens: int = 0  # of the trace, of the requests that were served
     num_computed_tokens: int = 0  # of the core, as all counts of `stats`
     num_steps: int = 0
-    num_decoded_tokens: int = 0  # of the core, behind first ones
     stats: SchedulerStats | None = None
 
     @property

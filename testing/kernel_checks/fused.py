@@ -206,7 +206,7 @@ def _norm_rope_and_cache_call(device: torch.device, num_tokens: int) -> Callable
     slots += torch.arange(16, device=device).repeat(num_tokens // 16)
     keys, values = cache.unbind(1)
     preparation = HeadPreparation(32, *weights, EPS, cos, sin)
-    return lambda: fused.norm_rope_and_cache(heads, preparation, keys, values, slots)
+    return lambda: fused.HeadCaching(slots).turn(heads, preparation, keys, values)
 
 
 def compile_cases() -> Iterator[CompileCase]:

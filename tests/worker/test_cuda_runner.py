@@ -735,8 +735,8 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def graphs_for(pair: Pair) -> tuple[list[int | None], list[int | None]]:
     """The graphs of steps of 1 to 6 decoding rows, and of 16 and 32 tokens of any rows."""
     computation = pair.runner.computation
-    return [computation._graphs.size_for(size) for size in range(1, 7)], [
-        computation._mixed_graphs.size_for(num_tokens) for num_tokens in (16, 32)
+    return [computation._graphs.captured.size_for(size) for size in range(1, 7)], [
+        computation._mixed_graphs.captured.size_for(num_tokens) for num_tokens in (16, 32)
     ]
 
 

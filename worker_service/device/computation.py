@@ -97,8 +97,8 @@ class DeviceComputation:
 
     def drop_graphs(self) -> None:
         """See `Computation.drop_graphs`."""
-        self._mixed_graphs.drop()
-        self._graphs.drop()
+        self._mixed_graphs.captured.drop()
+        self._graphs.captured.drop()
 
     def rehearse_graphs(self) -> None:
         """See `Computation.rehearse_graphs`."""
@@ -158,10 +158,10 @@ class DeviceComputation:
         """Packs what the work reads, which has rows. Returns what puts it on the compute stream behind the upload."""
         rows = work.rows
         is_decode = bool(rows.samples.all()) and bool((rows.num_new_tokens == 1).all())
-        size = self._graphs.size_for(len(rows.slots)) if is_decode else None
+        size = self._graphs.captured.size_for(len(rows.slots)) if is_decode else None
         if size is not None:
             return self._plan_decode(work, size)
-        size = self._mixed_graphs.size_for(int(rows.num_new_tokens.sum()))
+        size = self._mixed_graphs.captured.size_for(int(rows.num_new_tokens.sum()))
         if size is not None:
             return self._plan_mixed(work, size)
         inputs = StepInputs.of(rows, self.table.limits.block_size, work.upload)

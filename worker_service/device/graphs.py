@@ -59,7 +59,7 @@ class DecodeGraphs:
         self._logits = torch.empty((largest, limits.vocab_size), dtype=torch.float32, device=torch_device)
         self._sampled = torch.zeros(2 * largest, dtype=torch.int32, device=torch_device)
         self.buffers = {size: self._parts_of(size) for size in sizes}
-        self._graphs = SizedGraphs[tuple[Graph, Graph]](sizes, "batch sizes")
+        self.captured = SizedGraphs[tuple[Graph, Graph]](sizes, "batch sizes")
 
     def capture(
         self,
@@ -78,11 +78,11 @@ class DecodeGraphs:
             forward_alone = self._device.capture(partial(forward, buffers))
             return forward_alone, self._device.capture(partial(forward_and_sample, buffers))
 
-        self._graphs.capture(capture_size, agree)
+        self.captured.capture(capture_size, agree)
 
     def rehearse(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
         """Carry both operations out for the largest size and capture nothing. There must be one."""
-        buffers = self._padding(self._graphs.sizes[-1])
+        buffers = self._padding(self.captured.sizes[-1])
         self._device.compute.run(partial(forward, buffers))
         self._device.compute.run(partial(sample, buffers))
 
@@ -91,14 +91,6 @@ class DecodeGraphs:
         padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
         self._device.compute.run(partial(self.set_rows, padding))
         return self.buffers[size]
-
-    def drop(self) -> None:
-        """See `SizedGraphs.drop`."""
-        self._graphs.drop()
-
-    def size_for(self, num_rows: int) -> int | None:
-        """The smallest size that holds so many rows; None: there is no graph for them."""
-        return self._graphs.size_for(num_rows)
 
     def padded(self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], size: int) -> NDArray[np.int32]:
         """The rows as a graph of that size reads them: slots, then lengths, each aligned."""
@@ -118,12 +110,12 @@ class DecodeGraphs:
 
     def forward(self, size: int) -> None:
         """Put the forward pass on the compute stream: from the rows to `DecodeBuffers.logits`."""
-        self._graphs[size][0].replay()
+        self.captured[size][0].replay()
 
     def forward_and_sample(self, size: int) -> None:
         """Put the forward pass and plain sampling on the compute stream: from the rows to their tokens, which go to
         the table and to `DecodeBuffers.sampled`."""
-        self._graphs[size][1].replay()
+        self.captured[size][1].replay()
 
     def _parts_of(self, size: int) -> DecodeBuffers:
         start = _aligned(size)

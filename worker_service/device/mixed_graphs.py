@@ -120,25 +120,17 @@ class MixedGraphs:
         largest = max(self.sizes, default=0)
         num_packed = 2 * (largest + self._num_rows(largest)) + self._num_rows(largest) + 1 + 5 * ALIGNMENT
         self._packed = torch.zeros(num_packed, dtype=torch.int32, device=device.torch_device)
-        self._graphs = SizedGraphs[Graph](self.sizes, "numbers of tokens")
+        self.captured = SizedGraphs[Graph](self.sizes, "numbers of tokens")
         self._hidden: Tensor | None = None  # [at least the largest, hidden_size], once that was carried out
 
     def capture(self, forward: Callable[[MixedInputs], Tensor], agree: Agree | None) -> None:
         """Capture the forward pass, which returns hidden states, over rows of padding. See `SizedGraphs.capture`."""
-        self._graphs.capture(lambda size: self._device.capture(self._padding(size, forward)), agree)
+        self.captured.capture(lambda size: self._device.capture(self._padding(size, forward)), agree)
 
     def rehearse(self, forward: Callable[[MixedInputs], Tensor]) -> None:
         """Carry the forward pass out for the largest size, if there is one, and capture nothing."""
         if self.sizes:
             self._device.compute.run(self._padding(self.sizes[-1], forward))
-
-    def drop(self) -> None:
-        """See `SizedGraphs.drop`."""
-        self._graphs.drop()
-
-    def size_for(self, num_tokens: int) -> int | None:
-        """The smallest size that holds so many tokens; None: there is no graph for them."""
-        return self._graphs.size_for(num_tokens)
 
     def padded(self, rows: WorkingRows, size: int) -> PaddedRows:
         """The rows as the graph of that size reads them."""
@@ -150,7 +142,7 @@ class MixedGraphs:
 
     def forward(self, size: int) -> None:
         """Put the forward pass on the compute stream: from the rows to `hidden`."""
-        self._graphs[size].replay()
+        self.captured[size].replay()
 
     def hidden(self, num_tokens: int) -> Tensor:
         """[num_tokens, hidden_size], of the step whose graph was replayed last. For operations of the compute stream

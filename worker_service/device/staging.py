@@ -72,10 +72,10 @@ class UploadRing:
     A buffer is written again only when the device has read it.
     """
 
-    def __init__(self, device: Device, num_buffers: int = 2) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._ring: deque[tuple[PinnedBuffer, DeviceEvent | None]] = deque(
-            (PinnedBuffer.allocate(device, 1), None) for _ in range(num_buffers)
+            (PinnedBuffer.allocate(device, 1), None) for _ in range(2)
         )
 
     def send(self, upload: Upload, target: Tensor | None = None) -> OnDevice:

@@ -86,7 +86,7 @@ def test_what_8_bit_floats_cannot_hold_is_saturated_and_nan_stays(device):
     angles = torch.ones(1, 32, device=device), torch.zeros(1, 32, device=device)
     cache = torch.zeros(2, 1, 16, 1, 32, device=device).to(torch.float8_e4m3fn)
     slots = torch.tensor([3], device=device)
-    fused.norm_rope_and_cache(heads, HeadPreparation(1, None, None, 1e-6, *angles), *cache, slots)
+    fused.HeadCaching(slots).turn(heads, HeadPreparation(1, None, None, 1e-6, *angles), *cache)
     held = cache[1, 0, 3, 0, :4].float().cpu()
     torch.testing.assert_close(held, torch.tensor([448.0, -448.0, float("nan"), 3.0]), rtol=0, atol=0, equal_nan=True)
 
@@ -148,6 +148,6 @@ def test_bad_heads_are_refused(device):
     with pytest.raises(ValueError, match=r"sin is torch.float32 \[1, 32\]; it must be torch.float32 \[2, 32\]"):
         fused.norm_rope(heads, preparation(2, angles, angles[:1]))
     with pytest.raises(ValueError, match=r"for these heads they must hold torch.float32"):
-        fused.norm_rope_and_cache(heads, preparation(4, angles, angles), *cache, slots)
+        fused.HeadCaching(slots).turn(heads, preparation(4, angles, angles), *cache)
     with pytest.raises(ValueError, match=r"slots are torch.int64 \[1\]"):
-        fused.norm_rope_and_cache(heads, preparation(2, angles, angles), *cache, slots[:1])
+        fused.HeadCaching(slots[:1]).turn(heads, preparation(2, angles, angles), *cache)

@@ -5,16 +5,17 @@ Rows that decode go to `flash_attn_with_kvcache`, the others to `flash_attn_varl
 which no graph can hold: with these, leave graphs off by --max-graph-batch-size 0.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from pagewire.kernels.arguments import LayerCache, Scoring
+from pagewire.kernels.arguments import LayerCache
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from pagewire.kernels.triton.fused import HeadCaching
@@ -58,91 +59,56 @@ class FlashAttention:
         rows = batch.rows_on(kv_cache[0][0].device)
         assert rows.num_decodes is not None, "only behind a graph, which cannot hold this backend"
         block_tables = batch.block_tables.to(torch.int32)
-        parts: list[_Decodes | _PromptRows] = []
+        options = {
+            "softmax_scale": self._scoring.scale,
+            "softcap": self._scoring.softcap,
+            "alibi_slopes": self._scoring.alibi_slopes,
+            "causal": True,
+        }
+        parts: list[_Attending] = []
         if rows.num_decodes:
-            parts.append(_Decodes.of(rows, block_tables, self._scoring))
+            parts.append(_decodes(rows, rows.num_decodes, block_tables, options))
         if rows.num_decodes < len(batch.seq_lens):
-            parts.append(_PromptRows.of(batch, rows, block_tables, self._scoring))
+            parts.append(_prompts(batch, rows, rows.num_decodes, block_tables, options))
 
         def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
             assert sinks is None
-            window_size = self._window_sizes[layer]
-            outputs = [part.attend(query[part.tokens], *kv_cache[layer], window_size) for part in parts]
+            outputs = [
+                part(query[tokens], *kv_cache[layer], window_size=self._window_sizes[layer]) for tokens, part in parts
+            ]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         return CachedAttend(kv_cache, HeadCaching(batch.slot_mapping), attend)
 
 
-@dataclass(frozen=True, slots=True)
-class _Decodes:
+# Which of the step's tokens it is for, and what attends with their queries to a layer's caches, by its window's size.
+_Attending = tuple[slice, Callable[..., Tensor]]
+
+
+def _decodes(rows: DeviceRows, num: int, block_tables: Tensor, options: Mapping[str, Any]) -> _Attending:
     """The rows that decode: they come first, with one token each."""
+    of_rows = {"cache_seqlens": rows.seq_lens[:num], "block_table": block_tables[:num]}
 
-    tokens: slice
-    block_tables: Tensor
-    seq_lens: Tensor
-    scoring: Scoring
-
-    @staticmethod
-    def of(rows: DeviceRows, block_tables: Tensor, scoring: Scoring) -> "_Decodes":
-        first = slice(0, rows.num_decodes)
-        return _Decodes(first, block_tables[first], rows.seq_lens[first], scoring)
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, window_size: tuple[int, int]) -> Tensor:
-        output: Tensor = flash_attn_with_kvcache(
-            query[:, None],  # [rows, 1, num_heads, head_dim]
-            key_cache,
-            value_cache,
-            cache_seqlens=self.seq_lens,
-            block_table=self.block_tables,
-            softmax_scale=self.scoring.scale,
-            softcap=self.scoring.softcap,
-            alibi_slopes=self.scoring.alibi_slopes,
-            causal=True,
-            window_size=window_size,
+    def attend(query: Tensor, *caches: Tensor, window_size: tuple[int, int]) -> Tensor:
+        output: Tensor = flash_attn_with_kvcache(  # of queries [rows, 1, num_heads, head_dim]
+            query[:, None], *caches, window_size=window_size, **of_rows, **options
         )
         return output[:, 0]
 
+    return slice(0, num), attend
 
-@dataclass(frozen=True, slots=True)
-class _PromptRows:
+
+def _prompts(
+    batch: AttentionBatch, rows: DeviceRows, first: int, block_tables: Tensor, options: Mapping[str, Any]
+) -> _Attending:
     """The rows behind those that decode, with any number of tokens."""
-
-    tokens: slice
-    block_tables: Tensor
-    query_start_loc: Tensor  # [rows + 1] int32, from 0
-    key_start_loc: Tensor  # [rows + 1] int32: of the rows' positions, as if they stood one row behind the other
-    max_queries: int
-    max_seq_len: int
-    scoring: Scoring
-
-    @staticmethod
-    def of(batch: AttentionBatch, rows: DeviceRows, block_tables: Tensor, scoring: Scoring) -> "_PromptRows":
-        first = rows.num_decodes
-        starts = rows.query_start_loc[first:]
-        return _PromptRows(
-            tokens=slice(first, None),
-            block_tables=block_tables[first:],
-            query_start_loc=starts - starts[0],
-            key_start_loc=F.pad(rows.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0)),
-            max_queries=max(end - start for start, end in pairwise(batch.query_start_loc[first:])),
-            max_seq_len=max(batch.seq_lens[first:]),
-            scoring=scoring,
-        )
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, window_size: tuple[int, int]) -> Tensor:
-        output: Tensor = flash_attn_varlen_func(
-            query,
-            key_cache,
-            value_cache,
-            cu_seqlens_q=self.query_start_loc,
-            cu_seqlens_k=self.key_start_loc,
-            max_seqlen_q=self.max_queries,
-            max_seqlen_k=self.max_seq_len,
-            softmax_scale=self.scoring.scale,
-            softcap=self.scoring.softcap,
-            alibi_slopes=self.scoring.alibi_slopes,
-            causal=True,
-            window_size=window_size,
-            block_table=self.block_tables,
-        )
-        return output
+    starts = rows.query_start_loc[first:]
+    of_rows = {
+        "cu_seqlens_q": starts - starts[0],
+        # Of the rows' positions, as if they stood one row behind the other.
+        "cu_seqlens_k": F.pad(rows.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0)),
+        "max_seqlen_q": max(end - start for start, end in pairwise(batch.query_start_loc[first:])),
+        "max_seqlen_k": max(batch.seq_lens[first:]),
+        "block_table": block_tables[first:],
+    }
+    return slice(first, None), partial(flash_attn_varlen_func, **of_rows, **options)
