@@ -21,7 +21,7 @@ from pagewire.common.messages import (
 from pagewire.common.transport.translation import decoder, encoder, unknown_field
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 
-Request = Hello | StepPlan
+FromScheduler = Hello | StepPlan
 Response = WorkerCapacity | Refusal | StepResult | Heartbeat | GrammarReport
 Data = TypeVar("Data")
 Envelope = TypeVar("Envelope", bound=Message)
@@ -57,7 +57,9 @@ class _Translation(Generic[Data, Envelope]):
             raise WorkerProtocolError(f"a {body} means nothing: {error}") from None
 
 
-_requests: _Translation[Request, worker_pb2.ExecuteRequest] = _Translation(get_args(Request), worker_pb2.ExecuteRequest)
+_requests: _Translation[FromScheduler, worker_pb2.ExecuteRequest] = _Translation(
+    get_args(FromScheduler), worker_pb2.ExecuteRequest
+)
 _responses: _Translation[Response, worker_pb2.ExecuteResponse] = _Translation(
     get_args(Response), worker_pb2.ExecuteResponse
 )

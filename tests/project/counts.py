@@ -25,17 +25,17 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_870, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_671, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
-        8_352, "39 architectures from three kinds of files, computed on CPUs and GPUs, by ranks and in graphs"
+        8_170, "29 architectures from three kinds of files, computed on CPUs and GPUs, by ranks and in graphs"
     ),
     "pagewire/kernels": Ceiling(4_004, "a specification in torch of each kernel, and it in C and in Triton"),
-    "pagewire/common": Ceiling(3_019, "transport, GGUF files, grammars and templates, which both services read"),
+    "pagewire/common": Ceiling(3_253, "transport, GGUF files, grammars and templates, which both services read"),
     "pagewire": Ceiling(5_721, "client, commands, `LLM`, what runs services on a machine, and benchmarks of servers"),
 }
-MAX_MODULES_IN_ALL = Ceiling(407, "a noun each")
-MAX_TYPE_NAMES_TWICE = Ceiling(23, "messages have a type on each side of a wire; `TWICE` has the reason of each")
+MAX_MODULES_IN_ALL = Ceiling(406, "a noun each")
+MAX_TYPE_NAMES_TWICE = Ceiling(7, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     51, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
 )
