@@ -307,6 +307,16 @@ class Labelled:
         family.add_metric([*self._labels.values(), *labels.values()], value)
         return family
 
+    def _told(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        table: Mapping[str, tuple[str, str]],
+        source: object,
+    ) -> Iterator[Metric]:
+        """Make those of a table, whose texts and whose names in the source it has."""
+        for name, (text, field_name) in table.items():
+            yield self._number(kind, name, text, getattr(source, field_name))
+
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         """Make a counter for each value of one more label."""
         return self._series(CounterMetricFamily, name, text, label, values)
@@ -345,10 +355,8 @@ class FrontEndCollector(Labelled, Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
         self._labels["model_name"] = stats.model_name  # the scheduler's, which tells it when there is a connection
-        for name, (text, field_name) in _FRONT_END_GAUGES.items():
-            yield self._number(GaugeMetricFamily, name, text, getattr(stats, field_name))
-        for name, (text, field_name) in _FRONT_END_COUNTERS.items():
-            yield self._number(CounterMetricFamily, name, text, getattr(stats, field_name))
+        yield from self._told(GaugeMetricFamily, _FRONT_END_GAUGES, stats)
+        yield from self._told(CounterMetricFamily, _FRONT_END_COUNTERS, stats)
         ended = {reason.value: stats.num_ended.get(reason, 0) for reason in ENDED_WELL}
         text = "Samples of the front end's clients that ended, by reason."
         yield self._counters("pagewire:frontend_ended_samples", text, "finished_reason", ended)
@@ -374,20 +382,16 @@ class MetricsCollector(Labelled, Collector):
     def collect(self) -> Iterator[Metric]:
         stats, metrics, service = self._read_stats(), self._metrics, self._read_service_stats()
         yield from self._gauges(stats)
-        for name, (text, field_name) in _SERVICE_GAUGES.items():
-            yield self._number(GaugeMetricFamily, name, text, getattr(service, field_name))
-        for name, (text, field_name) in _COUNTERS.items():
-            yield self._number(CounterMetricFamily, name, text, getattr(stats, field_name))
-        for name, (text, field_name) in _TOKEN_COUNTERS.items():
-            yield self._number(CounterMetricFamily, name, text, getattr(service.tokens, field_name))
+        yield from self._told(GaugeMetricFamily, _SERVICE_GAUGES, service)
+        yield from self._told(CounterMetricFamily, _COUNTERS, stats)
+        yield from self._told(CounterMetricFamily, _TOKEN_COUNTERS, service.tokens)
         yield from self._shares(stats)
         kv_events = dict(zip(("stored", "removed", "cleared"), metrics.num_kv_events, strict=True))
         yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
         kinds, results = metrics.num_grammar_requests, metrics.num_grammar_checks
         yield self._counters("pagewire:grammar_requests", "Requests taken with a grammar, by its kind.", "kind", kinds)
         yield self._counters("pagewire:grammar_checks", "Grammars compiled to be checked.", "result", results)
-        for name, (text, field_name) in _METRICS_COUNTERS.items():
-            yield self._number(CounterMetricFamily, name, text, getattr(metrics, field_name))
+        yield from self._told(CounterMetricFamily, _METRICS_COUNTERS, metrics)
         yield self._number(CounterMetricFamily, *_LOG_LINES_DROPPED, service.num_log_lines_dropped)
         yield from self._certificates(service.certificate_lives)
         yield self._counters(
@@ -402,8 +406,7 @@ class MetricsCollector(Labelled, Collector):
             yield family
 
     def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
-        for name, (text, field_name) in _GAUGES.items():
-            yield self._number(GaugeMetricFamily, name, text, getattr(stats, field_name))
+        yield from self._told(GaugeMetricFamily, _GAUGES, stats)
         for name, (text, held, whole) in _USAGES.items():
             yield self._number(GaugeMetricFamily, name, text, share(getattr(stats, held), getattr(stats, whole)))
         capacity = self._metrics.capacity

@@ -176,9 +176,7 @@ def scheduler(arguments: Sequence[str]) -> int:
     config = _service_config("scheduler", description, SchedulerConfig, arguments)
     from scheduler_service import server
 
-    freed_memory.give_back_large()
-    freed_memory.share_small()
-    garbage_collection.keep_short()
+    _spare_memory()
     return server.serve(config, logs.num_dropped_lines)
 
 
@@ -190,9 +188,7 @@ def frontend(arguments: Sequence[str]) -> int:
     config = _service_config("frontend", description, FrontEndConfig, arguments)
     from scheduler_service import front_end
 
-    freed_memory.give_back_large()
-    freed_memory.share_small()
-    garbage_collection.keep_short()
+    _spare_memory()
     return front_end.serve(config, logs.num_dropped_lines)
 
 
@@ -217,6 +213,13 @@ def worker(arguments: Sequence[str]) -> int:
     except OSError as error:
         log.critical("%s", error)
         return 1
+
+
+def _spare_memory() -> None:
+    """Set how this process, which holds texts and tokens, frees memory."""
+    freed_memory.give_back_large()
+    freed_memory.share_small()
+    garbage_collection.keep_short()
 
 
 def _refuse(reason: str) -> int:
@@ -321,9 +324,7 @@ async def _run(
     config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFactory | None, directory: RuntimeDirectory
 ) -> int:
     """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
-    freed_memory.give_back_large()
-    freed_memory.share_small()
-    garbage_collection.keep_short()
+    _spare_memory()
     stop, stop_now = stops()
     with ExitStack() as stack:
         try:
