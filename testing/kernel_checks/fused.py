@@ -134,8 +134,8 @@ def check_norm_rope_and_cache(
     queries, keys, values = reference.norm_rope(turned, preparation)
     reference.reshape_and_cache(keys, values, theirs[:, 1, 0], theirs[:, 1, 1], slots)
     fresh = heads.clone()
-    cache = ours[:, 1, 0], ours[:, 1, 1], slots.int() if seed % 2 else slots
-    actual = fused.norm_rope_and_cache(fresh, preparation, *cache)
+    caching = fused.HeadCaching(slots.int() if seed % 2 else slots)
+    actual = caching.turn(fresh, preparation, ours[:, 1, 0], ours[:, 1, 1])
     assert_same_rounding(actual, queries, case)
     assert torch.equal(fresh[:, num_heads:], heads[:, num_heads:]), f"{case}: keys or values changed"
     assert_same_rounding(ours, theirs, case)

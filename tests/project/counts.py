@@ -37,7 +37,7 @@ MAX_STATEMENTS = {
 MAX_MODULES_IN_ALL = Ceiling(408, "a noun each")
 MAX_TYPE_NAMES_TWICE = Ceiling(7, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
-    51, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
+    52, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
 )
 MAX_PROTOCOLS = Ceiling(24, "what has several implementations, or fakes that tests name")
 MAX_FUNCTION_LINES = 60
