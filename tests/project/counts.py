@@ -28,14 +28,14 @@ MAX_STATEMENTS = {
         9_638, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
-        8_176, "29 architectures from three kinds of files, computed on CPUs and GPUs, by ranks and in graphs"
+        8_178, "29 architectures from three kinds of files, computed on CPUs and GPUs, by ranks and in graphs"
     ),
     "pagewire/kernels": Ceiling(4_004, "a specification in torch of each kernel, and it in C and in Triton"),
-    "pagewire/common": Ceiling(3_336, "transport, GGUF files, grammars and templates, which both services read"),
-    "pagewire": Ceiling(5_717, "client, commands, `LLM`, what runs services on a machine, and benchmarks of servers"),
+    "pagewire/common": Ceiling(3_338, "transport, GGUF files, grammars and templates, which both services read"),
+    "pagewire": Ceiling(5_935, "client, commands, `LLM`, what runs services on a machine, and benchmarks of servers"),
 }
 MAX_MODULES_IN_ALL = Ceiling(408, "a noun each")
-MAX_TYPE_NAMES_TWICE = Ceiling(7, "`TWICE` of `test_counts.py` has the reason of each")
+MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     52, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
 )

@@ -17,6 +17,7 @@ TWICE = {
     "TokenLogprobs": _PUBLIC_WIRE,
     "SamplingParams": "what users write, and what a row is told, in which every value is set",
     "Message": "a mapping, as users pass it to the client and as templates get it",
+    "Metadata": "of a call over gRPC, and of a GGUF file",
     "Session": "an epoch, as each side of the wire between scheduler and worker sees it",
 }
 
