@@ -155,6 +155,24 @@ def k_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
     return blocks.reshape(*tensor.shape[:-1], -1)
 
 
+def requantized(source: Path, path: Path, type_name: str) -> Path:
+    """Writes a GGUF file with the matrices of another in a type, but for the embedding's, which keep 8 bits at least,
+    as in llama.cpp's files."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for key, found in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            kind, *of_items = found.types
+            writer.add_key_value(key, found.contents(), kind, of_items[-1] if of_items else None)
+    for name, values in dequantized(source).items():
+        own_type = "Q8_0" if name == "token_embd.weight" and type_name != "F32" else type_name
+        add_tensor(writer, name, torch.from_numpy(values.copy()), own_type if values.ndim > 1 else "F32")
+    for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        finish()
+    writer.close()
+    return path
+
+
 def dequantized(path: Path) -> dict[str, np.ndarray]:
     """What PyPI `gguf` makes of every tensor: float32, by the file's own names."""
     return {
