@@ -26,6 +26,7 @@ SERVICES = ("serve", "scheduler", "worker", "frontend")
 MAX_README_LINES = 120
 # Written by hand: what is made from code does not count. A page that grows shortens another.
 MAX_WORDS = 27_000
+MAX_WORDS_OF_A_VERSION = 600  # in CHANGELOG.md
 MAX_WORDS_FOR_USERS = 18_500  # in docs/ without its decisions
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -119,6 +120,12 @@ def test_pages_are_short() -> None:
     beside = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
     assert num_words(FOLDER.glob("*.md")) <= MAX_WORDS_FOR_USERS
     assert num_words([*FOLDER.rglob("*.md"), *beside]) <= MAX_WORDS
+
+
+def test_versions_are_told_briefly() -> None:
+    _, *versions = re.split(r"^## ", read(Path("CHANGELOG.md")), flags=re.MULTILINE)
+    assert len(versions) > 1
+    assert [text[:30] for text in versions if len(text.split()) > MAX_WORDS_OF_A_VERSION] == []
 
 
 def test_what_is_made_is_not_counted_as_written_by_hand() -> None:
