@@ -145,7 +145,7 @@ class CompletionBuilder:
     def add(self, output: Output, now: float) -> None:
         """Takes the next delta. Raises InternalError for one that is out of order."""
         if output.index >= self._num_samples:
-            raise broken_stream(output, f"tokens that nobody asked for: the request has {self._num_samples} samples")
+            raise broken_stream(output, f"tokens that were not asked for: the request has {self._num_samples} samples")
         sample = self._samples.setdefault(output.index, _Sample())
         if sample.last is not None:
             raise broken_stream(output, "a delta after its last one")

@@ -19,7 +19,7 @@ class Session:
 
     `id` names it within its tenant, in at most 128 characters; empty, it is found by its prefix. `will_return` says
     whether another request is to follow that begins with this one's prompt and output, and `retention_seconds` how long
-    its cached blocks are worth keeping, from 1: a hint, which the server bounds. None: nobody knows.
+    its cached blocks are worth keeping, from 1: a hint, which the server bounds. None: not known.
     """
 
     id: str = ""
@@ -50,7 +50,7 @@ def prompts_of(
     They are made by the served model's chat template, or the one of that name, or the given text; it gets `variables`
     too. Raises InvalidRequest.
     """
-    from pagewire.common import chat_template  # with Jinja2, which nobody else needs
+    from pagewire.common import chat_template  # with Jinja2, which no other call needs
 
     template = template_of(info, template)
     if template is None:

@@ -28,7 +28,7 @@ FALSE_WORDS = ("0", "false", "no", "off")
 _SWITCH_WORDS = (*TRUE_WORDS, *FALSE_WORDS, "auto")
 _FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
 _NO_UTF8 = re.compile("[\ud800-\udfff]")
-_DEFAULTS = "defaults"  # the origin of what nobody chose
+_DEFAULTS = "defaults"  # the origin of what was not chosen
 
 
 class OptionError(ValueError):
@@ -73,7 +73,7 @@ class Resolved:
         return config_type(**{name: self.values[name] for name in names} | overrides)
 
     def describe(self) -> list[str]:
-        """Write a line for each origin that somebody chose, with the values from there, strongest origin first."""
+        """Write a line for each origin that gave values, with these, strongest origin first."""
         by_origin: dict[str, list[str]] = {}
         for name, origin in self.origins.items():
             by_origin.setdefault(origin, []).append(f"{name}={self.values[name]}")
@@ -83,7 +83,7 @@ class Resolved:
         return [f"options from {origin}: {', '.join(by_origin[origin])}" for origin in origins]
 
     def describe_defaults(self) -> str:
-        """Write a line with the values that nobody chose."""
+        """Write a line with the values that were not chosen."""
         names = [name for name, origin in self.origins.items() if origin == _DEFAULTS]
         return f"options that have their defaults: {', '.join(f'{name}={self.values[name]}' for name in names)}"
 
@@ -138,8 +138,8 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _spelled(self, given: Sequence[str]) -> list[str]:
-        """Write arguments as argparse takes them. Ends the command at the first flag that is unknown, since nobody
-        knows whether what follows it is its value."""
+        """Write arguments as argparse takes them. Ends the command at the first flag that is unknown, since it is
+        not known whether what follows it is its value."""
         # Several values of a flag end where the next one begins: the model is not among them if it stands elsewhere.
         is_model_named = bool(given) and (not given[0].startswith("-") or not {"--model", "-m"}.isdisjoint(given))
         spelled: list[str] = []

@@ -77,7 +77,7 @@ class OpenAIServer:
 
     async def models(self) -> list[str]:
         """Returns the names of the models that the server has, or nothing if it does not say. Raises CommandError if
-        nobody answers."""
+        none answers."""
         try:
             async with self._exchange("GET", "/v1/models", None) as response:
                 content = b"".join([part async for part in _body(response)])

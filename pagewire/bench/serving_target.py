@@ -165,7 +165,7 @@ async def _measure_openai(parser: Parser, parsed: argparse.Namespace, load: Load
         )
     except ValueError as error:
         parser.error(f"--base-url: {error}")
-    served = await server.models()  # also to see, before anything is measured, that somebody answers
+    served = await server.models()  # also to see, before anything is measured, that a server answers
     server.model = parsed.served_model_name or parsed.model or next(iter(served), "")
     if not server.model:
         raise CommandError(f"{server.url} does not say which models it serves: give --model")

@@ -50,8 +50,8 @@ VERBS = {
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # Of gRPC 1.85: reads and writes by the thread that polls, not by a pool of threads that hand every message on.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
-# gRPC's core would write to standard error itself, a line for each bad handshake, and where nobody reads, its threads
-# would wait there for ever. What matters it tells Python too.
+# gRPC's core would write to standard error itself, a line for each bad handshake, and where that is not read, its
+# threads would wait there for ever. What matters it tells Python too.
 GRPC_VERBOSITY = "NONE"
 NUM_DESCRIPTORS = 65_536
 

@@ -1,6 +1,6 @@
 """Sets up the logging of the services, which goes to standard error: standard output is for results.
 
-Lines go through a queue (`queued_writer.py`), so that a standard error which nobody reads stops no service.
+Lines go through a queue (`queued_writer.py`), so that a standard error which is not read stops no service.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class TextFormatter(logging.Formatter):
 
 class TerminationLog(logging.Handler):
     """Writes the last critical line, after which a process ends, to a file that is there already. A file that takes no
-    bytes holds nobody up."""
+    bytes holds up no exit."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.CRITICAL)

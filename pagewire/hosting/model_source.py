@@ -403,7 +403,7 @@ class _HubModel:
                 "check the name; for a private model, log in "
                 "with `hf auth login` or set HF_TOKEN"
             )
-        # Without the hub, a snapshot with files missing is found where nobody has kept a list of them.
+        # Without the hub, a snapshot with files missing is found where no list of them was kept.
         if isinstance(error, errors.LocalEntryNotFoundError | errors.CachedRepoTreeNotFoundError):
             cause = f" ({' '.join(str(error.__cause__).split())})" if error.__cause__ else ""
             return self._not_here(f"{constants.ENDPOINT} cannot be reached{cause}:")

@@ -32,7 +32,7 @@ from pagewire.sampling import UNSET, SamplingParams
 
 # Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
 DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
-# A run that is ended by the program's end waits for nobody.
+# A run that is ended by the program's end does not drain.
 FLAGS = ("--drain-timeout=0",)
 _SEEDS = 1 << 64
 # From the first call that fails because the services die to their end.

@@ -145,7 +145,7 @@ def _reason(group: SequenceGroup, epoch: Epoch | None, position: int | None, num
 def _cost(group: SequenceGroup) -> str:
     """Say what decides on the turn of a group that waits, where its policy goes by that."""
     if group.is_overdue:
-        return "; it has waited as long as anybody may, so only those before it that have too are served first"
+        return "; it has waited as long as a request may, so only those before it that have too are served first"
     if group.cursor is None:
         return ""
     return f"; it would compute {num_uncached_tokens(group)} of its {len(group.request.prompt_token_ids)} prompt tokens"

@@ -125,7 +125,7 @@ async def test_cancelling_ends_all(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_a_call_that_is_cancelled_at_any_time_complains_of_nothing(checkpoint: Path, seed: int) -> None:
-    """Cancelled once or twice, before, while or after the server answers; asyncio tells what nobody asked for."""
+    """Cancelled once or twice, before, while or after the server answers; asyncio tells what was not asked for."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     complaints: list[dict[str, object]] = []

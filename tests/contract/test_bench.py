@@ -439,7 +439,7 @@ async def test_ctrl_c_prints_what_was_measured(checkpoint: Path, verb: str) -> N
         assert out.startswith("Throughput: " if verb == "throughput" else "Avg latency: ")
 
 
-async def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in ("serve", "throughput", "latency"):
         assert await asyncio.to_thread(main, ["bench", verb, "--url", "127.0.0.1:1"]) == 1
         assert "UNAVAILABLE: no server answers at 127.0.0.1:1" in capsys.readouterr().err

@@ -191,7 +191,7 @@ def test_failures_are_told(stub: OpenAIStub, url: str, questions: Path, capsys: 
     assert "/v1/completions does not stream: its answer is application/json" in failure()
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--backend", "openai", "--base-url", "http://127.0.0.1:1", "--model", "m"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("pagewire: error: cannot talk to http://127.0.0.1:1/v1/models: ")

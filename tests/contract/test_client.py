@@ -332,7 +332,7 @@ async def test_asynchronous_complete_equals_the_synchronous_one(url: str) -> Non
         ([delta(0, 0, [1]), delta(0, 2, [3], last=True)], "token 2 where 1 is next"),
         ([delta(0, 0, [1]), delta(0, 0, [1], last=True)], "token 0 where 1 is next"),
         ([delta(0, 0, [1], last=True), delta(0, 1, [2])], "after its last"),
-        ([delta(1, 0, [1], last=True)], "nobody asked for"),
+        ([delta(1, 0, [1], last=True)], "not asked for"),
         ([delta(0, 0, [1])], "without the end of sample 0"),
         ([], "without the end of sample 0"),
     ],
@@ -382,7 +382,7 @@ async def test_statuses_become_typed_errors(
         assert error.retry_delay == 1.5
 
 
-async def test_nobody_listens() -> None:
+async def test_no_server_listens() -> None:
     with pytest.raises(pagewire.Unavailable, match=r"no server answers at 127\.0\.0\.1:1 "):
         await collect("127.0.0.1:1", "Once")
 

@@ -139,7 +139,7 @@ async def test_embeddings_are_neither_sampled_nor_detached(checkpoint: Path) -> 
         ),
     ],
 )
-async def test_a_pooling_that_nobody_computes_is_named_and_text_is_served(
+async def test_a_pooling_that_is_not_computed_is_named_and_text_is_served(
     tmp_path: Path, modules: object, config: dict[str, object], text: str
 ) -> None:
     path = make_checkpoint(tmp_path / "model")

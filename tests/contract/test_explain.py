@@ -63,7 +63,7 @@ async def test_a_request_says_what_it_does_and_why_it_waits(checkpoint: Path) ->
         assert "behind 1" in fourth.reason
         # Names of other tenants' requests stay theirs.
         assert [holder.HasField("request_id") for holder in third.holders if holder.request_id != "first"] == [False]
-        for name, tenant in (("first", "other"), ("second", ""), ("nobody", "")):
+        for name, tenant in (("first", "other"), ("second", ""), ("unknown", "")):
             with pytest.raises(grpc.aio.AioRpcError) as unknown:
                 await report_of(stack, name, tenant)
             assert unknown.value.code() is grpc.StatusCode.NOT_FOUND

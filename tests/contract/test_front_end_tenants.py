@@ -46,7 +46,7 @@ def as_tenant(tenant: str, **sampling: object) -> pb.GenerateRequest:
 
 async def test_only_tenants_are_served_and_each_as_itself(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
     async with serve_both(checkpoint, tenants, tmp_path) as (_, front):
-        for metadata in (None, (("authorization", "Bearer nobody's"),)):
+        for metadata in (None, (("authorization", "Bearer unknown"),)):
             call = front.stub.Generate(as_tenant(""), metadata=metadata)
             assert await code_of(call.read()) is grpc.StatusCode.UNAUTHENTICATED
         assert len((await generate(front, as_tenant(""), "acme")).token_ids[0]) == 2
@@ -138,7 +138,7 @@ async def test_streams_end_of_a_tenant_that_the_front_ends_own_file_still_has(
     ],
     ids=["without tenants", "without a key"],
 )
-async def test_a_front_end_that_would_remove_tenancy_serves_nobody(
+async def test_a_front_end_that_would_remove_tenancy_serves_no_request(
     checkpoint: Path, tenants: Path, tmp_path: Path, own: bool, key: str, reason: str
 ) -> None:
     options = {"tenants": str(tenants)} if own else {}

@@ -206,9 +206,9 @@ def test_what_the_hub_does_not_have(
 
 
 def test_offline_it_says_what_to_do(tmp_path: Path) -> None:
-    nobody = "http://127.0.0.1:1"
+    dead = "http://127.0.0.1:1"
     for variables, reason in (({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids"), ({}, "cannot be reached (")):
-        ended = run(locating("org/whole"), environ(tmp_path / "hf", nobody, **variables), tmp_path)
+        ended = run(locating("org/whole"), environ(tmp_path / "hf", dead, **variables), tmp_path)
         assert ended.returncode == 1
         assert ended.stderr.count("\n") == 1
         assert f"org/whole is neither a directory here nor complete in the cache {tmp_path}/hf/hub, and" in ended.stderr
@@ -224,7 +224,7 @@ def test_a_hub_that_is_out_of_order(served: tuple[Hub, str], tmp_path: Path) -> 
     assert "500" in ended.stderr.splitlines()[-1]
 
 
-def test_a_cache_that_somebody_else_has_filled(tmp_path: Path) -> None:
+def test_a_cache_that_another_program_has_filled(tmp_path: Path) -> None:
     """As older versions of huggingface_hub leave it: links to blobs, and no list of the repository's files."""
     folder = tmp_path / "hf" / "hub" / "models--org--mine"
     snapshot = folder / "snapshots" / COMMIT

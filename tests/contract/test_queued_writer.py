@@ -1,4 +1,4 @@
-"""Lines whose reader is slow, silent or gone: whoever writes them never waits, and what is lost is counted."""
+"""Lines whose reader is slow, silent or gone: their writer never waits, and what is lost is counted."""
 
 import asyncio
 import fcntl
@@ -43,7 +43,7 @@ class Pipe:
         self.write_end = -1
 
     def read_all(self) -> str:
-        """Until nobody has the other end any more."""
+        """Until no process has the other end any more."""
         self.close_write_end()
         with open(self.read_end, encoding="utf-8", closefd=False) as file:
             return file.read()
@@ -169,7 +169,7 @@ async def dropped_lines(metrics_port: int) -> float:
 
 
 @pytest.mark.parametrize("is_read_again", [True, False])
-async def test_a_scheduler_goes_on_when_nobody_reads_its_log(
+async def test_a_scheduler_goes_on_when_its_log_is_not_read(
     checkpoint: Path, full_pipe: Pipe, is_read_again: bool
 ) -> None:
     metrics_port = free_port("127.0.0.1")
@@ -201,7 +201,7 @@ async def test_a_scheduler_goes_on_when_nobody_reads_its_log(
         await worker.kill()
 
 
-async def test_a_standard_output_that_nobody_reads_stops_no_scheduler(checkpoint: Path, full_pipe: Pipe) -> None:
+async def test_a_standard_output_that_is_not_read_stops_no_scheduler(checkpoint: Path, full_pipe: Pipe) -> None:
     worker = FakeWorker(read_model_info(str(checkpoint)).digest)
     await worker.start()
     port = free_port("127.0.0.1")

@@ -45,7 +45,7 @@ def rank(number: int, size: int = 2, **capacity: object) -> FakeWorker:
 
 @asynccontextmanager
 async def linked(*workers: FakeWorker, restarts: bool = True) -> AsyncIterator[Ranks]:
-    """`restarts`: whoever runs the ranks starts them again when they are of no use."""
+    """`restarts`: what runs the ranks starts them again when they are of no use."""
     ranks = Ranks(*workers)
     async with AsyncExitStack() as stack:
         for worker in workers:

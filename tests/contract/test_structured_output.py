@@ -339,7 +339,7 @@ async def test_a_grammar_that_fails_ends_its_request_alone(
         assert len(server.worker.epochs) == 1
 
 
-async def test_nobody_waits_for_a_grammar_that_is_not_ready(model_path: Path) -> None:
+async def test_no_other_waits_for_a_grammar_that_is_not_ready(model_path: Path) -> None:
     async with serve(model_path) as stack:
         stack.worker.reports_grammars.clear()
         constrained = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=9, regex="a")))

@@ -45,13 +45,13 @@ async def test_strangers_are_refused(checkpoint: Path, tenants: Path) -> None:
             assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_nobody_aborts_anothers_request(checkpoint: Path, tenants: Path) -> None:
+async def test_no_tenant_aborts_anothers_request(checkpoint: Path, tenants: Path) -> None:
     async with slow_stack(checkpoint, tenants) as stack:
         stub, abort = stub_of(stack), vllm_engine_pb2.AbortRequest(request_ids=["same"])
         message = request(PROMPT, request_id="same", max_tokens=30)
         calls = [asyncio.create_task(ends_of(stack, tenant, message)) for tenant in ("acme", "globex")]
         async with asyncio.timeout(10):
-            while stack.worker.num_steps < 3:  # noqa: ASYNC110 -- the worker tells nobody of its steps
+            while stack.worker.num_steps < 3:  # noqa: ASYNC110 -- the worker tells nothing of its steps
                 await asyncio.sleep(0.01)
         await stub.Abort(abort, metadata=credentials("acme"))
         stack.worker.step_seconds = 0
@@ -71,7 +71,7 @@ async def test_everybody_is_told_of_what_is_their_own(checkpoint: Path, tenants:
         assert await cached_tokens_of(stack, "globex") == set()
 
 
-async def test_nobody_is_told_how_much_others_do(checkpoint: Path, tenants: Path) -> None:
+async def test_no_tenant_is_told_how_much_others_do(checkpoint: Path, tenants: Path) -> None:
     async with serve(checkpoint, tenants=str(tenants)) as stack:
         stub = stub_of(stack)
         await ends_of(stack, "globex", request([200, 1, 2, 3, 4], max_tokens=1))

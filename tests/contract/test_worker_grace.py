@@ -143,7 +143,7 @@ async def test_before_the_grace_has_ended_requests_wait(checkpoint: Path) -> Non
             await asyncio.wait_for(call.ended, DEADLINE)
 
 
-async def test_a_beam_search_is_sent_away_since_nobody_has_seen_any_of_it(checkpoint: Path) -> None:
+async def test_a_beam_search_is_sent_away_since_its_client_has_seen_none_of_it(checkpoint: Path) -> None:
     async with serving(checkpoint) as stack:
         search = Call(stack.stub, request(PROMPT, max_tokens=LENGTH, beam_width=3, n=2))
         await stack.until(lambda loads: loads.num_generation_tokens > 9)

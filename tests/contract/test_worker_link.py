@@ -96,7 +96,7 @@ def epoch_at(time: float) -> int:
 
 async def test_a_stale_epoch_is_overtaken_by_a_scheduler_that_never_held_the_worker(checkpoint: Path) -> None:
     worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    worker.last_epoch, worker.holder = epoch_at(time.time() + DAY / 2), "somebody before"
+    worker.last_epoch, worker.holder = epoch_at(time.time() + DAY / 2), "another before"
     told = worker.last_epoch
     await worker.start()
     async with serve(checkpoint, worker=worker) as stack:

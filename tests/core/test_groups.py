@@ -88,7 +88,7 @@ def test_beams_are_those_of_an_undisturbed_search(depth, width, early):
     assert system.tokens[beside] == system.expected(beside)
 
 
-def test_nobody_waits_for_a_search():
+def test_no_group_waits_for_a_search():
     """At depth 2 a search runs in every second plan; a row beside it gets a token in each."""
     system = System(num_blocks=100)
     (beside,) = system.add(prompt_of(7), 12)
@@ -235,7 +235,7 @@ def test_prompts_of_a_single_step_do_not_outrun_demotion():
     system.assert_exact()
 
 
-def test_content_that_nobody_can_load_cheaper_is_computed():
+def test_content_that_is_not_cheaper_to_load_is_computed():
     system = System(num_blocks=32, num_host_blocks=64, max_num_seqs=4)
     system.join()
     system.scheduler.state.epoch.cost._swap_bandwidth = 1e-9
@@ -292,7 +292,7 @@ def test_a_request_longer_than_the_pool_runs_in_the_blocks_of_its_windows(block_
         add(prompt_of(150), 90, **options)
 
 
-def test_chunks_take_what_is_free_and_preempt_nobody():
+def test_chunks_take_what_is_free_and_preempt_no_group():
     """Two prompts longer than the pool, whose chunks share it, beside a row that decodes."""
     system = System(num_blocks=16, window=8, budget=64, watermark=0.0)
     system.join()
@@ -499,7 +499,7 @@ def test_kv_events_say_whose_block_it_is_and_where_a_prefix_begins():
     }
 
 
-def test_a_flush_forgets_both_tiers_once_nobody_runs():
+def test_a_flush_forgets_both_tiers_once_nothing_runs():
     system = System(num_blocks=8, num_host_blocks=8)
     system.join()
     for i in range(3):

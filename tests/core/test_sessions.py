@@ -58,7 +58,7 @@ def test_what_others_compute_moves_a_waiting_request():
     assert ended(system) == ["runs", "alike", "short"]
 
 
-def test_whoever_has_waited_too_long_goes_first_in_order_of_arrival():
+def test_groups_that_waited_too_long_go_first_in_order_of_arrival():
     system = agent(max_wait_s=10.0, max_num_seqs=1)
     system.join()
     history = run_one(system, prompt_of(120), request_id="first")
@@ -139,7 +139,7 @@ def test_a_report_says_what_a_request_would_compute():
     assert explain.report(system.scheduler.state, "", "back").reason.endswith(said)
     system.now = 10.0
     system.plan()
-    assert "it has waited as long as anybody may" in explain.report(system.scheduler.state, "", "back").reason
+    assert "it has waited as long as a request may" in explain.report(system.scheduler.state, "", "back").reason
     system.run()
 
 
@@ -186,7 +186,7 @@ def test_what_a_long_prompt_cannot_make_room_for_at_once_waits():
     assert first_tokens(system, ["long", "longer than a step"]) == ["long", "longer than a step"]
 
 
-def test_a_prompt_that_has_waited_too_long_gives_way_to_nobody():
+def test_a_prompt_that_has_waited_too_long_gives_way_to_none():
     system = agent(max_wait_s=10.0, budget=16, depth=1, num_blocks=100)
     system.join()
     system.add(prompt_of(200), 3, request_id="long")
@@ -281,7 +281,7 @@ def only_on_host(system: System, prompt: list[int]) -> int:
     ],
 )
 def test_a_session_that_may_return_is_loaded_where_one_is_that_will_not(retention_seconds, fields, comes_back):
-    """Nobody asks for it: the worker has nothing else to do. It takes no place of what another tenant uses."""
+    """No request asks for it: the worker has nothing else to do. It takes no place of what another tenant uses."""
     system = agent(num_blocks=30, num_host_blocks=60, max_num_seqs=1, watermark=0.0)
     system.join()
     hints = {"will_return": True, "retention_seconds": retention_seconds}
@@ -330,7 +330,7 @@ def test_a_session_is_found_by_its_name_or_its_prefix():
     system.run()
 
 
-def test_a_free_list_used_again_leads_to_nobody_elses_session(monkeypatch):
+def test_a_free_list_used_again_leads_to_no_other_session(monkeypatch):
     """While a prefix is in use, the session that computed it is forgotten, and its free list given to another
     tenant's."""
     monkeypatch.setattr(retention, "_NUM_LOST", 0)
@@ -498,7 +498,7 @@ def test_requests_that_wait_hoard_no_more_than_others():
     system.assert_exact()
 
 
-def test_what_nobody_has_used_for_long_protects_no_tenant():
+def test_what_was_not_used_for_long_protects_no_tenant():
     system = agent(num_blocks=64, max_num_seqs=1)
     system.join()
     num_found(system, "was here")

@@ -541,12 +541,12 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, caplog, fresh_sw
     """As in a container that runs under a number that no user has."""
     skip_without_compiler()
 
-    def nobody(uid):
+    def unknown(uid):
         raise KeyError(uid)
 
     for name in ("HOME", "XDG_CACHE_HOME", "PAGEWIRE_CACHE", "PAGEWIRE_CPU_KERNELS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert load_cpu_kernels() is None
     (line,) = caplog.messages
     assert line.endswith("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")

@@ -217,7 +217,7 @@ def test_questions_go_from_the_servicer_to_the_core_at_once() -> None:
 
 
 def test_the_step_loop_has_one_kind_of_hook() -> None:
-    """Whoever wants to hear of its work is an observer, not a callback more."""
+    """What wants to hear of its work is an observer, not a callback more."""
     [made] = [node for node in functions(ROOT / "scheduler_service/serving/step_loop.py") if node.name == "__init__"]
     arguments = [*made.args.args, *made.args.kwonlyargs]
     assert not [each.arg for each in arguments if each.annotation and "Callable" in ast.unparse(each.annotation)]
@@ -248,7 +248,7 @@ def test_parameters_of_every_kind_are_counted() -> None:
 
 
 def test_kernels_do_not_read_the_environment() -> None:
-    """Whoever calls them says what they need to know."""
+    """Their callers say what they need to know."""
 
     def read(path: Path) -> set[str]:
         tree = parse(path)

@@ -42,7 +42,7 @@ def test_expression_asks_for_what_is_exported(place: str, expression: str) -> No
     series = exported() | {rule["record"]: {"namespace", "model_name"} for rule in rules() if "record" in rule}
     names = set(NAME.findall(expression))
     assert names
-    assert names <= set(series), f"{place} asks for {sorted(names - set(series))}, which nobody exports"
+    assert names <= set(series), f"{place} asks for {sorted(names - set(series))}, which is not exported"
     known = set.union(*(series[name] for name in names))
     grouped = {label.strip() for labels in re.findall(r"by \(([^)]*)\)", expression) for label in labels.split(",")}
     assert set(LABEL_USE.findall(expression)) | grouped <= known

@@ -107,7 +107,7 @@ async def test_many_readers_of_one_request(expected):
 
 
 async def test_samples_and_hypotheses_of_detached_requests(reference, prompt_token_ids):
-    """Under preemption, and with the worker killed before anybody attaches."""
+    """Under preemption, and with the worker killed before a client attaches."""
     temperature, seed, search = 0.9, 11, BeamSearch(beam_width=4, n=3, max_tokens=60)
     samples = [
         oracle.sampled(reference, prompt_token_ids, 80, temperature=temperature, seed=seed, sample_index=index)
@@ -146,7 +146,7 @@ async def test_abort_ends_it_for_every_reader():
             assert (await client.loads()).num_held_blocks == 0
 
 
-async def test_nobody_finds_what_is_foreign_expired_or_unknown():
+async def test_no_tenant_finds_what_is_foreign_expired_or_unknown():
     with running(STORYTELLER, worker=WORKER, scheduler=["--detached-retention", 1]) as system:
         async with AsyncClient(system.url) as client:
             short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -31,7 +31,7 @@ MAX_OVERRUN = 2.0
 
 
 def can_bind(address: str) -> bool:
-    """Whether nobody listens there any more; connections that were closed may linger."""
+    """Whether no server listens there any more; connections that were closed may linger."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -62,7 +62,7 @@ async def test_rolling_restarts_of_the_worker_under_load_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize("drain_timeout", [0.5, 20])
-async def test_a_scheduler_is_gone_in_time_whoever_listens(drain_timeout: float) -> None:
+async def test_a_scheduler_is_gone_in_time_whichever_listens(drain_timeout: float) -> None:
     """One stream longer than the drain, or one shorter, and a subscription that never ends by itself."""
     flags = ["--drain-timeout", drain_timeout]
     with running(STORYTELLER, scheduler=flags) as system:

@@ -176,4 +176,4 @@ def test_what_a_gateway_makes_of_the_rest_of_a_request(gateway: Gateway) -> None
     assert embedding(input=["Once upon", "a time"]) == plain
     for bad, status in (("", 400), ([], 400), ([1, 2, 3], 400), ([[1, 2], [3]], 400), ("a fox " * 2000, 400)):
         assert gateway.post("/v1/embeddings", model="storyteller", input=bad).status == status
-    assert gateway.post("/v1/embeddings", model="nobody", input="Once").status == 404
+    assert gateway.post("/v1/embeddings", model="unknown", input="Once").status == 404

@@ -1,4 +1,4 @@
-"""Front ends as processes between clients and both services: one is killed, one drains, and nobody else notices."""
+"""Front ends as processes between clients and both services: one is killed, one drains, and no others notice."""
 
 import asyncio
 from collections.abc import Iterator

@@ -151,7 +151,7 @@ def test_the_model_is_listed(gateway: Gateway) -> None:
     assert (models.status, [model["id"] for model in models.body["data"]]) == (200, [MODEL])
 
 
-def test_nobody_administers_the_gateway_of_serve(fleet: Fleet) -> None:
+def test_the_gateway_of_serve_has_no_administrator(fleet: Fleet) -> None:
     """A worker that a stranger adds would get prompts. Its clients are served all the same."""
     for method, path in (("POST", "/workers"), ("GET", "/workers"), ("POST", "/flush_cache")):
         assert ask(fleet.own_port, method, path, {"url": "grpc://127.0.0.1:1"}).status == 401
@@ -228,7 +228,7 @@ def test_bad_requests_are_the_clients_fault(gateway: Gateway) -> None:
         (400, "maximum context length is 2048", {"prompt": "a fox " * 2000}),
         (400, "temperature", {"prompt": "Once", "temperature": -1}),
         (400, "a stop text has 257 characters", {"prompt": "Once", "stop": "x" * 257}),
-        (404, "nobody", {"prompt": "Once", "model": "nobody"}),
+        (404, "unknown", {"prompt": "Once", "model": "unknown"}),
     ]
     for status, text, fields in cases:
         answer = gateway.post("/v1/completions", **({"model": MODEL, "max_tokens": 4} | fields))

@@ -292,7 +292,7 @@ def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 20
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if is_running(pid)]}"
-        time.sleep(0.02)  # there is no event to wait for: they are nobody's children
+        time.sleep(0.02)  # there is no event to wait for: they are no longer children
 
 
 def begun(program: str) -> "tuple[subprocess.Popen[str], list[int]]":

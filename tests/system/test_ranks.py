@@ -127,7 +127,7 @@ async def test_serve_starts_every_rank_and_again_when_it_dies(model):
 
 
 def free_ports_in_a_row(count: int) -> int:
-    """The first of so many ports that nobody listens on."""
+    """The first of so many ports that are free."""
     while True:
         first = free_port(services.HOST)
         try:

@@ -146,7 +146,7 @@ def test_it_is_one_line_and_an_exit_code_of_its_own(sound: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["architecture", "pool"])
-def test_whoever_watches_a_server_is_told_on_its_standard_output(sound: Path, tmp_path: Path, name: str) -> None:
+def test_what_watches_a_server_is_told_on_its_standard_output(sound: Path, tmp_path: Path, name: str) -> None:
     change, flags, expected = ALL[name]
     model = tmp_path / "model"
     shutil.copytree(sound, model)

@@ -135,7 +135,7 @@ def assert_same(actual: Served, expected: Served) -> None:
 
 @pytest.fixture(scope="module", params=CASES)
 def alone(request, tmp_path_factory):
-    """A model, its flags, requests, and what each of them yields with nobody beside it and nothing in the cache."""
+    """A model, its flags, requests, and what each of them yields with none beside it and nothing in the cache."""
     skip_without_compiler()
     case = CASES[request.param]
     model, requests = case.write(tmp_path_factory.mktemp("bits")), requests_of(31)

@@ -116,7 +116,7 @@ def test_a_stream_outlives_its_worker_and_a_signal_ends_both(model: Path) -> Non
 
 
 def test_a_worker_that_hangs_is_replaced(model: Path) -> None:
-    """A stopped process keeps its connection and says nothing; nobody ever continues it."""
+    """A stopped process keeps its connection and says nothing; it is never continued."""
     sampling = SamplingParams(temperature=0, max_tokens=300)
     with serving(model) as process:
         with Client(wait_until_ready(process)) as client:

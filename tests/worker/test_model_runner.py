@@ -436,7 +436,7 @@ def test_nan_logits_of_a_beam_have_no_candidates(checkpoints: dict[str, Path]) -
 def test_blocks_out_of_the_window_are_never_read(
     tmp_path: Path, family: str, overrides: dict[str, Any], block_size: int, budget: int
 ) -> None:
-    """As soon as a block has fallen out of the window it holds NaN and belongs to somebody else."""
+    """As soon as a block has fallen out of the window it holds NaN and belongs to another row."""
     path = make_checkpoint(tmp_path, family, seed=27, **overrides)
     worker = load(path, block_size=block_size)
     window = worker.ready.sliding_window

@@ -428,7 +428,7 @@ ADDED = (
 
 
 def recipe(family, rng):
-    """A config.json as transformers 5 writes it, to which somebody has added rope_scaling, and what transformers makes
+    """A config.json as transformers 5 writes it, to which a user has added rope_scaling, and what transformers makes
     of the rope in it."""
     config_class = transformers.AutoConfig.for_model(family).__class__
     written = config_class(**{**DEFAULTS[family], **NO_SPECIAL_TOKENS})

@@ -51,7 +51,7 @@ def test_every_rank_has_the_logits_of_transformers(tmp_path, monkeypatch, family
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_a_step_ends_with_the_error_of_ranks_that_do_not_meet(tmp_path, monkeypatch, num_tokens):
-    """Few tokens, where threads wait for nobody, and many; the next step is as if nothing had been."""
+    """Few tokens, where threads do not wait, and many; the next step is as if nothing had been."""
     use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "qwen3", seed=35)
     communicator = FailingRank()
@@ -63,7 +63,7 @@ def test_a_step_ends_with_the_error_of_ranks_that_do_not_meet(tmp_path, monkeypa
         communicator.fails_at = communicator.num_calls + call
         with pytest.raises(ConnectionError, match=f"call {communicator.fails_at}"):
             compute_logits(model, random_tokens(), chunks=(num_tokens,))
-        assert communicator.num_calls == communicator.fails_at, "nobody is asked after that"
+        assert communicator.num_calls == communicator.fails_at, "no communicator is asked after that"
         assert torch.equal(compute_logits(model, random_tokens(), chunks=(num_tokens,)), expected)
 
 

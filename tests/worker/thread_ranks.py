@@ -37,7 +37,7 @@ class ThreadRank:
         self._meeting.brought[self.rank] = x
         self._meeting.barrier.wait()
         brought = [part.clone() for part in self._meeting.brought]
-        self._meeting.barrier.wait()  # from here on, whoever brought a part may write to it
+        self._meeting.barrier.wait()  # from here on, the rank that brought a part may write to it
         return brought
 
 

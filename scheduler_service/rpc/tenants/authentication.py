@@ -1,7 +1,7 @@
-"""Finds out who calls, by the API key or the certificate, before a call is served, and says so to whoever serves it.
+"""Finds out who calls, by the API key or the certificate, before a call is served, and says so to what serves it.
 
-Without tenants nobody is told apart: a request's own field names its tenant. A call of which nobody has told who makes
-it is refused.
+Without tenants callers are not told apart: a request's own field names its tenant. A call whose caller was not found
+out is refused.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from scheduler_service.rpc.status import RpcError, invalid, set_status
 from scheduler_service.rpc.tenants.tenant_file import Tenant, TenantFile
 
 _BEARER = "bearer "
-# Seconds between two looks at the file of tenants. One that is not in it for less is missed, unless somebody calls.
+# Seconds between two looks at the file of tenants. One that is not in it for less is missed, unless a call comes.
 _WATCH_INTERVAL = 0.1
 
 
 class Caller(Protocol):
-    """Whoever makes a call."""
+    """The caller of a call."""
 
     def tenant(self, named: str) -> str:
         """Return the tenant of a request that itself names `named`. Raises RpcError."""
@@ -58,7 +58,7 @@ def check_forwarded(tenant: str, revision: str) -> None:
 
 
 def _calling() -> Caller:
-    """Return who calls. Raises RpcError where nothing has told that: nobody is trusted by default."""
+    """Return who calls. Raises RpcError where nothing has told that: no caller is trusted by default."""
     caller = _caller.get(None)
     if caller is None:
         raise RpcError(grpc.StatusCode.UNAUTHENTICATED, "the server has not told who calls; this is a defect of it")
@@ -69,8 +69,8 @@ class Anybody:
     """Callers of a server without tenants: a request names its tenant, and everything may be seen."""
 
     async def enter(self, context: grpc.aio.ServicerContext) -> None:
-        """Admit a call, before it is served. Raises RpcError for a key that nobody would look at: its sender relies on
-        it."""
+        """Admit a call, before it is served. Raises RpcError for a key that would not be looked at: its sender relies
+        on it."""
         if "authorization" in dict(context.invocation_metadata() or ()):
             raise RpcError(
                 grpc.StatusCode.UNAUTHENTICATED,
@@ -134,7 +134,7 @@ class _IdentifiedCaller:
         identity: Mapping[str, Sequence[bytes]] = context.auth_context()
         self._tenants = tenants
         self._authorization = metadata.get("authorization")
-        # DNS names alone: an authority that lets somebody choose an e-mail address did not mean a host by it.
+        # DNS names alone: an authority that lets a subject choose its e-mail address did not mean a host by it.
         self._certificate_names = tuple(name.decode(errors="replace") for name in identity.get("peer_dns", ()))
 
     def identify(self) -> Tenant:
