@@ -9,7 +9,7 @@ import pytest
 
 from pagewire.common.messages import PHASES, StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from pagewire.common.worker_wire import (
-    Request,
+    FromScheduler,
     Response,
     decode_request,
     decode_response,
@@ -37,7 +37,7 @@ def drawn(data_type: type[Any], seed: int) -> Any:
 
 
 @seeds
-@pytest.mark.parametrize("data_type", get_args(Request))
+@pytest.mark.parametrize("data_type", get_args(FromScheduler))
 def test_what_the_scheduler_says(data_type: type, seed: int) -> None:
     said = drawn(data_type, seed)
     assert to_worker(said) == said

@@ -147,7 +147,9 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
     monkeypatch.setattr(loader, "available_bytes", lambda: 36 * GIB)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(loader._Assembly, "_measure_memory", lambda self, num: measured.append(num) or memory)
-    parts: dict[str, Any] = dict.fromkeys(("model", "model_config", "dtype", "backend", "shape", "streams", "kernels"))
+    parts: dict[str, Any] = dict.fromkeys(
+        ("model", "model_config", "dtype", "backend", "shape", "streams", "kernels", "digest")
+    )
     assembly = loader._Assembly(
         config=asked.config, device=torch.device("cuda"), max_model_len=1024, communicator=Rank(num_ranks), **parts
     )
