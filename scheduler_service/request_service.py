@@ -18,7 +18,7 @@ from scheduler_service.rpc.interception import ending, entrance
 from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import SERVICE_NAME, RequestServicer
 from scheduler_service.rpc.public.session_metadata import note_session
-from scheduler_service.rpc.tenants.authentication import Anybody, Authentication
+from scheduler_service.rpc.tenants.authentication import AnyCaller, Authentication
 from scheduler_service.rpc.tenants.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context
 from scheduler_service.serving.engine import Availability
@@ -74,7 +74,7 @@ class RequestService:
         self.text_limits = TextLimits(config.max_prompt_bytes, config.max_waiting_text_bytes)
         self.tenants = TenantFile(config.tenants) if config.tenants else None
         self._authentication = Authentication(self.tenants) if self.tenants is not None else None
-        callers = self._authentication or Anybody()
+        callers = self._authentication or AnyCaller()
         enter = entrance([callers.enter, note_trace_context, note_session])
         self._server = create_server(*_SERVER_OPTIONS, enter=enter, ending=ending)
 

@@ -67,7 +67,7 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
 def limit_spinning(environ: MutableMapping[str, str]) -> None:
     """Let OpenMP threads spin at a barrier for about as long as the gaps between operations are, then sleep.
 
-    To be called before torch is imported. By default they spin for milliseconds, and whoever else wants a core, the
+    To be called before torch is imported. By default they spin for milliseconds, and what else wants a core, the
     scheduler first of all, costs a time slice per operation; without spinning every operation costs a wake-up.
     """
     if "OMP_WAIT_POLICY" not in environ:

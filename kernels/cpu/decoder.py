@@ -1,7 +1,7 @@
 """A model in one call: the list of operations that `source/decoder.h` carries out, on tensors.
 
-Operations name the buffers that they read and write: [T, width] of float32 for a step of T tokens. Whoever has a model
-makes the list (`worker_service/host/decoder.py`).
+Operations name the buffers that they read and write: [T, width] of float32 for a step of T tokens. The list is made of
+a model by `worker_service/host/decoder.py`.
 """
 
 import ctypes

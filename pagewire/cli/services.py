@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 GatewayFactory = Callable[[str], Supervisor]
 
 LOOPBACK = "127.0.0.1"
-# `serve` connects the two by itself, over sockets that nobody else can reach: these have no meaning there.
+# `serve` connects the two by itself, over sockets that no other user can reach: these have no meaning there.
 LINK_OPTIONS = (
     "worker",
     "socket",
@@ -114,7 +114,7 @@ def serve(arguments: Sequence[str]) -> int:
     def gateway_of(url: str) -> Supervisor:
         max_prompt_bytes = scheduler_config.max_prompt_bytes
         command = gateway_command(gateway_config, url, log_config.log_level, max_prompt_bytes, free_port)
-        # Nobody administers a gateway of one scheduler: nobody is told the key.
+        # A gateway of one scheduler is not administered: the key is told to no one.
         locked = environ | {ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
         return Supervisor(command, locked, name="gateway", on_ready=announce_ready, level_of=level_of)
 
@@ -223,7 +223,7 @@ def _spare_memory() -> None:
 
 
 def _refuse(reason: str) -> int:
-    """Says why this process will never be able to start, once: to whoever watches it, else in the log."""
+    """Says why this process will never be able to start, once: to the process that watches it, else in the log."""
     reason = " ".join(reason.split())
     if is_child():
         announce_refusal(reason)

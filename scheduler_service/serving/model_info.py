@@ -242,7 +242,7 @@ def _end_token_ids(settings: _Settings) -> tuple[int, ...]:
 
 
 def _token_id(config: dict[str, Any], key: str) -> int | None:
-    """None too for what nobody here would use it for anyway: it is only told on."""
+    """None too for what is not used here anyway: it is only told on."""
     value = config.get(key)
     return value if is_whole(value) and 0 <= value < 2**31 else None
 

@@ -1,6 +1,6 @@
 """The only place where a plan meets a worker: plan -> send -> result -> publish, in one task.
 
-Whoever holds the link to the worker reports `worker_ready`, `moved`, `grammar_ready`, `result` and `worker_lost`; the
+The link to the worker reports `worker_ready`, `moved`, `grammar_ready`, `result` and `worker_lost`; the
 link needs no gRPC. All methods belong to the event loop's thread. What the worker reports waits in an inbox that is
 emptied before the next plan is made, so a plan always knows the latest news.
 """
@@ -116,7 +116,7 @@ class StepLoop:
         self._wake.set()
 
     def cancel(self, sequence_ids: list[int]) -> None:
-        """Abort what is left of a submitted request, whoever else uses its name by now."""
+        """Abort what is left of a submitted request, even where another one has its name by now."""
         stream = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
         if stream is not None:
             self.abort(stream.request.tenant, stream.request.request_id)
@@ -181,7 +181,7 @@ class StepLoop:
         await self._idle.wait()
 
     def end_all(self, message: str) -> None:
-        """End every request with NO_WORKER and this message, and whoever waits for news of the cache."""
+        """End every request with NO_WORKER and this message, and every wait for news of the cache."""
         self.availability.drain()
         self.kv_events.end()
         if self._link is not None:
@@ -223,7 +223,7 @@ class StepLoop:
     # Steps
 
     def _tell(self, news: Callable[[float], None]) -> None:
-        """Keep news for the next run. A link whose epoch this has ended may still have some, which nobody wants."""
+        """Keep news for the next run. A link whose epoch this has ended may still have some, which are dropped."""
         if self._link is not None:
             self._inbox.append(news)
             self._wake.set()

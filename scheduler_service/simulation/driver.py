@@ -184,7 +184,7 @@ class Simulation:
             if progress is not None:
                 progress(run, now)
         if scheduler.has_requests:
-            raise RuntimeError(f"the scheduler serves nobody at {now:.3f} s, though there are requests")
+            raise RuntimeError(f"the scheduler serves no request at {now:.3f} s, though there are some")
         run.stats = stats(scheduler.state)
         return run
 

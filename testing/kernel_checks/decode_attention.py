@@ -326,7 +326,7 @@ def bench_cases() -> Iterator[BenchCase]:
     yield _bench("decode attention, 64 x 4096, 16 heads", Load((4096,) * 64, num_heads=16), "", BIG)
     yield _bench("decode attention, 1 x 32768 and 63 x 512", Load((32768, *[512] * 63)), "", BIG)
     yield _bench("decode attention, 64 rows of 64 to 8128", Load(tuple(range(64, 8192, 128))), "", BIG)
-    # Nobody has timed these yet, so that nothing is known to aim at.
+    # These have not been timed yet, so that nothing is known to aim at.
     yield _bench("decode attention, 64 x 4096, blocks of 8", Load((4096,) * 64, block_size=8), "")
     yield _bench("decode attention, 64 x 4096, heads of 16", Load((4096,) * 64, head_dim=16), "")
     yield _bench("decode attention, 64 x 4096, 20 queries a KV head", Load((4096,) * 64, num_heads=160), "")

@@ -125,7 +125,7 @@ async def test_detached_results(checkpoint: Path) -> None:
 async def test_kv_events(checkpoint: Path) -> None:
     async with measured(checkpoint, max_kv_event_bytes=5_000) as (stack, gauges):
         await stack.generate(request(PROMPT, max_tokens=50))
-        assert await gauges.read("kv_event_bytes") == 0, "nobody follows"
+        assert await gauges.read("kv_event_bytes") == 0, "no client follows"
         call = stack.stub.SubscribeKvEvents(pb.SubscribeKvEventsRequest())
         await call.read()
         for index in range(10):

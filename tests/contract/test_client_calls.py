@@ -17,7 +17,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
 
-NOBODY = "127.0.0.1:1"
+NO_SERVER = "127.0.0.1:1"
 # Each call with arguments that it takes.
 CALLS: dict[str, tuple[Any, ...]] = {
     "stream": ("Once",),
@@ -84,28 +84,28 @@ def test_both_have_the_same_calls() -> None:
 @pytest.mark.parametrize("name", FORMER_NAMES)
 def test_a_former_name_says_the_new_one(kind: type, name: str) -> None:
     with pytest.raises(AttributeError, match=f"has no attribute '{name}': use (stream|info|{name[1:]})") as caught:
-        getattr(kind(NOBODY), name)
+        getattr(kind(NO_SERVER), name)
     assert caught.value.name == name
-    assert not hasattr(kind(NOBODY), "unheard_of")
+    assert not hasattr(kind(NO_SERVER), "unheard_of")
 
 
 async def test_each_says_where_the_other_belongs() -> None:
     with pytest.raises(TypeError, match="for `async with` there is AsyncClient"):
-        async with Client(NOBODY):
+        async with Client(NO_SERVER):
             pass
-    with pytest.raises(TypeError, match="for `with` there is Client"), AsyncClient(NOBODY):
+    with pytest.raises(TypeError, match="for `with` there is Client"), AsyncClient(NO_SERVER):
         pass
     with pytest.raises(AttributeError, match="use close, or aclose of AsyncClient"):
-        await Client(NOBODY).aclose()
+        await Client(NO_SERVER).aclose()
     with pytest.raises(AttributeError, match="use aclose"):
-        AsyncClient(NOBODY).close()
+        AsyncClient(NO_SERVER).close()
 
 
 @kinds
 @pytest.mark.parametrize(("name", "arguments"), WAYS)
 def test_the_timeout_wins_over_retry(kind: type, name: str, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(pagewire.DeadlineExceeded, match="the timeout passed"):
-        ask(kind, NOBODY, name, *arguments, retry=3600, timeout=0.15)
+        ask(kind, NO_SERVER, name, *arguments, retry=3600, timeout=0.15)
 
 
 @kinds
@@ -131,7 +131,7 @@ def test_a_timeout_is_a_number_of_seconds(
     kind: type, name: str, arguments: tuple[Any, ...], timeout: object, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match=r"^timeout (must be a number of seconds, got|is .*, but must be a number)"):
-        ask(kind, NOBODY, name, *arguments, timeout=timeout)
+        ask(kind, NO_SERVER, name, *arguments, timeout=timeout)
 
 
 @kinds
@@ -178,14 +178,14 @@ def test_a_timeout_without_an_end_is_none(kind: type) -> None:
 def test_what_is_of_the_wrong_kind_is_named(name: str, arguments: Any, options: dict[str, Any], text: str) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(TypeError, match=text):
-            ask(kind, NOBODY, name, *arguments, **options)
+            ask(kind, NO_SERVER, name, *arguments, **options)
 
 
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(TypeError, match=r"^url must be a text"):
         Client(5)
     with pytest.raises(TypeError, match=r"^retry must be a number of seconds, got '1'"):
-        Client(NOBODY, retry="1")
+        Client(NO_SERVER, retry="1")
 
 
 def test_parameters_are_cloned_whole() -> None:
@@ -281,7 +281,7 @@ async def test_closing_ends_what_waits_for_its_next_attempt(
         await wait(self, 3600)
 
     monkeypatch.setattr("pagewire.channels.Connection.wait", observed)
-    client = AsyncClient(NOBODY, retry=3600)
+    client = AsyncClient(NO_SERVER, retry=3600)
     call = asyncio.create_task(client.complete(*arguments))
     await waits.wait()
     await client.aclose()
@@ -289,7 +289,7 @@ async def test_closing_ends_what_waits_for_its_next_attempt(
         await call
 
 
-def test_what_nobody_takes_is_not_read_without_end() -> None:
+def test_what_is_not_taken_is_not_read_without_end() -> None:
     sent = threading.Semaphore(0)
     ended = threading.Event()
 

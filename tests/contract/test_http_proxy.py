@@ -67,7 +67,7 @@ async def proxying() -> AsyncIterator[HttpProxy]:
 
 @contextmanager
 def dead_port() -> Iterator[str]:
-    """A port that nobody else can have, and at which nobody listens."""
+    """A port that no other process can have, and at which none listens."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{holder.getsockname()[1]}"

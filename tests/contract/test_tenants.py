@@ -1,4 +1,4 @@
-"""Tenants over real gRPC: who is let in, what each may use, and that nobody sees anything of another."""
+"""Tenants over real gRPC: who is let in, what each may use, and that none sees anything of another."""
 
 import asyncio
 import contextlib
@@ -439,7 +439,7 @@ async def test_what_runs_for_a_tenant_that_is_taken_from_the_file_ends(
     checkpoint: Path, tenants: Path, is_back: bool
 ) -> None:
     """Its calls, what an operator sent for it, and what runs without a call; also if it is back before the next look,
-    where anybody has called meanwhile."""
+    where any tenant has called meanwhile."""
     async with slow_stack(checkpoint, tenants) as stack:
         for_acme = request(PROMPT, max_tokens=200)
         for_acme.tenant = "acme"
@@ -491,7 +491,7 @@ async def test_a_server_without_tenants_refuses_a_key_that_it_would_ignore(check
         assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_nobody_is_trusted_by_default() -> None:
+async def test_no_caller_is_trusted_by_default() -> None:
     """A call of which nothing has told who makes it, as if an interceptor were missing."""
     with pytest.raises(RpcError, match="has not told who calls"):
         authentication.tenant_of_call("acme")
@@ -524,7 +524,7 @@ async def test_certificates_name_tenants_too(checkpoint: Path, tmp_path: Path) -
 
 
 async def test_only_dns_names_of_a_certificate_name_a_tenant(checkpoint: Path, tmp_path: Path) -> None:
-    """An e-mail address or a URI of the same text is somebody else's."""
+    """An e-mail address or a URI of the same text is another's."""
     authority = Authority("pagewire")
     cert, key = authority.issue("localhost").write(tmp_path, "server")
     (tmp_path / "ca.crt").write_bytes(authority.cert)

@@ -59,7 +59,7 @@ def test_functions_are_short() -> None:
 
 
 def test_folders_are_small() -> None:
-    """Nobody finds their way among many files of one level."""
+    """A reader gets lost among many files of one level."""
     sizes = Counter(path.parent for path in sources(*PACKAGES) if path.stem not in ("__init__", "__main__"))
     assert not {folder: size for folder, size in sizes.items() if size > counts.MAX_MODULES}
 

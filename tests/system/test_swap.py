@@ -89,7 +89,7 @@ async def test_what_does_not_fit_into_the_host_pool_is_recomputed(model, calm, n
 
 
 async def kill_while_something_is_swapped(client: AsyncClient, system: System) -> None:
-    """Kill the worker three times, each time while the host holds somebody's blocks."""
+    """Kill the worker three times, each time while the host holds blocks of a request."""
     for kill in range(3):
         while (await client.loads()).num_swapped == 0:  # noqa: ASYNC110 - in another process
             await asyncio.sleep(0.005)

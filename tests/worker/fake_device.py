@@ -1,4 +1,4 @@
-"""A device that carries streams out in random legal orders, so that whatever nobody waits for shows as a wrong result.
+"""A device that carries streams out in random legal orders, so that whatever is not waited for shows as a wrong result.
 
 Nothing is carried out when it is put on a stream, unless chance says so. Who waits has the streams carried out, each in
 its own order and they among one another in any order that `wait_for` allows, until what is waited for is done. So an
@@ -243,7 +243,7 @@ class FakeDevice:
     torch_device = CPU
 
     def __init__(self, seed: int, eagerness: float = 0.3, dropped: Guard | None = None) -> None:
-        """`eagerness`: how likely something is carried out that nobody waits for, whenever there is an occasion.
+        """`eagerness`: how likely something is carried out that is not waited for, whenever there is an occasion.
         `dropped`: a guard that is not there, so that tests can see that it is needed."""
         print("fake device: seed", seed)
         self.lock = threading.RLock()

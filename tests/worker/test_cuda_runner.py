@@ -87,7 +87,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class DeviceOperations(Operations):
-    """Plain torch as it is on a GPU, where nobody asks which experts are chosen."""
+    """Plain torch as it is on a GPU, where it is not asked which experts are chosen."""
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         return lambda x, ids: multiply_all(x, weights, ids, biases)
@@ -132,7 +132,7 @@ class Pair:
         self.device = device or FakeDevice(seed)
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
-            cache.storage[1:] = torch.nan  # what nobody has written
+            cache.storage[1:] = torch.nan  # what has not been written
         backend = DeviceAttention(config.windows, scoring)
         graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
         own = grammars and grammars[1]
@@ -458,7 +458,7 @@ def test_a_missing_guard_shows(checkpoints: dict[str, Path], guard: Guard) -> No
         except (AssertionError, IndexError, WorkerProtocolError) as error:
             print("seen with seed", seed, repr(error)[:200])
             return
-    pytest.fail(f"nobody notices that not {guard.value}")
+    pytest.fail(f"no test notices that not {guard.value}")
 
 
 # Steps by hand
@@ -549,7 +549,7 @@ def test_next_epoch_begins_with_empty_rows(checkpoints: dict[str, Path]) -> None
         steps = plan_steps(rows, block_size=4, max_num_batched_tokens=9, epoch=epoch)
         assert_all_equal(pair, [step.plan for step in steps[:-2]])
         for step in steps[-2:]:
-            pair.launch(step.plan)  # nobody asks for the result
+            pair.launch(step.plan)  # the result is not asked for
 
 
 def test_plan_without_work_is_done_at_once(checkpoints: dict[str, Path]) -> None:
@@ -826,8 +826,8 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
     pair.runner.computation.rehearse_graphs()
     assert_all_equal(pair, [StepPlan(1, 2)])
     assert pair.device.graphs[-1].num_replays == 1
-    graphs, nobody = pair.runner.computation._graphs, np.empty(0, np.int64)
-    padding = torch.from_numpy(graphs.padded(nobody, nobody, 1))
+    graphs, no_rows = pair.runner.computation._graphs, np.empty(0, np.int64)
+    padding = torch.from_numpy(graphs.padded(no_rows, no_rows, 1))
     pair.device.compute.run(lambda: graphs.set_rows(padding))
     for graph in pair.device.graphs[-2:]:
         graph.replay()

@@ -43,7 +43,7 @@ def create_backend(
         try:
             return create_backend(preferred, device, shape, kernels)
         except UnavailableError as error:
-            # Of CPU kernels that could not be built, whoever loads them has warned.
+            # Of CPU kernels that could not be built, the loader has warned.
             level = logging.INFO if device.type == "cpu" else logging.WARNING
             logger.log(level, "attention is computed in plain torch, which is slower: %s", error)
             return create_backend("torch", device, shape, kernels)

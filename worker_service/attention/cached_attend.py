@@ -1,4 +1,4 @@
-"""Attention on a GPU: keys and values are written first, by a launch of their own or by whoever turns the heads."""
+"""Attention on a GPU: keys and values are written first, by a launch of their own or by that which turns the heads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -109,7 +109,7 @@ class SchedulerLink:
         self._outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest] | None = None  # None: not connected
         self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT)
         self._reason = "it has not answered yet"  # why not
-        self._connected = asyncio.Event()  # for the first time, or nobody waits for it any more
+        self._connected = asyncio.Event()  # for the first time, or no caller waits for it any more
         self._idle = asyncio.Event()
         self._idle.set()
         self._streams: dict[int, _Sent] = {}  # requests by each of their streams that has not ended
@@ -171,7 +171,7 @@ class SchedulerLink:
         return await asyncio.shield(self._loads)
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Return when the scheduler has answered: before, nobody knows what fits. It waits for its worker itself."""
+        """Return when the scheduler has answered: before, it is not known what fits. It waits for its worker itself."""
         await self._connected.wait()
 
     def submit(self, request: Request, receiver: Receiver) -> list[int]:
@@ -318,7 +318,7 @@ class SchedulerLink:
             digests = f"digest {info.model_digest.hex()[:16]}, here {self._model_digest.hex()[:16]}"
             return f"it serves another model ({digests}); start both with the same --model"
         if info.has_tenants and self._tenants_revision is None:
-            # With the front end's own credentials anybody could name any tenant.
+            # With the front end's own credentials any caller could name any tenant.
             return "it knows tenants; start this front end with the same --tenants"
         return ""
 
@@ -387,7 +387,7 @@ class SchedulerLink:
     def _fail_all(self, message: str) -> None:
         if self._loads is not None:
             self._loads.set_exception(RpcError(grpc.StatusCode.UNAVAILABLE, message))
-            self._loads.exception()  # whoever asked may have gone
+            self._loads.exception()  # the caller may have gone
             self._loads = None
         while self._streams:
             sent = next(iter(self._streams.values()))

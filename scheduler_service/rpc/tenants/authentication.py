@@ -65,7 +65,7 @@ def _calling() -> Caller:
     return caller
 
 
-class Anybody:
+class AnyCaller:
     """Callers of a server without tenants: a request names its tenant, and everything may be seen."""
 
     async def enter(self, context: grpc.aio.ServicerContext) -> None:

@@ -88,7 +88,7 @@ class WorkerLink:
     ) -> None:
         """`diallers` lead to the ranks of the worker, in their order. `on_plan_sent` gets the size of every plan in
         bytes. `restart_worker` ends the process of a rank, for the reason that it is given, and another one takes its
-        place: for one that hangs, and one that another scheduler has taken. None: somebody else runs the worker.
+        place: for one that hangs, and one that another scheduler has taken. None: another program runs the worker.
         `secret` is shown to the ranks. `limits` are this scheduler's, of which a worker has its own under the same
         names; the lower ones hold. `clock` gives seconds of Unix time, which epochs begin with."""
         self._diallers = diallers
@@ -221,7 +221,7 @@ class WorkerLink:
         return answer
 
     def _take_refusal(self, refusal: Refusal) -> None:
-        """Give up a worker that somebody else holds, or count on from its epoch. Raises FencedError, WorkerTaken."""
+        """Give up a worker that another one holds, or count on from its epoch. Raises FencedError, WorkerTaken."""
         if refusal.reason is not RefusalReason.STALE_EPOCH:
             return
         if self._first_capacities and refusal.instance_id != self._instance_id:

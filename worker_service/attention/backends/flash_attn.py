@@ -42,7 +42,7 @@ def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | No
 
 
 class FlashAttention:
-    """The backend for whoever has flash-attn. Keys and values are written by the Triton kernel."""
+    """The backend where flash-attn is installed. Keys and values are written by the Triton kernel."""
 
     name = "flash_attn"
     is_head_major = False
