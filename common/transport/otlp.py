@@ -14,8 +14,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from pagewire.common.transport.http_proxy import http_proxy_of
 
 _EXPORT_TIMEOUT = 1.0  # seconds: a collector that is not there must not delay the end of the process
-# Half of OpenTelemetry's own numbers: each span that waits is a dozen objects, which every full collection looks at.
-_MAX_WAITING_SPANS, _MAX_SENT_SPANS = 1024, 256
 
 
 class _Operations:
@@ -36,5 +34,6 @@ def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerPro
     is_plain = endpoint.startswith("http://")
     exporter = OTLPSpanExporter(endpoint, insecure=is_plain, timeout=_EXPORT_TIMEOUT, channel_options=options)
     exporter._metrics = _Operations()  # type: ignore[assignment]
-    provider.add_span_processor(BatchSpanProcessor(exporter, _MAX_WAITING_SPANS, max_export_batch_size=_MAX_SENT_SPANS))
+    # Half of OpenTelemetry's own numbers: a span that waits is a dozen objects, which every full collection looks at.
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=1024, max_export_batch_size=256))
     return provider
