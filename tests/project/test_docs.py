@@ -237,7 +237,7 @@ FOREIGN_FLAGS = {
 
 
 # These name flags of other programs, or flags that have gone.
-WITH_OTHER_FLAGS = ("CHANGELOG.md", "migrating.md")
+WITH_OTHER_FLAGS = ("CHANGELOG.md", "migrating.md", "upgrading.md")
 
 
 def test_flags_exist() -> None:
