@@ -377,19 +377,16 @@ class SimulatedWorker:
             if row.num_computed < len(row.token_ids):
                 continue
             prefix = row.digests[row.num_computed - 1]
-            is_good = prefix != BAD
-            failure = self.bad_sequences.get(opening.sequence_id, RowStatus.NAN_LOGITS)
             matcher = row.matcher
-            if is_good and matcher is not None and matcher.status is not RowStatus.OK:
-                is_good, failure = False, matcher.status
-            if is_good and matcher is not None and self.is_late(len(row.token_ids), plan.step):
-                statuses.append(RowStatus.LATE)
+            status = self._status_of(row, prefix, plan.step)
+            statuses.append(status)
+            if status is RowStatus.LATE:
                 row.num_computed -= 1
                 row.work = int(opening.sampling.num_candidates is None and not self.gates_grammars)
                 continue
             if matcher is not None:
                 mask_slots.append(slot)
-            statuses.append(RowStatus.OK if is_good else failure)
+            is_good = status is RowStatus.OK
             if opening.sampling.num_candidates is not None:
                 row.work = 0
                 if is_good:
@@ -423,6 +420,16 @@ class SimulatedWorker:
             mask_slots=tuple(mask_slots),
             mask_us=tuple(100 * (1 + slot % 7) for slot in mask_slots),
         )
+
+    def _status_of(self, row: Row, prefix: int, step: int) -> RowStatus:
+        """Say how a row fares that has computed all of its tokens, whose digest is `prefix`."""
+        if prefix == BAD:
+            return self.bad_sequences.get(row.opening.sequence_id, RowStatus.NAN_LOGITS)
+        if row.matcher is None:
+            return RowStatus.OK
+        if row.matcher.status is not RowStatus.OK:
+            return row.matcher.status
+        return RowStatus.LATE if self.is_late(len(row.token_ids), step) else RowStatus.OK
 
     def _next_token(self, row: Row, matcher: ToyMatcher | None, prefix: int) -> int:
         opening = row.opening

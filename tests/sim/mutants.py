@@ -518,9 +518,9 @@ MUTANTS = (
     _mutant(
         "a row is masked by another one's grammar",
         "testing/simulated_worker.py",
-        "            matcher = row.matcher\n            if",
+        "            matcher = row.matcher\n            status",
         "            matcher = row.matcher and next((r.matcher for _, r in working if r.matcher is not None), None)\n"
-        "            if",
+        "            status",
     ),
     _mutant(
         "a fork goes on in its parent's state",
