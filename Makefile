@@ -46,6 +46,7 @@ test-lowest: .venv-lowest/.ready  ## with the oldest packages of pyproject.toml'
 	@# What is left out compares with transformers, whose newest version it is about.
 	.venv-lowest/bin/python -m pytest -m 'not gpu and not alone' -n 4 --dist loadfile tests/core tests/contract tests/system/test_serve.py \
 	  $(patsubst %,--ignore=tests/contract/test_%.py,gguf_tokenizer template_forms tokenizer_files)
+	env -u TRITON_INTERPRET .venv-lowest/bin/python -m tests.kernels.triton.compilation --pairs --unlimited
 
 nightly:  ## what takes hours: test-lowest, check-aarch64, sim, sim-mutants, fuzz, bench NAME=fresh-starts, each whether or not another fails
 	$(MAKE) --keep-going test-lowest check-aarch64 sim sim-mutants fuzz bench NAME=fresh-starts
@@ -89,6 +90,7 @@ protos: .venv-protos/.ready  ## generate the stubs under protos/gen
 	.venv-uv/bin/uv pip compile -q --resolution=lowest-direct --python=.venv-lowest/bin/python -o .venv-lowest/lowest.txt \
 	  --extra=test pyproject.toml
 	.venv-lowest/bin/python -m pip install -q -c .venv-lowest/lowest.txt -e '.[test]'
+	.venv-lowest/bin/python -m pip install -q 'triton==3.6.0'
 	touch $@
 
 lock: .venv-uv/.ready  ## constraints.txt and what the images install, after a change of pyproject.toml; ARGS=--upgrade: newest versions

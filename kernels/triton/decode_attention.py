@@ -279,8 +279,8 @@ def _attend_split(
     key_cache = keys.data + head * keys.strides[2] + dims[None, :]
     value_cache = values.data + head * values.strides[2] + dims[None, :]
     highest = tl.full([SHAPE.block_m], LOWEST, tl.float32)
-    totals = tl.zeros([SHAPE.block_m], tl.float32)
-    sums = tl.zeros([SHAPE.block_m, SHAPE.padded_dim], tl.float32)
+    totals = tl.full([SHAPE.block_m], 0.0, tl.float32)
+    sums = tl.full([SHAPE.block_m, SHAPE.padded_dim], 0.0, tl.float32)
     position, block, is_read = _locate(begin + columns, end, first, seq_len, block_table, blocks, BLOCK_SIZE)
     for start in tl.range(begin, end, BLOCK_N):
         offset = (start + columns) % BLOCK_SIZE

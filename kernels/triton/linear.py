@@ -510,13 +510,14 @@ def _sum_groups(
 ):  # fmt: skip
     """The products of all groups of inputs, [BLOCK_N, BLOCK_M] in float32."""
     DEPTH: tl.constexpr = SHAPE.depth
+    NUM_HALVES: tl.constexpr = SHAPE.num_halves
     ELEMENT: tl.constexpr = x_at.dtype.element_ty
     inputs, lanes = _along(tl.arange(0, DEPTH), 1, SHAPE), 0
     columns, x_at, is_member = _along(columns, 0, SHAPE), _along(x_at, 0, SHAPE), _along(is_member, 0, SHAPE)
-    sums = tl.zeros([SHAPE.block_n, SHAPE.block_m], tl.float32)
+    sums = tl.full([SHAPE.block_n, SHAPE.block_m], 0.0, tl.float32)
     if SHAPE.num_lanes > 1:
         lanes = tl.arange(0, SHAPE.num_lanes)[:, None, None]
-        sums = tl.zeros([SHAPE.num_lanes, SHAPE.block_n, SHAPE.block_m], tl.float32)
+        sums = tl.full([SHAPE.num_lanes, SHAPE.block_n, SHAPE.block_m], 0.0, tl.float32)
     is_column = columns < out_size
     row_bytes = num_units * DEPTH
     codes_at = weight.codes + expert * out_size * row_bytes + columns.to(tl.int64) * row_bytes + inputs
@@ -524,8 +525,8 @@ def _sum_groups(
         # What lies behind the last unit or group repeats it, by inputs of 0.
         units = first + lanes
         codes = tl.load(codes_at + tl.minimum(units, num_units - 1) * DEPTH, mask=is_column, other=0.0)
-        for half in tl.static_range(SHAPE.num_halves):
-            pieces = units * SHAPE.num_halves + half
+        for half in tl.static_range(NUM_HALVES):
+            pieces = units * NUM_HALVES + half
             x_tile = tl.load(
                 x_at + (pieces * DEPTH + inputs), mask=is_member & (pieces * DEPTH + inputs < in_size), other=0.0
             )

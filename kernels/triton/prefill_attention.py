@@ -161,8 +161,8 @@ def _paged_prefill_kernel(
         line = row.to(tl.int64) * tl.num_programs(1) + head
         blocks = selected[0].data + line * selected[0].strides[1]
         begin, end = 0, tl.load(selected[1] + line) * SHAPE.block_size
-    sums = tl.zeros([SHAPE.block_m, SHAPE.padded_dim], tl.float32)
-    totals = tl.zeros([SHAPE.block_m], tl.float32)
+    sums = tl.full([SHAPE.block_m, SHAPE.padded_dim], 0.0, tl.float32)
+    totals = tl.full([SHAPE.block_m], 0.0, tl.float32)
     highest = tl.full([SHAPE.block_m], LOWEST, tl.float32)
     block_table = block_tables + row.to(tl.int64) * table_stride
     of_tile = (queries, factors, slopes, seq_len - num_queries + queries_of)
