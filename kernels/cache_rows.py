@@ -30,7 +30,8 @@ def write_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != SCALED:
         return values.to(dtype)
     wide = values.float()
-    scale = wide.abs().amax(-1, keepdim=True) / 127.0
+    # By a tensor: by a number, torch on a GPU multiplies by its inverse, and the last bit differs.
+    scale = wide.abs().amax(-1, keepdim=True) / wide.new_tensor(127.0)
     units = wide / scale
     rounded = torch.where(units.abs() < 127.5, units, 0.0).round()
     return torch.cat([rounded.to(dtype), scale.view(dtype)], dim=-1)

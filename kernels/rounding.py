@@ -24,7 +24,8 @@ def quantize(values: Tensor, bits: int) -> QuantizedWeight:
     Raises ValueError for what is no finite number, or so large that a scale is none.
     """
     groups = values.unflatten(1, (-1, GROUP_SIZE))
-    exact = groups.abs().amax(-1) / 127 if bits == 8 else _largest(groups) / -8
+    # By a tensor: by a number, torch on a GPU multiplies by its inverse, and the last bit differs.
+    exact = groups.abs().amax(-1) / groups.new_tensor(127.0) if bits == 8 else _largest(groups) / -8
     scale = round_scale(exact)
     inverse = 1 / exact
     # All of a group is 0, or so small that its scale is.

@@ -48,7 +48,8 @@ def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
     padded = torch.nn.functional.pad(x.float(), (0, num_groups * group_size - in_size))
     groups = padded.unflatten(1, (num_groups, group_size))
     peaks = groups.abs().amax(2)
-    scale = torch.where(peaks.isfinite(), (peaks / largest).clamp_min(MIN_SCALE), torch.nan)
+    # By a tensor: by a number, torch on a GPU multiplies by its inverse, and the last bit differs.
+    scale = torch.where(peaks.isfinite(), (peaks / peaks.new_tensor(largest)).clamp_min(MIN_SCALE), torch.nan)
     quotients = (groups / scale[..., None]).nan_to_num(0.0).clamp(-largest, largest).flatten(1)[:, :in_size]
     return RoundedRows((quotients.round() if dtype == torch.int8 else quotients).to(dtype), scale)
 
