@@ -13,7 +13,8 @@ from pagewire.hosting.supervisor import free_port
 
 HOST = "127.0.0.1"
 READY_PREFIX = "ready on grpc://"
-ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+_PATHS = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, _PATHS))}
 
 
 def children_of(pid: int) -> list[int]:
