@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_service.serving.recording import Event, RecordingReader
-from scheduler_service.simulation.speed import WorkerSpeed
+from scheduler_service.simulation.trace_worker import WorkerSpeed
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,10 @@ from bench.services.recorded_steps import fit, read_steps
 from bench.services.small_sessions import Reduction, Session, random_session, reduce_sessions, write_sessions
 from pagewire import AsyncClient, SamplingParams
 from scheduler_service.core.policy import POLICIES, create_policy
-from scheduler_service.simulation.content import TraceContent
 from scheduler_service.simulation.driver import Simulation, SimulationSettings
 from scheduler_service.simulation.report import mean, summary
-from scheduler_service.simulation.speed import WorkerSpeed
-from scheduler_service.simulation.trace import Trace, read_trace
+from scheduler_service.simulation.trace import Trace, TraceContent, read_trace
+from scheduler_service.simulation.trace_worker import WorkerSpeed
 from testing.services import running
 
 MODEL = Path("models/storyteller")

@@ -17,8 +17,8 @@ from pagewire.options import Parser
 from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES, create_policy
 from scheduler_service.simulation.driver import RETENTIONS, SimulatedRun, Simulation, SimulationSettings
 from scheduler_service.simulation.report import figures, table
-from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import Trace, TraceError, read_trace
+from scheduler_service.simulation.trace_worker import WorkerSpeed
 
 PROGRESS_INTERVAL_S = 10.0
 DESCRIPTION = (

@@ -23,10 +23,8 @@ from scheduler_service.core.request import (
 from scheduler_service.core.retention import EXPECTATIONS, Expectation
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.simulation.belady import Belady
-from scheduler_service.simulation.content import TraceContent
-from scheduler_service.simulation.speed import WorkerSpeed
-from scheduler_service.simulation.trace import Trace
-from scheduler_service.simulation.trace_worker import TraceWorker
+from scheduler_service.simulation.trace import Trace, TraceContent
+from scheduler_service.simulation.trace_worker import TraceWorker, WorkerSpeed
 
 NO_LIMIT = 2**62
 RETENTIONS = (*EXPECTATIONS, "belady")  # whose idle blocks are kept; the last knows the trace

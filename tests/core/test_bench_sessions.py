@@ -12,8 +12,8 @@ from bench.services.small_sessions import Reduction, random_session, reduce_sess
 from scheduler_service.core.policy import create_policy
 from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
 from scheduler_service.simulation.driver import Simulation, SimulationSettings
-from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import common_blocks, num_blocks, read_trace
+from scheduler_service.simulation.trace_worker import WorkerSpeed
 from tests.core.trace_files import entry
 
 SEED = 5

@@ -12,8 +12,8 @@ from pagewire.cli.command import main
 from scheduler_service.core.policy import POLICIES, create_policy
 from scheduler_service.simulation.driver import RETENTIONS, SimulatedRun, Simulation, SimulationSettings
 from scheduler_service.simulation.report import fairness, figures, summary, table
-from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import read_trace
+from scheduler_service.simulation.trace_worker import WorkerSpeed
 from tests.core.trace_files import BLOCK_SIZE, entry, write_azure, write_mooncake, write_sessions
 
 SPEED = WorkerSpeed(prefill_rate=8000.0, decode_rate=40.0, transfer_rate=100_000.0, scale=16)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_service.simulation.content import TraceContent
 from scheduler_service.simulation.trace import (
     Trace,
+    TraceContent,
     TraceError,
     TraceRequest,
     TraceSession,
