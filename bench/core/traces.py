@@ -21,12 +21,11 @@ from typing import Any
 
 from bench.goals import verdict
 from bench.report import parser_of
-from scheduler_service.core.policy import FairPolicy, Policy, Standing, create_policy
-from scheduler_service.core.request import Request
+from scheduler_service.core.policy import FairPolicy, Policy, create_policy
 from scheduler_service.simulation.driver import Simulation, SimulationSettings
 from scheduler_service.simulation.report import figures
-from scheduler_service.simulation.speed import WorkerSpeed
 from scheduler_service.simulation.trace import Trace, TraceRequest, TraceSession, read_trace
+from scheduler_service.simulation.trace_worker import WorkerSpeed
 from testing.record import RESULTS, machine, write
 
 OUTPUT = RESULTS / "traces.json"
@@ -57,44 +56,27 @@ class Run:
     limit: int | None = None
 
 
-class MeteredPolicy:
+class MeteredPolicy(FairPolicy):
     """A policy that counts what tenants are served while all of them have requests waiting."""
 
     def __init__(self, policy: FairPolicy, num_tenants: int) -> None:
-        self._policy = policy
+        super().__init__(policy.name, moves_keys=policy.moves_keys, max_wait_s=policy.max_wait_s)
         self._num_tenants = num_tenants
-        self._waiting: set[str] = set()
-        self.name, self.ranks_tenants = policy.name, policy.ranks_tenants
-        self.moves_keys, self.max_wait_s = policy.moves_keys, policy.max_wait_s
+        self._num_waiting = 0
         self.served: dict[str, int] = {}
 
-    def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
-        return self._policy.key(request, arrival, standing)
-
-    def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
-        return self._policy.running_key(request, arrival)
-
-    def rank(self, tenant: str) -> float:
-        return self._policy.rank(tenant)
-
-    def arrived(self, tenant: str, is_first: bool) -> None:
-        self._policy.arrived(tenant, is_first)
-
     def queued(self, tenant: str) -> None:
-        self._waiting.add(tenant)
-        self._policy.queued(tenant)
+        self._num_waiting += 1
+        super().queued(tenant)
 
     def unqueued(self, tenant: str) -> None:
-        self._waiting.discard(tenant)
-        self._policy.unqueued(tenant)
-
-    def left(self, tenant: str) -> None:
-        self._policy.left(tenant)
+        self._num_waiting -= 1
+        super().unqueued(tenant)
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        self._policy.charge(tenant, num_prompt_tokens, num_output_tokens)
-        if len(self._waiting) == self._num_tenants:
-            service = FairPolicy.PROMPT_WEIGHT * num_prompt_tokens + FairPolicy.OUTPUT_WEIGHT * num_output_tokens
+        super().charge(tenant, num_prompt_tokens, num_output_tokens)
+        if self._num_waiting == self._num_tenants:
+            service = self.PROMPT_WEIGHT * num_prompt_tokens + self.OUTPUT_WEIGHT * num_output_tokens
             self.served[tenant] = self.served.get(tenant, 0) + service
 
 

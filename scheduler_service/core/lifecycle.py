@@ -12,10 +12,12 @@ Where a group stands follows from its state, and both change in one function, `_
 are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts that it is made of have it do something.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import attrgetter
 
 from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.beam_group import BeamGroup
@@ -35,7 +37,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.retention import Expectation
-from scheduler_service.core.sequence import DropCount, GroupQueue, GroupState, Sequence, SequenceGroup
+from scheduler_service.core.sequence import DropCount, GroupState, Sequence, SequenceGroup
 from scheduler_service.core.waiting import Standings, WaitingQueue
 
 # Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
@@ -81,11 +83,11 @@ class Lifecycle:
         self.epoch: Epoch | None = None
         self.groups: dict[tuple[str, str], SequenceGroup] = {}  # by tenant and request id
         self.samples: dict[int, Sequence] = {}  # by sequence id
-        self.num_tenant_requests: dict[str, int] = {}
+        self.num_tenant_requests: Counter[str] = Counter()
         self.drops = DropCount()
         self.waiting = WaitingQueue(policy)
         self.standings = Standings(policy, self.waiting, new_expectation)
-        self.running = GroupQueue()
+        self.running: list[SequenceGroup] = []  # in the order in which they are served
         self.unopened: dict[SequenceGroup, None] = {}  # those that run, and have sequences without a row
         self.swapped: dict[SequenceGroup, None] = {}  # out, or on their way out; these wait too
         self.loading: dict[SequenceGroup, None] = {}  # blocks of theirs are on their way in
@@ -108,7 +110,7 @@ class Lifecycle:
         elif before in SWAPPED and state not in SWAPPED:
             del self.swapped[group]
         if state is GroupState.RUNNING:
-            self.running.add(group)
+            insort(self.running, group, key=attrgetter("order"))
         elif state is GroupState.SWAPPING_IN:
             self.loading[group] = None
         elif state is GroupState.PREPARING:
@@ -138,9 +140,9 @@ class Lifecycle:
             self.samples.update((sequence.sequence_id, sequence) for sequence in group.sequences)
         group.num_unfinished = len(group.sequences)
         self.groups[request.tenant, request.request_id] = group
-        num_requests = self.num_tenant_requests.get(request.tenant, 0)
-        self.num_tenant_requests[request.tenant] = num_requests + 1
-        self._policy.arrived(request.tenant, num_requests == 0)
+        self.num_tenant_requests[request.tenant] += 1
+        if self.num_tenant_requests[request.tenant] == 1:
+            self._policy.arrived(request.tenant)
         self.standings.add(group, now)
         self.waiting.add(group)
         if self.epoch is not None:
@@ -190,7 +192,7 @@ class Lifecycle:
         """Choose the group that is next to run, for the first time or again."""
         self.standings.update(now)
         if self.quarantine.is_empty:
-            return self.waiting.next(lambda group: True)
+            return self.waiting.next()
         return next((group for group in self.waiting if self.quarantine.admits(group)), None)
 
     def first_scheduled(self, sequence: Sequence, num_host_tokens: int, now: float) -> None:
@@ -296,7 +298,7 @@ class Lifecycle:
                 )
                 sequence.is_gated = _is_gated(group.request, epoch)
             self._ask_for_grammar(group, epoch)
-        self.standings.join(epoch, list(self.groups.values()), self.now)
+        self.standings.join(epoch.cache, list(self.groups.values()), self.now)
 
     def lose_worker(self, epoch: Epoch, now: float) -> list[SequenceGroup]:
         """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem

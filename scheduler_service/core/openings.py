@@ -42,9 +42,9 @@ class Openings:
                     break
                 while not self._open_sibling(sequence, relatives, draft):
                     # Groups that wait for siblings hold on to blocks: when nothing else happens, the last gives way.
-                    if not (draft.is_empty and epoch.is_idle) or state.running.last() is group:
+                    if not (draft.is_empty and epoch.is_idle) or state.running[-1] is group:
                         return False
-                    state.preempt(state.running.last(), epoch, draft)
+                    state.preempt(state.running[-1], epoch, draft)
             else:
                 state.opened(group)
         return True

@@ -7,7 +7,7 @@ served first and who is preempted last.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from scheduler_service.core.request import Request
 
@@ -26,26 +26,35 @@ class Standing(NamedTuple):
     num_uncached_blocks: int  # of these, those that it would compute if it began now
 
 
-class Policy(Protocol):
-    """The interface of a policy to the scheduler. All its keys have one shape and end in `arrival`, which makes them
-    unique."""
+class Policy:
+    """Orders by a key of the request; tenants do not matter. What ranks tenants overrides that.
 
-    name: str
-    ranks_tenants: bool  # False: every rank is 0 at all times
-    moves_keys: bool  # False: `key` does not look at the standing
-    max_wait_s: float  # after which a request has precedence; infinite where none ever has
+    All keys of a policy have one shape and end in `arrival`, which makes them unique.
+
+    Limit: nothing keeps a tenant from filling the queue. The first request in order is always served next, so every
+    request is served whose key only finitely many later ones can undercut: all of them under "fcfs", under "priority"
+    those that no endless stream of a higher priority precedes, under "deadline" those that have a deadline.
+    """
+
+    ranks_tenants = False  # False: every rank is 0 at all times
+    moves_keys = False  # False: `key` does not look at the standing
+    max_wait_s = math.inf  # after which a request has precedence; infinite where none ever has
+
+    def __init__(self, name: str, running_key: Callable[[Request, int], tuple[Any, ...]]) -> None:
+        """`running_key` orders a request among all that run: the lowest is served first, and preempted last."""
+        self.name = name
+        self.running_key = running_key
 
     def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
         """Order a request among those of its tenant that wait: the lowest is next. `arrival` counts the requests."""
-
-    def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
-        """Order a request among all that run: the lowest is served first, and preempted last."""
+        return self.running_key(request, arrival)
 
     def rank(self, tenant: str) -> float:
         """Order the tenants: one of the lowest rank is next."""
+        return 0.0
 
-    def arrived(self, tenant: str, is_first: bool) -> None:
-        """A request was added. `is_first`: the tenant had none, waiting or running."""
+    def arrived(self, tenant: str) -> None:
+        """A tenant has a request, and had none before, waiting or running."""
 
     def queued(self, tenant: str) -> None:
         """A request of the tenant waits, and none did before. It arrived earlier."""
@@ -60,48 +69,7 @@ class Policy(Protocol):
         """The tenant, which has a request, was served."""
 
 
-class StaticPolicy:
-    """Order by a key of the request; tenants do not matter.
-
-    Limit: nothing keeps a tenant from filling the queue. The first request in order is always served next, so every
-    request is served whose key only finitely many later ones can undercut: all of them under "fcfs", under "priority"
-    those that no endless stream of a higher priority precedes, under "deadline" those that have a deadline.
-    """
-
-    ranks_tenants = False
-    moves_keys = False
-    max_wait_s = math.inf
-
-    def __init__(self, name: str, key: Callable[[Request, int], tuple[Any, ...]]) -> None:
-        self.name = name
-        self._key = key
-
-    def key(self, request: Request, arrival: int, standing: Standing) -> tuple[Any, ...]:
-        return self._key(request, arrival)
-
-    def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
-        return self._key(request, arrival)
-
-    def rank(self, tenant: str) -> float:
-        return 0.0
-
-    def arrived(self, tenant: str, is_first: bool) -> None:
-        pass
-
-    def queued(self, tenant: str) -> None:
-        pass
-
-    def unqueued(self, tenant: str) -> None:
-        pass
-
-    def left(self, tenant: str) -> None:
-        pass
-
-    def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        pass
-
-
-class FairPolicy:
+class FairPolicy(Policy):
     """A fair share for every tenant: the virtual token counters of Sheng et al., "Fairness in Serving Large Language
     Models", OSDI 2024.
 
@@ -124,7 +92,7 @@ class FairPolicy:
 
     def __init__(self, name: str = "fair", *, moves_keys: bool = False, max_wait_s: float = math.inf) -> None:
         """`moves_keys`: order a tenant's requests by how much of them they would compute if they began now."""
-        self.name = name
+        super().__init__(name, _by_priority_of_operators)
         self.moves_keys = moves_keys
         self.max_wait_s = max_wait_s
         self._counters: dict[str, int] = {}
@@ -152,18 +120,12 @@ class FairPolicy:
         lead_s = _HALVING_SHARE * self.max_wait_s * num_halvings
         return request.priority, 1, standing.arrived_at - lead_s, arrival
 
-    def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
-        """A tenant's priorities say nothing about others: by them, it could have everybody else preempted. Those of
-        requests that belong to no tenant count."""
-        return 0 if request.tenant else request.priority, arrival
-
     def rank(self, tenant: str) -> float:
         return self._counters[tenant]
 
-    def arrived(self, tenant: str, is_first: bool) -> None:
-        if is_first:
-            self._present.add(tenant)
-            self._counters.setdefault(tenant, self._floor)
+    def arrived(self, tenant: str) -> None:
+        self._present.add(tenant)
+        self._counters.setdefault(tenant, self._floor)
 
     def queued(self, tenant: str) -> None:
         if self._waiting:
@@ -196,6 +158,12 @@ class FairPolicy:
         self._num_absent_kept = len(kept) - len(self._present)
 
 
+def _by_priority_of_operators(request: Request, arrival: int) -> tuple[Any, ...]:
+    """A tenant's priorities say nothing about others: by them, it could have everybody else preempted. Those of
+    requests that belong to no tenant count."""
+    return 0 if request.tenant else request.priority, arrival
+
+
 def _by_arrival(request: Request, arrival: int) -> tuple[Any, ...]:
     return (arrival,)
 
@@ -210,10 +178,10 @@ def _by_deadline(request: Request, arrival: int) -> tuple[Any, ...]:
 
 _POLICIES: dict[str, Callable[[float], Policy]] = {
     "agent": lambda max_wait_s: FairPolicy("agent", moves_keys=True, max_wait_s=max_wait_s),
-    "priority": lambda max_wait_s: StaticPolicy("priority", _by_priority),
-    "fcfs": lambda max_wait_s: StaticPolicy("fcfs", _by_arrival),
+    "priority": lambda max_wait_s: Policy("priority", _by_priority),
+    "fcfs": lambda max_wait_s: Policy("fcfs", _by_arrival),
     "fair": lambda max_wait_s: FairPolicy(),
-    "deadline": lambda max_wait_s: StaticPolicy("deadline", _by_deadline),
+    "deadline": lambda max_wait_s: Policy("deadline", _by_deadline),
 }
 POLICIES = tuple(_POLICIES)  # the first is the default
 

@@ -10,7 +10,6 @@ blocks as any of them. So hints and waiting requests order a tenant's own sessio
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from scheduler_service.core.cache import RetentionPriority
 from scheduler_service.core.cache_manager import CacheManager
@@ -47,8 +46,9 @@ class Session:
     mean_log_gap: float = 0.0
 
 
-class Expectation(Protocol):
-    """The interface of what is known about the return of sessions."""
+class Expectation:
+    """What is expected of the return of sessions: those are back first who were there last, so the least recently used
+    is lost first."""
 
     def returned(self, session: Session, gap_s: float) -> None:
         """A session that had no requests has one, `gap_s` seconds after its last one ended."""
@@ -56,19 +56,10 @@ class Expectation(Protocol):
     def last_needed_at(self, session: Session) -> float:
         """Order the sessions that have no requests: the blocks of the lowest are lost first. In seconds of the caller's
         clock, as though the session had been there last at that time. Asked for when its last request has ended."""
-
-
-class Recency:
-    """Expects those back first who were there last: the least recently used is lost first."""
-
-    def returned(self, session: Session, gap_s: float) -> None:
-        pass
-
-    def last_needed_at(self, session: Session) -> float:
         return session.last_used_at
 
 
-class ReturnTimes:
+class ReturnTimes(Expectation):
     """Learns how long sessions stay away, and expects those back first whose chance to return now is best.
 
     Gaps between requests have long tails. If they are Lomax distributed with a session's own scale g, the chance that
@@ -96,14 +87,14 @@ class ReturnTimes:
 
 
 # The default first.
-EXPECTATIONS: dict[str, type[Recency] | type[ReturnTimes]] = {"lru": Recency, "learned": ReturnTimes}
+EXPECTATIONS = {"lru": Expectation, "learned": ReturnTimes}
 
 
 class Retention:
     """The sessions of one worker's cache, and the priority of their blocks."""
 
     def __init__(self, cache: CacheManager, expectation: Expectation) -> None:
-        self._cache = cache
+        self.cache = cache
         self._expectation = expectation
         self._sessions: dict[int, Session] = {}  # by free list
         self._named: dict[tuple[str, str], Session] = {}  # by tenant and name
@@ -113,7 +104,7 @@ class Retention:
 
     def update(self, now: float) -> None:
         """Let sessions that were not used for long go before those that are used."""
-        self._cache.expose_below((IDLE, now - _SHARED_S))
+        self.cache.expose_below((IDLE, now - _SHARED_S))
 
     def arrived(self, group: SequenceGroup, now: float) -> None:
         """A group is there that this worker has not seen. Its cursor, if it may have one, has its place."""
@@ -121,7 +112,7 @@ class Retention:
         if session.num_blocks and not session.num_groups:
             session.has_returned = True
             self._expectation.returned(session, now - session.last_used_at)
-        group.num_session_tokens = session.num_blocks * self._cache.block_size
+        group.num_session_tokens = session.num_blocks * self.cache.block_size
         group.session_age_s = now - session.last_used_at
         session.num_groups += 1
         group.session, group.free_list = session, session.free_list
@@ -130,13 +121,13 @@ class Retention:
         """A group that has arrived waits, or what is cached of it has changed."""
         if group.session is not None:
             group.session.waiting[group] = None
-            self._cache.priority_changed(group.session.free_list)
+            self.cache.priority_changed(group.session.free_list)
 
     def runs(self, group: SequenceGroup) -> None:
         """A group no longer waits."""
         if group.session is not None and group in group.session.waiting:
             del group.session.waiting[group]
-            self._cache.priority_changed(group.session.free_list)
+            self.cache.priority_changed(group.session.free_list)
 
     def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
         """A group that has arrived is over. It had computed so many tokens, or none if it never ran."""
@@ -144,12 +135,12 @@ class Retention:
         if session is None:
             return
         session.num_groups -= 1
-        session.num_blocks = num_tokens // self._cache.block_size or session.num_blocks
+        session.num_blocks = num_tokens // self.cache.block_size or session.num_blocks
         session.last_used_at = now
         session.will_return = group.request.will_return
         session.retention_s = float(group.request.retention_seconds or 0)
         group.session = None
-        self._cache.priority_changed(session.free_list)
+        self.cache.priority_changed(session.free_list)
         if len(self._sessions) > 2 * self._num_kept + _NUM_LOST:
             self._forget_lost()
 
@@ -188,7 +179,7 @@ class Retention:
             return self._named.get((request.tenant, request.session_id))
         if cursor is None or not cursor.num_blocks:
             return None
-        node, cache = cursor.node, self._cache
+        node, cache = cursor.node, self.cache
         free_list = (
             cache.pool.free_list_of(node.blocks[0]) if node.blocks else cache.host_pool.free_list_of(node.host_block)
         )
@@ -208,8 +199,8 @@ class Retention:
 
     def _forget_lost(self) -> None:
         """Forget sessions that have neither requests nor blocks."""
-        pools = self._cache.pool, self._cache.host_pool
-        moving = {move.free_list for move in self._cache.moves}
+        pools = self.cache.pool, self.cache.host_pool
+        moving = {move.free_list for move in self.cache.moves}
         for session in list(self._sessions.values()):
             has_blocks = session.free_list in moving or any(pool.has_blocks(session.free_list) for pool in pools)
             if not session.num_groups and not has_blocks:

@@ -38,7 +38,7 @@ from scheduler_service.core.request import (
     count_kv_events,
 )
 from scheduler_service.core.results import Results
-from scheduler_service.core.retention import Expectation, Recency
+from scheduler_service.core.retention import Expectation
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
 
@@ -61,7 +61,7 @@ class Scheduler:
         preemption: PreemptionMode = PreemptionMode.AUTO,
         max_decode_slowdown: float | None = None,
         grammar_version: str = "",
-        new_expectation: Callable[[], Expectation] = Recency,
+        new_expectation: Callable[[], Expectation] = Expectation,
     ) -> None:
         """`grammar_version`: of the library by which grammars were checked; a worker with another one gets none.
         `new_expectation` makes what is known of the return of sessions, for each worker's cache."""
@@ -227,10 +227,10 @@ class Scheduler:
         while num_missing > pool.num_free and group.state is GroupState.RUNNING:
             if num_missing <= pool.num_free + moves.num_returning:
                 break
-            if epoch.cache.window and state.loading and state.running.last() is group:
+            if epoch.cache.window and state.loading and state.running[-1] is group:
                 break  # who is being loaded will run, and gives way if it comes later in order
-            if not epoch.cache.slide_wholly(state.running.last()):
-                state.preempt(state.running.last(), epoch, draft)
+            if not epoch.cache.slide_wholly(state.running[-1]):
+                state.preempt(state.running[-1], epoch, draft)
         if num_missing <= pool.num_free and group.state is GroupState.RUNNING:
             return True
         for sequence, _ in work:

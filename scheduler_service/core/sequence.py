@@ -6,8 +6,6 @@ resumed as a whole; `lifecycle.py` alone says in which state it is.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -33,22 +31,18 @@ class GroupState(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
 class StepCount:
     """How many plans an epoch has had. Rows that decode are advanced by it, all at once."""
 
-    __slots__ = ("num_steps",)
-
-    def __init__(self) -> None:
-        self.num_steps = 0
+    num_steps: int = 0
 
 
+@dataclass(slots=True)
 class DropCount:
     """How often samples on their way were dropped, of any sequence. While it stands still, all of them count."""
 
-    __slots__ = ("num_drops",)
-
-    def __init__(self) -> None:
-        self.num_drops = 0
+    num_drops: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -331,32 +325,3 @@ class Sequence:
         self.node = None
         self.num_published_blocks = self.num_freed_blocks = self.forkable_from = 0
         self._num_computed = 0
-
-
-class GroupQueue:
-    """Groups in the order in which they are served."""
-
-    def __init__(self) -> None:
-        self._groups: list[SequenceGroup] = []
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        return iter(self._groups)
-
-    def last(self) -> SequenceGroup:
-        return self._groups[-1]
-
-    def add(self, group: SequenceGroup) -> None:
-        insort(self._groups, group, key=_order)
-
-    def remove(self, group: SequenceGroup) -> None:
-        index = bisect_left(self._groups, group.order, key=_order)
-        if index == len(self._groups) or self._groups[index] is not group:
-            raise RuntimeError(f"request {group.request.request_id!r} is not in this queue")
-        del self._groups[index]
-
-
-def _order(group: SequenceGroup) -> tuple[Any, ...]:
-    return group.order

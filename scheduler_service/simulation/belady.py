@@ -1,12 +1,12 @@
 """Eviction that knows the trace, as a bound for what can be learned."""
 
-from scheduler_service.core.retention import Session
+from scheduler_service.core.retention import Expectation, Session
 from scheduler_service.simulation.trace import Trace
 
 _NEVER = -1e18
 
 
-class Belady:
+class Belady(Expectation):
     """Loses those sessions' blocks first that return last, after Belady, "A Study of Replacement Algorithms for a
     Virtual-Storage Computer", 1966. Sessions are named as in the trace.
 
@@ -21,9 +21,6 @@ class Belady:
     def began(self, name: str, index: int) -> None:
         """A session has sent its request of this index."""
         self._last_index[name] = index
-
-    def returned(self, session: Session, gap_s: float) -> None:
-        pass
 
     def last_needed_at(self, session: Session) -> float:
         requests, index = self._sessions[session.name].requests, self._last_index[session.name]

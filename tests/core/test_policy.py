@@ -66,7 +66,7 @@ def test_an_unknown_policy_is_refused_with_the_choices() -> None:
 
 def begin(policy: FairPolicy, *tenants: str) -> None:
     for tenant in tenants:
-        policy.arrived(tenant, True)
+        policy.arrived(tenant)
         policy.queued(tenant)
 
 

@@ -8,7 +8,7 @@ from scheduler_service.core import explain, retention
 from scheduler_service.core.cache import RootKey
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import EndReason
-from scheduler_service.core.retention import Recency, ReturnTimes, Session
+from scheduler_service.core.retention import Expectation, ReturnTimes, Session
 from tests.core.system import System, prompt_of
 
 
@@ -390,7 +390,7 @@ def session(last_used_at: float) -> Session:
 
 
 def test_recency_goes_by_the_last_use():
-    assert Recency().last_needed_at(session(7.0)) == 7.0
+    assert Expectation().last_needed_at(session(7.0)) == 7.0
 
 
 def test_return_times_are_a_sessions_own_drawn_to_those_of_all():

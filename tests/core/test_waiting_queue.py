@@ -20,39 +20,22 @@ def item(
     return SequenceGroup(request, arrival, order, arrived_at=0.0, waiting_order=waiting_order, num_unfinished=1)
 
 
-def everybody(group: SequenceGroup) -> bool:
-    return True
-
-
 def filled(name: str, tenants: str) -> tuple[WaitingQueue, list[SequenceGroup], Policy]:
     """One group of each tenant named, in order."""
     policy = create_policy(name)
     queue: WaitingQueue = WaitingQueue(policy)
     items = [item(policy, arrival, tenant) for arrival, tenant in enumerate(tenants)]
     for i, group in enumerate(items):
-        policy.arrived(group.request.tenant, group.request.tenant not in tenants[:i])
+        if group.request.tenant not in tenants[:i]:
+            policy.arrived(group.request.tenant)
         queue.add(group)
     return queue, items, policy
 
 
 def test_an_empty_queue_has_nothing() -> None:
     queue: WaitingQueue = WaitingQueue(create_policy("fcfs"))
-    assert queue.next(everybody) is None
+    assert queue.next() is None
     assert (len(queue), queue.num_sequences, queue.num_prompt_tokens, list(queue)) == (0, 0, 0, [])
-
-
-def test_a_tenants_first_stands_before_its_others_whichever_is_admitted() -> None:
-    queue, items, _ = filled("fcfs", "aaba")
-    asked: list[SequenceGroup] = []
-
-    def refuse_a(group: SequenceGroup) -> bool:
-        asked.append(group)
-        return group.request.tenant != "a"
-
-    assert queue.next(refuse_a) is items[2]
-    assert asked == [items[0], items[2]]
-    queue.remove(items[2])
-    assert queue.next(refuse_a) is None
 
 
 def test_a_group_that_comes_back_takes_its_old_place() -> None:
@@ -73,9 +56,9 @@ def test_a_group_that_is_not_queued_cannot_be_removed() -> None:
 
 def test_under_fair_the_tenant_that_got_least_is_next() -> None:
     queue, items, policy = filled("fair", "aaab")
-    assert queue.next(everybody) is items[0]
+    assert queue.next() is items[0]
     policy.charge("a", 1, 0)
-    assert queue.next(everybody) is items[3]
+    assert queue.next() is items[3]
     assert list(queue) == [items[3], *items[:3]]
     assert [queue.position(group) for group in items] == [2, 3, 4, 1]
 
@@ -84,7 +67,7 @@ def test_a_flood_does_not_starve_the_other_tenant() -> None:
     queue, items, policy = filled("fair", "a" * 100 + "b" * 10)
     served = []
     for _ in range(20):
-        group = queue.next(everybody)
+        group = queue.next()
         assert group is not None
         queue.remove(group)
         policy.charge(group.request.tenant, 10, 0)
@@ -96,11 +79,11 @@ def test_a_flood_does_not_starve_the_other_tenant() -> None:
 def test_a_group_that_is_held_counts_and_is_not_next() -> None:
     queue, items, _ = filled("fcfs", "ab")
     queue.hold(items[0])
-    assert queue.next(everybody) is items[1]
+    assert queue.next() is items[1]
     assert list(queue) == [items[1]]
     assert (len(queue), queue.num_tenant_sequences("a"), queue.position(items[1])) == (2, 1, 1)
     queue.release(items[0])
-    assert queue.next(everybody) is items[0]
+    assert queue.next() is items[0]
     with pytest.raises(KeyError):
         queue.release(items[0])
 
@@ -114,7 +97,7 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
     queue: WaitingQueue = WaitingQueue(policy)
     tenants = [f"t{i}" for i in range(rng.choice([1, 2, 7]))]
     for tenant in tenants:
-        policy.arrived(tenant, True)
+        policy.arrived(tenant)
     waiting: list[SequenceGroup] = []
     held: list[SequenceGroup] = []
     for arrival in range(400):
@@ -149,8 +132,6 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
         assert (len(queue), queue.num_sequences) == (len(everyone), len(everyone))
         assert queue.num_prompt_tokens == 3 * len(everyone)
         assert [queue.position(group) for group in waiting[:5]] == list(range(1, len(waiting[:5]) + 1))
-        refused = {tenant for tenant in tenants if rng.random() < 0.3}
-        allowed = [group for group in waiting if group.request.tenant not in refused]
-        assert queue.next(lambda group: group.request.tenant not in refused) is (allowed[0] if allowed else None)  # noqa: B023
+        assert queue.next() is (waiting[0] if waiting else None)
         for tenant in tenants:
             assert queue.num_tenant_sequences(tenant) == sum(group.request.tenant == tenant for group in everyone)

@@ -296,15 +296,15 @@ MUTANTS = (
     ),
     _mutant(
         "a request is not ordered anew when its prefix is cached or lost",
-        "waiting/standings",
+        "waiting",
         "                self._waiting.reorder(group, self.order(group))\n                self._retention",
         "                self._retention",
     ),
     _mutant(
         "a request that runs keeps its cursor",
-        "waiting/standings",
-        "            self._unfollow(group)\n",
-        "",
+        "waiting",
+        "            if group.cursor is not None:\n                del",
+        "            if False:\n                del",
     ),
     _mutant(
         "a block that is taken from a free list still counts as its tenant's",
@@ -441,14 +441,14 @@ MUTANTS = (
     _mutant(
         "the first is the victim, not the last",
         "scheduler",
-        "                state.preempt(state.running.last(), epoch, draft)\n",
+        "                state.preempt(state.running[-1], epoch, draft)\n",
         "                state.preempt(next(iter(state.running)), epoch, draft)\n",
     ),
     _mutant(
         "the newest running group is served first",
-        "sequence",
-        "insort(self._groups, group, key=_order)",
-        "self._groups.insert(0, group)",
+        "lifecycle",
+        'insort(self.running, group, key=attrgetter("order"))',
+        "self.running.insert(0, group)",
     ),
     _mutant(
         "a group waits for blocks that do not come back",
@@ -465,7 +465,7 @@ MUTANTS = (
     _mutant(
         "groups that lack room for their samples wait for each other",
         "openings",
-        "if not (draft.is_empty and epoch.is_idle) or state.running.last() is group:",
+        "if not (draft.is_empty and epoch.is_idle) or state.running[-1] is group:",
         "if True:",
         "        is_alone = is_alone or (draft.is_empty and epoch.is_idle)\n",
         "",

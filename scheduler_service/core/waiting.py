@@ -1,0 +1,243 @@
+"""The requests that wait: their queue, and what each would compute if it began now."""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+from scheduler_service.core.cache import Cursor
+from scheduler_service.core.cache_manager import CacheManager
+from scheduler_service.core.policy import Policy, Standing
+from scheduler_service.core.retention import Expectation, Retention
+from scheduler_service.core.sequence import SequenceGroup
+
+_order = attrgetter("waiting_order")
+_BLOCK_SIZE = 16  # until a worker's is known
+_UNKNOWN = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)  # where keys do not move
+
+
+class WaitingQueue:
+    """Groups in order of (rank of the tenant, order of the group). It tells the policy who begins and ends to wait.
+
+    Each tenant has a sorted list, or all have one where tenants are not ranked. The first ones of the lists are
+    compared when they are asked for, since ranks change at any time. Groups that are held count as all others do, but
+    have no place: no group waits behind them.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._groups: dict[str, list[SequenceGroup]] = {}  # by tenant, in order; none is empty
+        self.held: dict[SequenceGroup, None] = {}
+        self._num_groups = 0
+        self._num_sequences: dict[str, int] = {}  # by tenant, where there are any
+        self.num_sequences = 0
+        self.num_prompt_tokens = 0
+
+    def __len__(self) -> int:
+        """How many groups wait, also of those that are held."""
+        return self._num_groups
+
+    def add(self, group: SequenceGroup) -> None:
+        """Let a group wait, for the first time or again: its order says where it belongs."""
+        group.num_waiting_sequences = 1 if group.request.beam else group.num_unfinished
+        self._place(group)
+        self._count(group, 1)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Let a group wait no longer. Raises KeyError for one that is not queued."""
+        if group in self.held:
+            del self.held[group]
+        else:
+            self._displace(group)
+        self._count(group, -1)
+
+    def hold(self, group: SequenceGroup) -> None:
+        """Let a group wait for something else than its turn. Raises KeyError for one that has no place."""
+        self._displace(group)
+        self.held[group] = None
+
+    def release(self, group: SequenceGroup) -> None:
+        """Let a group that was held wait for its turn: its order says where. Raises KeyError for one that is not."""
+        del self.held[group]
+        self._place(group)
+
+    def reorder(self, group: SequenceGroup, order: tuple[Any, ...]) -> None:
+        """Give a group that is queued another order, and its place by it."""
+        if order == group.waiting_order:
+            return
+        if group in self.held:
+            group.waiting_order = order
+            return
+        groups = self._groups[self._list_name(group)]
+        del groups[self._index(groups, group)]
+        group.waiting_order = order
+        insort(groups, group, key=_order)
+
+    def _list_name(self, group: SequenceGroup) -> str:
+        return group.request.tenant if self._policy.ranks_tenants else ""
+
+    def _place(self, group: SequenceGroup) -> None:
+        name = self._list_name(group)
+        if name not in self._groups:
+            self._policy.queued(name)
+            self._groups[name] = []
+        insort(self._groups[name], group, key=_order)
+
+    def _displace(self, group: SequenceGroup) -> None:
+        name = self._list_name(group)
+        groups = self._groups[name]
+        del groups[self._index(groups, group)]
+        if not groups:
+            del self._groups[name]
+            self._policy.unqueued(name)
+
+    def _index(self, groups: list[SequenceGroup], group: SequenceGroup) -> int:
+        index = bisect_left(groups, group.waiting_order, key=_order)
+        if index == len(groups) or groups[index] is not group:
+            raise KeyError(group.waiting_order)
+        return index
+
+    def next(self) -> SequenceGroup | None:
+        """The first group that is not held, or None. O(tenants) where these are ranked, else O(1)."""
+        return min((groups[0] for groups in self._groups.values()), key=self._ranked_order, default=None)
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        """Go through the groups that are not held, in the order in which they would be served if no rank changed."""
+        return iter(sorted((group for groups in self._groups.values() for group in groups), key=self._ranked_order))
+
+    def _ranked_order(self, group: SequenceGroup) -> tuple[float, tuple[Any, ...]]:
+        return self._policy.rank(group.request.tenant), group.waiting_order
+
+    def position(self, group: SequenceGroup) -> int:
+        """The place of a queued group that is not held, from 1, in the order in which groups would be served if no rank
+        changed."""
+        rank = self._policy.rank(group.request.tenant)
+        num_before = 0
+        for tenant, groups in self._groups.items():
+            other = self._policy.rank(tenant)
+            if other < rank:
+                num_before += len(groups)
+            elif other == rank:
+                num_before += bisect_left(groups, group.waiting_order, key=_order)
+        return num_before + 1
+
+    def num_tenant_sequences(self, tenant: str) -> int:
+        return self._num_sequences.get(tenant, 0)
+
+    def _count(self, group: SequenceGroup, sign: int) -> None:
+        tenant, num_sequences = group.request.tenant, sign * group.num_waiting_sequences
+        self._num_groups += sign
+        self.num_sequences += num_sequences
+        self._num_sequences[tenant] = self._num_sequences.get(tenant, 0) + num_sequences
+        if not self._num_sequences[tenant]:
+            del self._num_sequences[tenant]
+        self.num_prompt_tokens += sign * len(group.request.prompt_token_ids)
+
+
+def num_uncached_tokens(group: SequenceGroup) -> int:
+    """Count the tokens of its prompt that a waiting group would compute if it began now, as far as that is known."""
+    cursor = group.cursor
+    return len(group.request.prompt_token_ids) - (0 if cursor is None else cursor.num_blocks * cursor.block_size)
+
+
+class Standings:
+    """Keeps the orders of the groups in a queue what the policy says they are.
+
+    A group that has not run yet has a cursor in the worker's prefix index: only what changes on its own prefix moves
+    it, so keeping the order costs time in proportion to what has changed. Nothing is kept where the policy's keys do
+    not move.
+    """
+
+    def __init__(self, policy: Policy, waiting: WaitingQueue, new_expectation: Callable[[], Expectation]) -> None:
+        self._policy = policy
+        self._waiting = waiting
+        self._new_expectation = new_expectation
+        self._retention: Retention | None = None  # of the worker that is there, where keys move
+        self._followed: dict[Cursor, SequenceGroup] = {}
+        # Those that have neither run nor waited too long, in order of arrival.
+        self._fresh: OrderedDict[SequenceGroup, None] = OrderedDict()
+
+    def join(self, cache: CacheManager, groups: list[SequenceGroup], now: float) -> None:
+        """A worker is there, and these groups wait: they are ordered by what it has cached."""
+        if not self._policy.moves_keys:
+            return
+        self._retention = Retention(cache, self._new_expectation())
+        for group in groups:
+            self._arrive(group, self._retention, now)
+            self._waiting.reorder(group, self.order(group))
+
+    def lose(self) -> None:
+        """The worker is gone, and its cache with it."""
+        self._retention = None
+        self._followed.clear()
+
+    def add(self, group: SequenceGroup, now: float) -> None:
+        """A group is about to wait for the first time: its order becomes that of its place."""
+        if self._policy.moves_keys:
+            self._fresh[group] = None
+            if self._retention is not None:
+                self._arrive(group, self._retention, now)
+        group.waiting_order = self.order(group)
+
+    def enter(self, group: SequenceGroup) -> None:
+        """A group that ran is about to wait: its order becomes that of its place."""
+        if self._policy.moves_keys:
+            group.waiting_order = self.order(group)
+            if self._retention is not None:
+                self._retention.waits(group)
+
+    def leave(self, group: SequenceGroup) -> None:
+        """A group waits no longer."""
+        self._fresh.pop(group, None)
+        if self._retention is not None:
+            if group.cursor is not None:
+                del self._followed[group.cursor]
+                self._retention.cache.index.unfollow(group.cursor)
+                group.cursor = None
+            self._retention.runs(group)
+
+    def end(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
+        """A group that waits no longer is over. It had computed so many tokens, or none if it never ran."""
+        if self._retention is not None:
+            self._retention.ended(group, num_tokens, now)
+
+    def update(self, now: float) -> None:
+        """Put those in their places whose prefix has changed in the cache, and those that have waited too long."""
+        if self._retention is not None:
+            self._retention.update(now)
+            for cursor in self._retention.cache.index.take_moved_cursors():
+                group = self._followed[cursor]
+                self._waiting.reorder(group, self.order(group))
+                self._retention.waits(group)
+        while self._fresh:
+            group = next(iter(self._fresh))
+            if now - group.arrived_at < self._policy.max_wait_s:
+                break
+            del self._fresh[group]
+            group.is_overdue = True
+            self._waiting.reorder(group, self.order(group))
+
+    def awaits_load(self, group: SequenceGroup) -> bool:
+        """Whether what is cached of a group that waits is, at its end, on the host alone."""
+        return group.cursor is not None and group.cursor.num_blocks > 0 and not group.cursor.node.blocks
+
+    def order(self, group: SequenceGroup) -> tuple[object, ...]:
+        """Ask the policy for the order of a group as things are now."""
+        if not self._policy.moves_keys:
+            return self._policy.key(group.request, group.arrival, _UNKNOWN)
+        block_size = _BLOCK_SIZE if self._retention is None else self._retention.cache.block_size
+        num_blocks = -(-len(group.request.prompt_token_ids) // block_size)
+        num_uncached_blocks = -(-num_uncached_tokens(group) // block_size)
+        standing = Standing(group.arrived_at, group.has_precedence, num_blocks, num_uncached_blocks)
+        return self._policy.key(group.request, group.arrival, standing)
+
+    def _arrive(self, group: SequenceGroup, retention: Retention, now: float) -> None:
+        """Tell a worker's cache of a group that waits."""
+        sequence, cache = group.sequences[0], retention.cache
+        if not group.has_precedence and cache.matches(sequence):
+            max_blocks = (sequence.num_tokens - 1) // cache.block_size
+            group.cursor = cache.index.follow(sequence.root_key, sequence.token_ids, max_blocks)
+            self._followed[group.cursor] = group
+        retention.arrived(group, now)
+        retention.waits(group)
