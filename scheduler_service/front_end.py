@@ -22,7 +22,7 @@ from scheduler_service.rpc.public.report import decode_stats
 from scheduler_service.serving.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from scheduler_service.rpc.vllm.load import Load
+    from scheduler_service.rpc.vllm.report import Load
     from scheduler_service.rpc.vllm.servicer import VllmServicer
 
 logger = logging.getLogger(__name__)

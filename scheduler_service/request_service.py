@@ -13,14 +13,13 @@ from pagewire.common.transport.health import Health
 from pagewire.common.transport.listening import create_server, give_way, listen
 from pagewire.common.transport.tls import Life, TlsFiles, server_files
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.rpc.entrance import entrance
 from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
-from scheduler_service.rpc.interception import ending, entrance
 from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import SERVICE_NAME, RequestServicer
-from scheduler_service.rpc.public.session_metadata import note_session
+from scheduler_service.rpc.status import ending
 from scheduler_service.rpc.tenants.authentication import AnyCaller, Authentication
 from scheduler_service.rpc.tenants.tenant_file import TenantFile
-from scheduler_service.rpc.trace_context import note_trace_context
 from scheduler_service.serving.engine import Availability
 from scheduler_service.serving.model_info import ModelInfo, read_model
 from scheduler_service.serving.step_loop import StepLoop
@@ -75,8 +74,7 @@ class RequestService:
         self.tenants = TenantFile(config.tenants) if config.tenants else None
         self._authentication = Authentication(self.tenants) if self.tenants is not None else None
         callers = self._authentication or AnyCaller()
-        enter = entrance([callers.enter, note_trace_context, note_session])
-        self._server = create_server(*_SERVER_OPTIONS, enter=enter, ending=ending)
+        self._server = create_server(*_SERVER_OPTIONS, enter=entrance(callers.enter), ending=ending)
 
     def listen(self, servicer: RequestServicer, make_vllm: Callable[[ModuleType], "VllmServicer"]) -> None:
         """Bind the ports for the servicer, and for that of VllmEngine, which is made from its module if it can be

@@ -22,11 +22,11 @@ from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
+from scheduler_service.rpc.entrance import trace_context_of_call
 from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.report import WORKERS_LIMITS, encode_server
 from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer
 from scheduler_service.rpc.tenants.quota import Quotas
-from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.worker.epochs import EpochsExhausted
 from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.serving.activity import Activity
@@ -38,7 +38,7 @@ from scheduler_service.serving.request_log import RequestLog
 from scheduler_service.serving.step_loop import StepLoop
 
 if TYPE_CHECKING:
-    from scheduler_service.rpc.vllm.load import Load
+    from scheduler_service.rpc.vllm.report import Load
     from scheduler_service.rpc.vllm.servicer import VllmServicer
     from scheduler_service.tracing import Tracing
 

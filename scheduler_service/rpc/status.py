@@ -1,8 +1,14 @@
 """How errors look to clients: one status code, one sentence, and google.rpc details."""
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
+
+from pagewire.common.transport.interception import Unreadable
 
 try:
     from google.rpc import error_details_pb2, status_pb2
@@ -18,7 +24,7 @@ CODES = {code.value[0]: code for code in grpc.StatusCode}  # by the numbers of t
 
 
 class RpcError(Exception):
-    """Raised by what serves a call, it ends that call with its status (see `interception.py`).
+    """Raised by what serves a call, it ends that call with its status.
 
     The text names limit, actual value and remedy; `field` is the path of the field at fault.
     """
@@ -45,9 +51,20 @@ def set_status(context: grpc.aio.ServicerContext, error: RpcError) -> None:
     context.set_code(error.code)
 
 
-def has_status(context: grpc.aio.ServicerContext) -> bool:
-    """Say whether the status with which the call ends is chosen already."""
-    return context.code() not in (None, 0, grpc.StatusCode.OK)
+@contextmanager
+def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
+    """Serve a call inside the block, which may end it by RpcError or Unreadable, or by cancelling it once its status is
+    set."""
+    try:
+        yield
+    except RpcError as error:
+        # Without its traceback, whose frames may refer to a request that keeps the error.
+        set_status(context, error.with_traceback(None))
+    except Unreadable as error:
+        set_status(context, RpcError(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
+    except asyncio.CancelledError:
+        if context.code() in (None, 0, grpc.StatusCode.OK):
+            raise
 
 
 def _details(error: RpcError) -> tuple[tuple[str, bytes], ...]:

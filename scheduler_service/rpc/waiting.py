@@ -1,17 +1,22 @@
-"""Log lines of the time in which the other side of a link is not there, calm ones where that is how a start looks."""
+"""The time in which the other side of a link is not there: when it is tried again, and log lines, calm ones where that
+is how a start looks."""
 
 import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import grpc.aio
 
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.wrong_port import RightPort
 
+# Seconds between the end of a session and the next attempt, twice as long from one to the next.
+_MIN_BACKOFF = 0.1
+_MAX_BACKOFF = 1.0
 _PATIENCE = 3.0  # seconds without a connection before that is told
 _REPEAT_AFTER = 60.0  # seconds before what was told is told again
 _DIGITS = re.compile(r"\d+")
@@ -20,6 +25,14 @@ _LAST_ERROR = re.compile(r".*last error: (?:\w+: )?")
 
 class Outdated(Exception):
     """The channel would go on with files that have been renewed."""
+
+
+class Ended(NamedTuple):
+    """The reason for which there is no session, or no more."""
+
+    reason: str
+    was_held: bool = False  # there was one
+    is_calm: bool = False  # it passes by itself
 
 
 class Waiting:
@@ -62,6 +75,21 @@ class Waiting:
     def end(self) -> None:
         """Take note that the other side has come. Should it go, everything is new again."""
         self._told = None
+
+    async def ends(self, hold: Callable[[], Awaitable[Ended]]) -> AsyncIterator[Ended]:
+        """Hold one session after the other, and yield how each ended, with the reason that was told. `hold` makes one
+        attempt."""
+        backoff = _MIN_BACKOFF
+        while True:
+            ended = await hold()
+            if ended.was_held:
+                self.end()
+                backoff = _MIN_BACKOFF
+                yield ended
+            else:
+                yield ended._replace(reason=self.tell(ended.reason, is_calm=ended.is_calm))
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, _MAX_BACKOFF)
 
     @asynccontextmanager
     async def for_connection(

@@ -10,7 +10,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2
 from tokenizers import Tokenizer
 
-from scheduler_service.rpc.vllm.forced_calls import close_calls
+from scheduler_service.rpc.vllm.generate_request import close_calls
 from testing import scheduler_stack
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, serve
 from tests.contract.vllm_client import error_of, generate, request, stub_of

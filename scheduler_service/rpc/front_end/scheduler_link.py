@@ -9,21 +9,21 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
+from scheduler_service.rpc.entrance import trace_context_of_call
 from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.output import FINISH_REASONS, encode_embedding
 from scheduler_service.rpc.status import RpcError, invalid
-from scheduler_service.rpc.trace_context import trace_context_of_call
-from scheduler_service.rpc.waiting import Outdated, Waiting
+from scheduler_service.rpc.waiting import Ended, Outdated, Waiting
 from scheduler_service.serving.token_stream import Delta, Receiver, TokenCounts
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,6 @@ _PORT = RightPort.of_link(
     give="give the gRPC port of a scheduler in --scheduler, which is 50051 unless its --port says otherwise",
     strangers="a worker's port or another service's",
 )
-_MIN_BACKOFF = 0.1
-_MAX_BACKOFF = 1.0
 # What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
 _FAILED_WRITE = "Internal error from Core"
 _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
@@ -166,8 +164,7 @@ class SchedulerLink:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
         if self._loads is None:
             self._loads = asyncio.get_running_loop().create_future()
-            query = scheduler_pb2.GetLoadsRequest()
-            self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(get_loads=query))
+            self._command(get_loads=scheduler_pb2.GetLoadsRequest())
         return await asyncio.shield(self._loads)
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
@@ -223,9 +220,12 @@ class SchedulerLink:
         self._send_stop(sequence_id, num_kept)
 
     def _send_stop(self, stream_id: int, num_tokens: int) -> None:
+        self._command(stop=scheduler_pb2.StreamStop(stream_id=stream_id, num_tokens=num_tokens))
+
+    def _command(self, **command: Message) -> None:
+        """Send a command about what the scheduler has, unless it is gone."""
         if self._outbox is not None:
-            stop = scheduler_pb2.StreamStop(stream_id=stream_id, num_tokens=num_tokens)
-            self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(stop=stop))
+            self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(**command))
 
     @property
     def num_running(self) -> int:
@@ -245,20 +245,12 @@ class SchedulerLink:
 
     async def run(self) -> None:
         """Hold one call after the other, until cancelled."""
-        backoff = _MIN_BACKOFF
-        while True:
-            ended = await self._hold()
-            if ended.was_connected:
-                backoff = _MIN_BACKOFF
-                self._waiting.end()
+        async for ended in self._waiting.ends(self._hold):
+            if ended.was_held:
                 logger.warning("lost the scheduler at %s: %s", self._address, ended.reason)
-            else:
-                ended = ended._replace(reason=self._waiting.tell(ended.reason, is_calm=ended.is_calm))
             self._reason = ended.reason
             self._fail_all(f"the scheduler at {self._address} is gone ({ended.reason}); send the request again")
             self.changed.set()
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, _MAX_BACKOFF)
 
     async def drain(self) -> None:
         """Take no more requests, and return when those that are there have ended."""
@@ -274,12 +266,12 @@ class SchedulerLink:
             self._send_abort(sent)
         self._fail_all(message)
 
-    async def _hold(self) -> "_LostCall":
+    async def _hold(self) -> Ended:
         """Hold one call to its end, and say why it ended."""
         try:
             metadata = self._read_metadata()
         except OSError as error:
-            return _LostCall(str(error), False)
+            return Ended(str(error), False)
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(metadata))
         sending: asyncio.Task[None] | None = None
@@ -290,7 +282,7 @@ class SchedulerLink:
                 if message.HasField("server_info"):
                     mismatch = self._mismatch(message.server_info)
                     if mismatch:
-                        return _LostCall(mismatch, sending is not None)
+                        return Ended(mismatch, sending is not None)
                     self._server_info = message.server_info
                     if message.server_info.HasField("worker"):
                         self.capacity = message.server_info.worker
@@ -301,9 +293,9 @@ class SchedulerLink:
                         logger.info("connected to the scheduler at %s", self._address)
                     self.changed.set()
                 self._take(message)
-            return _LostCall("it has shut down", sending is not None, is_calm=True)
+            return Ended("it has shut down", sending is not None, is_calm=True)
         except Outdated as error:
-            return _LostCall(str(error), False, is_calm=True)
+            return Ended(str(error), False, is_calm=True)
         except grpc.aio.AioRpcError as error:
             return _describe(error, sending is not None)
         finally:
@@ -369,9 +361,7 @@ class SchedulerLink:
         )
 
     def _send_abort(self, sent: _Sent) -> None:
-        if self._outbox is not None:
-            abort = scheduler_pb2.StreamAbort(stream_id=sent.stream_id)
-            self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(abort=abort))
+        self._command(abort=scheduler_pb2.StreamAbort(stream_id=sent.stream_id))
 
     def _forget(self, sent: _Sent) -> None:
         for stream_id in sent.stream_ids:
@@ -404,19 +394,11 @@ async def _send(call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler
         pass  # reading ends with what was wrong
 
 
-class _LostCall(NamedTuple):
-    """A call to the scheduler that is over: why, and whether it ever served."""
-
-    reason: str
-    was_connected: bool
-    is_calm: bool = False  # it passes by itself
-
-
-def _describe(error: grpc.aio.AioRpcError, was_connected: bool) -> _LostCall:
+def _describe(error: grpc.aio.AioRpcError, was_connected: bool) -> Ended:
     if error.details() == _FAILED_WRITE:
-        return _LostCall("the connection broke", was_connected)
+        return Ended("the connection broke", was_connected)
     is_calm = error.code() is grpc.StatusCode.UNAVAILABLE
-    return _LostCall(f"{error.code().name}: {error.details()}", was_connected, is_calm)
+    return Ended(f"{error.code().name}: {error.details()}", was_connected, is_calm)
 
 
 def _decode_end(stream_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:

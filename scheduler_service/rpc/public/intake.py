@@ -10,12 +10,12 @@ import grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import AdmissionError, AdmissionReason, OutputMode, Request
+from scheduler_service.rpc.entrance import session_of_call
 from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.generate_request import check_before_tokenizing, resolve_request
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer
 from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
-from scheduler_service.rpc.public.session_metadata import session_of_call
 from scheduler_service.rpc.public.structured_output import check_grammar, check_grammars_served
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
@@ -93,6 +93,22 @@ class Intake:
         )
         self._submit(generation)
         return generation
+
+    async def embed(
+        self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None
+    ) -> scheduler_pb2.GenerateResponse:
+        """Return the one response to a request for an embedding, whose prompt is computed and pooled. Leaving early
+        aborts the request. Raises RpcError."""
+        generation = await self.begin(message, time_remaining, OutputMode.WHOLE, with_text=False)
+        try:
+            await generation.wait_for_end()
+            (output,) = generation.outputs
+            response = output.response(0, 0)
+        finally:
+            generation.cancel()
+        if not response.embedding:
+            raise RpcError(grpc.StatusCode.CANCELLED, "the request was aborted before its embedding was made")
+        return response
 
     def settle(self, stream_id: int, num_computed: int, num_kept: int) -> None:
         """Take note of how much of a relayed sample its client got."""

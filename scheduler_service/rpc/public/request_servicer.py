@@ -1,27 +1,28 @@
 """The part of the public service that a scheduler and its front ends serve alike: requests, and the tokenizer.
 
 Checks come before the first message. A client that goes away takes its request with it, unless that is detached. An
-RpcError ends its call (`rpc/interception.py`).
+RpcError ends its call (`rpc/status.py`).
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.rpc.public.embedding import embed, embedding_request
 from scheduler_service.rpc.public.generation import send_headers_if_silent, write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.shared_call import SharedCall
-from scheduler_service.rpc.public.tokenization import detokenize, tokenize
-from scheduler_service.rpc.status import RpcError
+from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.tokenizer import Tokenizer
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+_PIECE_TOKENS = 16_384  # that are put into a message before others have their turn
+_ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
 
 
 class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -86,7 +87,9 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Embed(
         self, request: scheduler_pb2.EmbedRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.EmbedResponse:
-        response = await embed(self.intake, embedding_request(request), context.time_remaining())
+        fields = {field.name: value for field, value in request.ListFields()}
+        message = scheduler_pb2.GenerateRequest(embed=True, **fields)
+        response = await self.intake.embed(message, context.time_remaining())
         return scheduler_pb2.EmbedResponse(
             request_id=response.request_id, embedding=response.embedding, usage=response.usage
         )
@@ -103,15 +106,46 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Tokenize(
         self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.TokenizeResponse:
-        return await tokenize(request, self.intake.texts)
+        """Make tokens of texts."""
+        texts = self.intake.texts
+        if texts is None:
+            raise _no_tokenizer("texts")
+        tenant = tenant_of_call("")
+        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        response = scheduler_pb2.TokenizeResponse()
+        for index, text in enumerate(request.texts):
+            token_ids = await texts.encode(
+                text, tenant, _ANY_NUMBER, field=f"texts[{index}]", add_special_tokens=add_special_tokens
+            )
+            ids = response.prompts.add().ids
+            for start in range(0, len(token_ids), _PIECE_TOKENS):
+                ids.extend(token_ids[start : start + _PIECE_TOKENS])
+                await asyncio.sleep(0)
+        return response
 
     async def Detokenize(
         self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.DetokenizeResponse:
-        return await detokenize(request, self._tokenizer, self._model.vocab_size)
+        """Make texts of tokens."""
+        if self._tokenizer is None:
+            raise _no_tokenizer("prompts")
+        skip_special_tokens = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        response = scheduler_pb2.DetokenizeResponse()
+        for index, prompt in enumerate(request.prompts):
+            highest, vocab_size = max(prompt.ids, default=0), self._model.vocab_size
+            if highest >= vocab_size:
+                raise invalid(
+                    f"prompts[{index}].ids", f"token id {highest} is not below the vocabulary's size, {vocab_size}"
+                )
+            response.texts.append(await self._tokenizer.text_of(prompt.ids, skip_special_tokens=skip_special_tokens))
+        return response
 
     def _unknown(self, request_id: str) -> RpcError:
         """Return the error for a request that is not there, or is another tenant's."""
         return RpcError(
             grpc.StatusCode.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id"
         )
+
+
+def _no_tokenizer(field: str) -> RpcError:
+    return invalid(field, "the served checkpoint has no tokenizer; send prompts as token ids")

@@ -16,13 +16,12 @@ import grpc.aio
 from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc.public.generation import Generation
+from scheduler_service.rpc.entrance import continue_trace
+from scheduler_service.rpc.public.generation import Generation, News
 from scheduler_service.rpc.public.intake import Intake
-from scheduler_service.rpc.public.news import News
 from scheduler_service.rpc.public.output import OutputReader
 from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import check_forwarded
-from scheduler_service.rpc.trace_context import continue_trace
 from scheduler_service.serving.token_stream import ReadyList
 
 logger = logging.getLogger(__name__)

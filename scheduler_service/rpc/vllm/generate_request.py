@@ -5,11 +5,12 @@ defaults are not filled in: a gateway reads them from GetModelInfo and sends the
 INVALID_ARGUMENT, which a gateway answers with 400: of UNIMPLEMENTED it makes 501, which HTTP clients try again.
 """
 
+import json
+
 from smg_grpc_proto import vllm_engine_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.status import invalid
-from scheduler_service.rpc.vllm.forced_calls import close_calls
 
 _CONSTRAINTS = vllm_engine_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"]
 # Numbers and truth values that both have by the same name, and whether theirs may be unset.
@@ -28,6 +29,10 @@ _UNSUPPORTED_INPUTS = {
     "kv_transfer_params": "a KV cache of another engine",
     "kv_transfer_params_json": "a KV cache of another engine",
 }
+# How a gateway's JSON Schema begins where `tool_choice` is "required": a list of calls, each an object with the name of
+# a tool and its parameters.
+_CALLS_BEGINNING = '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":'
+_MAX_SCHEMA_LENGTH = 512 * 1024  # of a schema that is served
 
 
 def translate_request(message: vllm_engine_pb2.GenerateRequest) -> scheduler_pb2.GenerateRequest:
@@ -97,3 +102,22 @@ def _translate_constraint(given: vllm_engine_pb2.SamplingParams, sampling: sched
         sampling.json_schema = close_calls(given.json_schema)
     elif constraint is not None:
         setattr(sampling, constraint, getattr(given, constraint))
+
+
+def close_calls(schema: str) -> str:
+    """Return a list of calls with nothing in a call but its name and parameters, and any other schema as it is.
+
+    The gateway reads such calls alone, though its schema leaves room for more: what else stood in one would make text
+    of all of them.
+    """
+    if not schema.startswith(_CALLS_BEGINNING) or len(schema) > _MAX_SCHEMA_LENGTH:
+        return schema
+    try:
+        calls = json.loads(schema)
+        for call in calls["items"]["anyOf"]:
+            if set(call) != {"properties", "required"} or set(call["properties"]) != {"name", "parameters"}:
+                return schema
+            call["additionalProperties"] = False
+        return json.dumps(calls, allow_nan=False)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return schema  # is refused where schemas are read

@@ -19,7 +19,6 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc.public.embedding import embed
 from scheduler_service.rpc.public.generation import send_headers_if_silent, write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.status import RpcError, invalid
@@ -27,8 +26,7 @@ from scheduler_service.rpc.tenants.authentication import check_operator, is_oper
 from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed
-from scheduler_service.rpc.vllm.load import Load, scheduler_load
-from scheduler_service.rpc.vllm.model import model_info, server_info
+from scheduler_service.rpc.vllm.report import Load, model_info, scheduler_load, server_info
 from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
 from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.model_info import ModelInfo
@@ -106,7 +104,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         message.token_ids.SetInParent()
         message.token_ids.ids.extend(request.tokenized.input_ids)
         try:
-            response = await embed(self._intake, message, context.time_remaining())
+            response = await self._intake.embed(message, context.time_remaining())
         except RpcError as error:
             raise _in_their_words(error.with_traceback(None)) from None
         return vllm_engine_pb2.EmbedResponse(
