@@ -27,8 +27,7 @@ from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.report import WORKERS_LIMITS, encode_server
 from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer
 from scheduler_service.rpc.tenants.quota import Quotas
-from scheduler_service.rpc.worker.epochs import EpochsExhausted
-from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
+from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, EpochsExhausted, FencedError, WorkerLink
 from scheduler_service.serving.activity import Activity
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.kv_event_log import KvEventLog

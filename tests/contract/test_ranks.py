@@ -98,7 +98,7 @@ async def test_a_result_counts_when_every_rank_has_given_it() -> None:
     second.step_seconds = 0.3
     async with linked(first, second) as ranks:
         _, link = await joined(ranks)
-        epoch = link.sessions[0].epoch
+        epoch = link.epoch
         link.send(StepPlan(epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(8,)))
         link.send(StepPlan(epoch, 2, work_slots=(0,), work_num_tokens=(1,)))
         heard = [await ranks.listener.next() for _ in range(4)]
@@ -111,7 +111,7 @@ async def test_moves_are_done_when_every_rank_has_done_them() -> None:
     second.holds_moves = True
     async with linked(first, second) as ranks:
         _, link = await joined(ranks)
-        epoch = link.sessions[0].epoch
+        epoch = link.epoch
         link.send(StepPlan(epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(8,)))
         assert [await ranks.listener.next() for _ in range(2)] == [("moved", 1), ("result", 1)]
         link.send(StepPlan(epoch, 2, (0,), **SWAP_OUT))
@@ -130,8 +130,8 @@ async def test_a_rank_that_dies_ends_the_epoch_of_all_and_they_begin_together(nu
         assert ranks.listener.events.empty()
         await dead.start()
         _, link = await joined(ranks)
-        assert other.epochs[-1] == dead.epochs[-1] == link.sessions[0].epoch
-        link.send(StepPlan(link.sessions[0].epoch, 1, openings=(opening(),), **WORK))
+        assert other.epochs[-1] == dead.epochs[-1] == link.epoch
+        link.send(StepPlan(link.epoch, 1, openings=(opening(),), **WORK))
         assert [await ranks.listener.next() for _ in range(2)] == [("moved", 1), ("result", 1)]
         assert (dead.num_steps, other.num_steps) == (1, 1)
         assert ranks.restarted == []
@@ -166,7 +166,7 @@ async def test_a_grammar_is_ready_when_every_rank_has_it_and_fails_with_the_firs
     second.reports_grammars.clear()
     async with linked(first, second) as ranks:
         _, link = await joined(ranks)
-        link.send(adding(link.sessions[0].epoch, 1, 2, 3, 4, 5))
+        link.send(adding(link.epoch, 1, 2, 3, 4, 5))
         assert [await told_of_grammar(ranks) for _ in range(2)] == [(3, "rank 0: no"), (4, "rank 0: no")]
         second.reports_grammars.set()
         assert [await told_of_grammar(ranks) for _ in range(3)] == [(1, ""), (2, "rank 1: no"), (5, "")]
@@ -178,7 +178,7 @@ async def test_what_a_rank_tells_of_a_grammar_that_was_released_is_left_to_the_s
     second.reports_grammars.clear()
     async with linked(first, second) as ranks:
         _, link = await joined(ranks)
-        epoch = link.sessions[0].epoch
+        epoch = link.epoch
         link.send(adding(epoch, 1))
         link.send(StepPlan(epoch, 2, released_grammar_ids=(1,), work_slots=(0,), work_num_tokens=(1,)))
         first.reports_grammars.set()
@@ -188,7 +188,7 @@ async def test_what_a_rank_tells_of_a_grammar_that_was_released_is_left_to_the_s
 async def test_a_rank_that_tells_twice_of_a_grammar_ends_the_epoch() -> None:
     async with linked(RepeatingWorker(b"digest", tensor_parallel_size=2), rank(1)) as ranks:
         _, link = await joined(ranks)
-        link.send(adding(link.sessions[0].epoch, 1))
+        link.send(adding(link.epoch, 1))
         assert "rank 0 told twice of grammar 1" in await lost(ranks)
 
 
@@ -209,7 +209,7 @@ async def test_a_silent_rank_is_the_one_that_hangs() -> None:
     async with linked(rank(0), rank(1)) as ranks:
         _, link = await joined(ranks)
         ranks.workers[1].is_silent = True
-        link.send(StepPlan(link.sessions[0].epoch, 1, openings=(opening(),), **WORK))
+        link.send(StepPlan(link.epoch, 1, openings=(opening(),), **WORK))
         reason = await lost(ranks)
         assert reason.startswith("rank 1: the worker has been silent")
         assert ranks.restarted == [(1, reason.removeprefix("rank 1: "))]
@@ -219,7 +219,7 @@ async def test_tokens_that_differ_end_the_epoch_before_they_count() -> None:
     liar = LyingWorker(b"digest", tensor_parallel_rank=1, tensor_parallel_size=2)
     async with linked(rank(0), liar) as ranks:
         _, link = await joined(ranks)
-        link.send(StepPlan(link.sessions[0].epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(9,)))
+        link.send(StepPlan(link.epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(9,)))
         assert await ranks.listener.next() == ("moved", 1)
         kind, reason = await ranks.listener.next()
         assert (kind, "chose other tokens in step 1 than rank 0" in str(reason)) == ("lost", True)

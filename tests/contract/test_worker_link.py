@@ -18,9 +18,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.rpc.worker.epochs import Epochs, EpochsExhausted
 from scheduler_service.rpc.worker.liveness import Liveness
-from scheduler_service.rpc.worker.worker_link import WorkerLink
+from scheduler_service.rpc.worker.worker_link import Epochs, EpochsExhausted, WorkerLink
 from scheduler_service.rpc.worker.worker_session import Session
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
@@ -493,7 +492,7 @@ async def test_a_plan_for_a_worker_that_has_just_left_ends_the_session_only(chec
         await call.read()
         await worker.kill()
         await call.code()
-        session = Session(NoEvents(), 1, lambda num_bytes: None)
+        (session,) = Session(NoEvents(), 1, lambda num_bytes: None, 1).ranks
         with pytest.raises(Exception, match="the worker ended the stream") as error:
             await session.hold(LateReader(call), WorkerCapacity(**worker.capacity), lambda certificates: None)
     assert not isinstance(error.value, asyncio.InvalidStateError)

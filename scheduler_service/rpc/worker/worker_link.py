@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -29,10 +28,8 @@ from pagewire.common.transport.tls import Life
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.common.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from scheduler_service.rpc.waiting import Outdated, Waiting
-from scheduler_service.rpc.worker.epochs import Epochs
-from scheduler_service.rpc.worker.ranked_session import RankedSession
-from scheduler_service.rpc.worker.worker_session import Session, SessionEnded, WorkerHangs, read, write
+from scheduler_service.rpc.waiting import Ended, Outdated, Waiting
+from scheduler_service.rpc.worker.worker_session import RankSession, Session, SessionEnded, WorkerHangs, read, write
 from scheduler_service.serving.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
@@ -59,8 +56,9 @@ _PORT = RightPort.of_link(
     strangers="a scheduler's port, a front end's or another service's",
 )
 _READY_TIMEOUT = 120.0  # seconds: a worker answers, or gives up, 90 s after Hello at the latest
-_MIN_BACKOFF = 0.1
-_MAX_BACKOFF = 1.0
+_EPOCH_SHIFT = 20
+_MAX_EPOCH = 2**64 - 1
+_MAX_LEAD_S = 24 * 3600.0  # that another scheduler's clock may have
 
 
 class FencedError(Exception):
@@ -69,6 +67,39 @@ class FencedError(Exception):
 
 class WorkerTaken(SessionEnded):
     """The worker is another scheduler's until its process ends."""
+
+
+class EpochsExhausted(Exception):
+    """There is no number left for a higher epoch."""
+
+
+class Epochs:
+    """The numbers of this scheduler's epochs: milliseconds of Unix time, shifted by 20 bits.
+
+    So they rise from process to process by the time of its start, and within one by the low bits.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds of Unix time."""
+        self._clock = clock
+        self._last = int(clock() * 1000) << _EPOCH_SHIFT
+
+    def next(self) -> int:
+        """Give an epoch above all that were given and heard of. Raises EpochsExhausted."""
+        if self._last >= _MAX_EPOCH:
+            raise EpochsExhausted(
+                f"there is no epoch above {self._last}, which is {self._last >> _EPOCH_SHIFT} ms of Unix time; set "
+                "this machine's clock"
+            )
+        self._last += 1
+        return self._last
+
+    def hear_of(self, epoch: int) -> bool:
+        """Count on from an epoch of another scheduler. False if no clock leads to it: then it is left aside."""
+        if epoch >> _EPOCH_SHIFT > int((self._clock() + _MAX_LEAD_S) * 1000):
+            return False
+        self._last = max(self._last, epoch)
+        return True
 
 
 class WorkerLink:
@@ -108,42 +139,33 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Hold epochs until cancelled. Raises FencedError, EpochsExhausted."""
-        backoff = _MIN_BACKOFF
-        while True:
-            epoch = self._epochs.next()
-            if len(self._diallers) == 1:
-                sessions = [Session(self._step_loop, epoch, self._on_plan_sent)]
-            else:
-                sessions = RankedSession(self._step_loop, epoch, self._on_plan_sent, len(self._diallers)).sessions
-            ended = await self._hold_all(sessions)
-            if all(session.is_ready for session in sessions):
-                self._waiting.end()
+        async for ended in self._waiting.ends(self._hold_epoch):
+            if ended.was_held:
                 self._step_loop.worker_lost(ended.reason)
-                backoff = _MIN_BACKOFF
             else:
-                self._step_loop.worker_missing(self._waiting.tell(ended.reason, is_calm=ended.is_calm))
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, _MAX_BACKOFF)
+                self._step_loop.worker_missing(ended.reason)
 
-    async def _hold_all(self, sessions: Sequence[Session]) -> "_Ended":
-        """Hold the sessions until one of them ends, which ends the others; return why it did."""
-        holds = [asyncio.create_task(self._hold(rank, session)) for rank, session in enumerate(sessions)]
+    async def _hold_epoch(self) -> Ended:
+        """Hold the streams of all ranks until one of them ends, which ends the others; return why it did."""
+        session = Session(self._step_loop, self._epochs.next(), self._on_plan_sent, len(self._diallers))
+        holds = [asyncio.create_task(self._hold(rank)) for rank in session.ranks]
         try:
             await asyncio.wait(holds, return_when=asyncio.FIRST_COMPLETED)
-            rank, ended = next((rank, hold) for rank, hold in enumerate(holds) if hold.done())
-            end = ended.result()
-            return end if len(holds) == 1 else end._replace(reason=f"rank {rank}: {end.reason}")
+            rank, ended = next((rank, hold.result()) for rank, hold in enumerate(holds) if hold.done())
+            reason = ended.reason if len(holds) == 1 else f"rank {rank}: {ended.reason}"
+            return Ended(reason, all(each.is_ready for each in session.ranks), ended.is_calm)
         finally:
             await cancel(holds)
 
-    async def _hold(self, rank: int, session: Session) -> "_Ended":
-        """Hold one session to its end, and return why it ended. Raises FencedError."""
+    async def _hold(self, session: RankSession) -> Ended:
+        """Hold one rank's stream to its end, and return why it ended. Raises FencedError."""
+        rank, epoch = session.rank, session.session.epoch
         stub = worker_pb2_grpc.WorkerServiceStub(await self._diallers[rank].channel())
         execute = partial(stub.Execute, metadata=self._secret.metadata() if self._secret else ())
         call = execute(wait_for_ready=True)
         try:
             async with self._waiting.for_connection(self._diallers[rank], execute, self._step_loop.worker_missing):
-                hello = Hello(PROTOCOL_VERSION, self._instance_id, session.epoch, self._pipeline_depth)
+                hello = Hello(PROTOCOL_VERSION, self._instance_id, epoch, self._pipeline_depth)
                 await write(call, encode_request(hello))
             # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
             async with asyncio.timeout(_READY_TIMEOUT):
@@ -152,7 +174,7 @@ class WorkerLink:
             logger.info(
                 "worker %s has joined in epoch %d: %s, %s, %d blocks of %d tokens",
                 capacity.worker_id,
-                session.epoch,
+                epoch,
                 capacity.device,
                 capacity.dtype,
                 capacity.num_device_blocks,
@@ -165,9 +187,9 @@ class WorkerLink:
         except (WorkerHangs, WorkerTaken) as error:
             return self._given_up(rank, str(error))
         except (SessionEnded, WorkerProtocolError) as error:
-            return _Ended(str(error))
+            return Ended(str(error))
         except Outdated as error:
-            return _Ended(str(error), is_calm=True)
+            return Ended(str(error), is_calm=True)
         except grpc.aio.AioRpcError as error:
             return _describe(error, session)
         finally:
@@ -189,10 +211,10 @@ class WorkerLink:
             logger.warning("the worker has lower limits, which hold: %s; start both with the same", "; ".join(texts))
         self._told_limits = lower
 
-    def _given_up(self, rank: int, reason: str) -> "_Ended":
+    def _given_up(self, rank: int, reason: str) -> Ended:
         if self._restart_worker is not None:
             self._restart_worker(rank, reason)
-        return _Ended(reason)
+        return Ended(reason)
 
     def _admit(self, rank: int, answer: Response) -> WorkerCapacity:
         """Return the worker's capacity if it fits what this scheduler serves. Raises SessionEnded, FencedError."""
@@ -235,20 +257,13 @@ class WorkerLink:
             )
 
 
-class _Ended(NamedTuple):
-    """The reason for which there is no session."""
-
-    reason: str
-    is_calm: bool = False  # it passes by itself
-
-
-def _describe(error: grpc.aio.AioRpcError, session: Session) -> _Ended:
+def _describe(error: grpc.aio.AioRpcError, session: RankSession) -> Ended:
     """Say why a stream broke. A worker that starts or stops is UNAVAILABLE, and says so itself."""
     if not session.is_ready and error.code() is grpc.StatusCode.UNAVAILABLE:
-        return _Ended(str(error.details()), is_calm=True)
+        return Ended(str(error.details()), is_calm=True)
     if not session.is_ready and error.code() is grpc.StatusCode.INTERNAL:
         # What gRPC makes of any end that comes before Hello is out. The next attempt may learn why.
-        return _Ended("the worker ended the stream before Hello", is_calm=True)
+        return Ended("the worker ended the stream before Hello", is_calm=True)
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return _Ended(f"refused: {error.details()}")
-    return _Ended(f"the stream broke ({error.code().name}: {error.details()})")
+        return Ended(f"refused: {error.details()}")
+    return Ended(f"the stream broke ({error.code().name}: {error.details()})")

@@ -1,9 +1,13 @@
-"""One epoch with one worker process: plans down, results and heartbeats up, and the judgement whether it lives."""
+"""One epoch with a worker: plans down to each of its ranks, results and heartbeats up, and the judgement whether they
+live. Every rank of a worker gets every plan, and all must answer alike."""
 
 import asyncio
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -21,24 +25,21 @@ from pagewire.common.transport.draining import cancel
 from pagewire.common.worker_wire import Response, decode_response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.rpc.worker.liveness import Liveness
+from scheduler_service.serving.step_loop import StepLoop
+
+logger = logging.getLogger(__name__)
 
 _JUDGE_INTERVAL = 0.1
-
-
-class SessionEvents(Protocol):
-    """The step loop, or one rank's share of it: it hears of a session."""
-
-    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: "Session") -> None:
-        """May raise SessionEnded."""
-
-    def moved(self, step: int) -> None:
-        """The moves of all plans up to this step are done. Comes before the result that told so."""
-
-    def grammar_ready(self, grammar_id: int, error: str) -> None:
-        """A grammar of a plan is ready, or (with an error) cannot be used. May raise WorkerProtocolError."""
-
-    def result(self, result: StepResult) -> None:
-        """May raise WorkerProtocolError."""
+# What the ranks of a worker must have in common, and what all of them can do.
+_EQUAL = ("vocab_size", "block_size", "dtype", "sliding_window", "tables_digest")
+_LEAST = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_device_blocks",
+    "num_host_blocks",
+    "swap_bandwidth",
+)
 
 
 class SessionEnded(Exception):
@@ -50,25 +51,119 @@ class WorkerHangs(SessionEnded):
 
 
 class Session:
-    """One epoch on one stream: the step loop's way to the worker while it lasts."""
+    """The step loop's way to all ranks of the worker, which ends when any of the ranks' parts does.
 
-    def __init__(self, events: SessionEvents, epoch: int, on_plan_sent: Callable[[int], None]) -> None:
+    A result counts when all ranks have given it, so that none has more plans than it takes; they compute in step, and
+    none waits for long. The tokens are rank 0's.
+    """
+
+    def __init__(self, step_loop: StepLoop, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
         self.epoch = epoch
-        self.is_ready = False
-        self._events = events
+        self.ranks = [RankSession(self, rank) for rank in range(num_ranks)]
+        self._step_loop = step_loop
         self._on_plan_sent = on_plan_sent
+        self._capacities: dict[int, WorkerCapacity] = {}  # by rank
+        self._results: list[deque[StepResult]] = [deque() for _ in range(num_ranks)]  # that others have yet to give
+        self._moved_steps = [0] * num_ranks
+        self._last_moved_step = 0
+        self._silent_ranks: dict[int, set[int]] = {}  # that have yet to tell of a grammar, by its id
+        self._failed_grammars: set[int] = set()  # of those; all but the first rank to say so are not listened to
+
+    def send(self, plan: StepPlan) -> None:
+        for grammar_id in plan.released_grammar_ids:
+            self._silent_ranks.pop(grammar_id, None)
+            self._failed_grammars.discard(grammar_id)
+        for added in plan.added_grammars:
+            self._silent_ranks[added.grammar_id] = set(range(len(self.ranks)))
+        message = encode_request(plan)
+        self._on_plan_sent(message.ByteSize())
+        for rank in self.ranks:
+            rank.send(plan, message)
+
+    def close(self, reason: str) -> None:
+        self.ranks[0].close(reason)
+
+    def rank_ready(self, rank: int, capacity: WorkerCapacity) -> None:
+        """Raises SessionEnded if the ranks do not fit together."""
+        self._capacities[rank] = capacity
+        if len(self._capacities) == len(self.ranks):
+            self._step_loop.worker_ready(self._capacity(), self.epoch, self)
+
+    def rank_moved(self, rank: int, step: int) -> None:
+        self._moved_steps[rank] = step
+        if min(self._moved_steps) > self._last_moved_step:
+            self._last_moved_step = min(self._moved_steps)
+            self._step_loop.moved(self._last_moved_step)
+
+    def rank_grammar_ready(self, rank: int, grammar_id: int, error: str) -> None:
+        """A grammar is ready when all ranks have it, and fails with the first that has not. Raises WorkerProtocolError
+        for one that a rank tells of twice."""
+        silent = self._silent_ranks.get(grammar_id)
+        if silent is None or len(self.ranks) == 1:  # released, never added, or told twice by one: the core knows
+            self._step_loop.grammar_ready(grammar_id, error)
+            return
+        if rank not in silent:
+            raise WorkerProtocolError(f"rank {rank} told twice of grammar {grammar_id}")
+        silent.remove(rank)
+        if grammar_id in self._failed_grammars:
+            return
+        if error:
+            self._failed_grammars.add(grammar_id)
+            self._step_loop.grammar_ready(grammar_id, f"rank {rank}: {error}")
+        elif not silent:
+            self._step_loop.grammar_ready(grammar_id, "")
+
+    def rank_result(self, rank: int, result: StepResult) -> None:
+        """Raises WorkerProtocolError if the ranks do not agree."""
+        self._results[rank].append(result)
+        while all(self._results):
+            first, *others = (results.popleft() for results in self._results)
+            for other_rank, other in enumerate(others, start=1):
+                _check_equal(first, other_rank, other)
+            self._step_loop.result(first)
+
+    def _capacity(self) -> WorkerCapacity:
+        first, *others = (self._capacities[rank] for rank in range(len(self.ranks)))
+        for rank, other in enumerate(others, start=1):
+            for name in _EQUAL:
+                if getattr(other, name) != getattr(first, name):
+                    raise SessionEnded(
+                        f"rank {rank} has {name} {getattr(other, name)}, rank 0 has {getattr(first, name)}; start all "
+                        "ranks of a worker with the same flags"
+                    )
+        least = {name: min(getattr(capacity, name) for capacity in (first, *others)) for name in _LEAST}
+        return replace(
+            first,
+            **least,
+            grammar_version=self._grammar_version(),
+            weight_bytes=sum(capacity.weight_bytes for capacity in self._capacities.values()),
+            gates_grammars=any(capacity.gates_grammars for capacity in self._capacities.values()),
+        )
+
+    def _grammar_version(self) -> str:
+        """Empty, so that grammars alone are refused, where the ranks' differ."""
+        versions = [self._capacities[rank].grammar_version for rank in range(len(self.ranks))]
+        if len(set(versions)) == 1:
+            return versions[0]
+        found = ", ".join(f"rank {rank} has {version or 'none'}" for rank, version in enumerate(versions))
+        logger.warning("ranks read grammars by different versions of llguidance, so none are taken: %s", found)
+        return ""
+
+
+class RankSession:
+    """The part of a session that one rank has: one stream."""
+
+    def __init__(self, session: Session, rank: int) -> None:
+        self.session = session
+        self.rank = rank
+        self.is_ready = False
         self._outbox: asyncio.Queue[worker_pb2.ExecuteRequest] = asyncio.Queue()
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._liveness = Liveness(time.monotonic())
         self._last_moved_step = 0
 
-    def send(self, plan: StepPlan) -> None:
-        message = encode_request(plan)
-        self._on_plan_sent(message.ByteSize())
-        self.pass_on(plan, message)
-
-    def pass_on(self, plan: StepPlan, message: worker_pb2.ExecuteRequest) -> None:
-        """Send a plan that is encoded already."""
+    def send(self, plan: StepPlan, message: worker_pb2.ExecuteRequest) -> None:
+        """Send a plan, which `message` is the encoding of."""
         has_moves = bool(plan.swap_out_device_blocks or plan.swap_in_host_blocks)
         self._liveness.sent(plan.step, sum(plan.work_num_tokens), time.monotonic(), has_moves=has_moves)
         self._outbox.put_nowait(message)
@@ -83,11 +178,11 @@ class Session:
         capacity: WorkerCapacity,
         on_certificates: Callable[[tuple[CertificateLife, ...]], object],
     ) -> NoReturn:
-        """Serve the session to its end, and raise the reason for that. `on_certificates` hears of those that the worker
+        """Serve the stream to its end, and raise the reason for that. `on_certificates` hears of those that the worker
         uses."""
         self._on_certificates = on_certificates
         self._liveness = Liveness(time.monotonic())
-        self._events.worker_ready(capacity, self.epoch, self)
+        self.session.rank_ready(self.rank, capacity)
         self.is_ready = True
         parts = (self._receive(call), self._transmit(call), self._watch())
         tasks: list[asyncio.Future[None]] = [asyncio.create_task(part) for part in parts]
@@ -107,20 +202,22 @@ class Session:
             self._liveness.heard(now)
             if not isinstance(message, StepResult | Heartbeat | GrammarReport):
                 raise WorkerProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
-            if message.epoch != self.epoch:
-                raise WorkerProtocolError(f"a {type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
+            if message.epoch != self.session.epoch:
+                raise WorkerProtocolError(
+                    f"a {type(message).__name__} of epoch {message.epoch} in epoch {self.session.epoch}"
+                )
             if isinstance(message, Heartbeat):
                 self._on_certificates(message.certificates)
             if isinstance(message, GrammarReport):
-                self._events.grammar_ready(message.grammar_id, message.error)
+                self.session.rank_grammar_ready(self.rank, message.grammar_id, message.error)
                 continue
             if message.last_moved_step > self._last_moved_step:
                 self._last_moved_step = message.last_moved_step
                 self._liveness.moved(message.last_moved_step, now)
-                self._events.moved(message.last_moved_step)
+                self.session.rank_moved(self.rank, message.last_moved_step)
             if isinstance(message, StepResult):
                 self._liveness.finished(message.step, message.duration_us / 1e6, now)
-                self._events.result(message)
+                self.session.rank_result(self.rank, message)
 
     async def _transmit(self, call: grpc.aio.StreamStreamCall) -> NoReturn:
         while True:
@@ -152,3 +249,15 @@ async def write(call: grpc.aio.StreamStreamCall, message: worker_pb2.ExecuteRequ
 
 async def _ended(call: grpc.aio.StreamStreamCall) -> SessionEnded:
     return SessionEnded(f"the worker ended the stream ({await call.code()}: {await call.details()})")
+
+
+def _check_equal(first: StepResult, rank: int, other: StepResult) -> None:
+    """Tokens that differ would be followed by different keys and values: nothing of the epoch can be trusted."""
+    if other.step != first.step:
+        raise WorkerProtocolError(f"rank {rank} answered step {other.step} where rank 0 answered step {first.step}")
+    chosen = [
+        (result.statuses, result.token_ids, result.candidates.token_ids, result.candidates.counts)
+        for result in (first, other)
+    ]
+    if chosen[0] != chosen[1]:
+        raise WorkerProtocolError(f"rank {rank} chose other tokens in step {first.step} than rank 0")
