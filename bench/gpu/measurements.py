@@ -23,7 +23,6 @@ from bench.peers.arms import PROGRAMS, Batch, child_environ, conversation
 from pagewire import AsyncClient, SamplingParams
 from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
-from pagewire.bench.target import new_cache_salt
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
 from pagewire.common.messages import StepPlan
 from testing import services
@@ -198,9 +197,7 @@ async def _serve_rounds(url: str, sizes: Sizes) -> list[float]:
     async with AsyncClient(url) as client:
         for index in range(sizes.num_rounds + 1):
             requests = _requests(sizes, seed=index)
-            ran = await run(
-                client, requests, SAMPLED, ProgressLine("", len(requests), None), cache_salt=new_cache_salt()
-            )
+            ran = await run(client, requests, SAMPLED, ProgressLine("", len(requests), None))
             for request, record in zip(requests, ran.records, strict=True):
                 assert record.num_output_tokens == request.num_output_tokens, record.error
             if index:  # the first warms up

@@ -24,7 +24,6 @@ from bench.peers.environment import BF16, FORMATS, Environments
 from pagewire import AsyncClient, SamplingParams
 from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
-from pagewire.bench.target import new_cache_salt
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
 from pagewire.errors import CommandError
 from pagewire.hosting import local_server
@@ -188,7 +187,7 @@ async def _seconds(client: AsyncClient, batch: Batch) -> float:
         PlannedRequest(tuple(prompt), length, 0.0, seed=0)
         for prompt, length in zip(batch.prompts, batch.output_lens, strict=True)
     ]
-    ran = await run(client, planned, GREEDY, ProgressLine("", len(planned), None), cache_salt=new_cache_salt())
+    ran = await run(client, planned, GREEDY, ProgressLine("", len(planned), None))
     if ran.was_interrupted:
         raise KeyboardInterrupt
     for record, length in zip(ran.records, batch.output_lens, strict=True):

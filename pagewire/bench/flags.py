@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pagewire.bench.result import LATENCIES
 from pagewire.bench.statistics import OBJECTIVES
-from pagewire.bench.table import LATENCIES
 from pagewire.bench.workload import LengthRange
 from pagewire.cli import number_flags, sampling_flags
 from pagewire.compatibility import suggestion

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pagewire.bench import chart, flags, result, server_times, target
-from pagewire.bench.load import exit_code
-from pagewire.bench.profile import Profile, profile, report
+from pagewire.bench import chart, flags, result, target
+from pagewire.bench.profile import Profile, ServerTimes, profile, read_times, report
 from pagewire.bench.progress import ProgressLine
-from pagewire.bench.run import Run, run
-from pagewire.bench.server_times import ServerTimes
+from pagewire.bench.run import Run, check_fits, exit_code, run
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
 from pagewire.cli import number_flags
@@ -81,7 +79,7 @@ class _Bench:
         parsed = self._parsed
         async with self._client:
             info = await self._client.info()
-            target.check_fits(self._workload, info)
+            check_fits(self._workload, info)
             warmed = await self._batches("latency (warming up)", info, parsed.num_iters_warmup)
             if warmed.run.was_interrupted:
                 return Iterations(info, (), Run((), 0.0, was_interrupted=True))
@@ -100,46 +98,37 @@ class _Bench:
 
     async def _profiled(self, info: ServerInfo) -> Iterations:
         """Runs batches in turns with requests of one token, so that both see the same machine."""
+        assert self._metrics_url is not None, "--profile was checked to have one"
         num_iters, one_token = self._parsed.num_iters, replace(self._workload, output_len=LengthRange(1, 1))
         line = self._progress("latency", 2 * num_iters)
         runs: list[Run] = []
-        times = (ServerTimes(), ServerTimes())  # for one token, and for all
-        before = await self._read()
+        spent = [ServerTimes(), ServerTimes()]  # for one token, and for all
+        before = read_times(self._metrics_url)
         for index in range(2 * num_iters):
             ran = await self._batch(info, self._workload if index % 2 else one_token, line)
             if index % 2 or ran.was_interrupted:
                 runs.append(ran)
             if ran.was_interrupted:
                 break
-            try:
-                after = await self._read()
-            except asyncio.CancelledError:
-                runs.append(Run((), 0.0, was_interrupted=True))
-                break
-            prefill, full = times
-            spent = after.since(before)
-            times = (prefill, full.plus(spent)) if index % 2 else (prefill.plus(spent), full)
+            # Between two batches nothing else runs in this event loop, which may wait.
+            after = read_times(self._metrics_url)
+            spent[index % 2] = spent[index % 2].plus(after.since(before))
             before = after
         line.close()
         measured = _iterations(info, runs)
         if measured.run.was_interrupted or len(measured.latencies) < num_iters:
             return measured
-        return replace(measured, profile=profile(*times, measured.run.records))
+        return replace(measured, profile=profile(*spent, measured.run.records))
 
     def _progress(self, name: str, num_requests: int) -> ProgressLine:
         return ProgressLine(name, num_requests, None if self._parsed.disable_tqdm else sys.stderr)
-
-    async def _read(self) -> ServerTimes:
-        assert self._metrics_url is not None, "--profile was checked to have one"
-        return await asyncio.to_thread(server_times.read, self._metrics_url)
 
     async def _batch(self, info: ServerInfo, workload: Workload, line: ProgressLine) -> Run:
         """Runs a batch of prompts that no other batch has had."""
         seed = self._parsed.seed + self._num_batches * workload.num_prompts
         self._num_batches += 1
         planned = replace(workload, seed=seed).requests(info.vocab_size)
-        salt = target.new_cache_salt()
-        return await run(self._client, planned, flags.sampling(self._parsed), line, cache_salt=salt)
+        return await run(self._client, planned, flags.sampling(self._parsed), line)
 
 
 def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:

@@ -1,18 +1,29 @@
-"""Sends requests at their times and notes when tokens came. All times are in seconds from the start of the run."""
+"""Puts a workload on a server: sends requests at their times, and notes when tokens came.
+
+All times are in seconds from the start of the run.
+"""
 
 import asyncio
 import contextlib
 import itertools
+import math
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pagewire.bench.progress import ProgressLine
-from pagewire.bench.workload import PlannedRequest
-from pagewire.completion import Output, Usage
-from pagewire.errors import PagewireError
+from pagewire.bench.workload import PlannedRequest, Workload
+from pagewire.cli import FAILURE, INTERRUPTED, SUCCESS
+from pagewire.client import AsyncClient
+from pagewire.completion import Usage
+from pagewire.errors import CommandError, PagewireError
 from pagewire.sampling import SamplingParams
+from pagewire.server import ServerInfo
+
+MAX_SHOWN_ERRORS = 10
 
 
 class Server(Protocol):
@@ -99,16 +110,14 @@ async def run(
     sampling: SamplingParams,
     progress: ProgressLine,
     *,
-    cache_salt: str = "",
     request_id_prefix: str | None = None,
     max_concurrency: int | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
     """Sends each request at its time, though never more than `max_concurrency` at once.
 
     Cancelling it, as Ctrl-C does, loses nothing: it returns what has been measured until then.
     """
-    sender = _Sender(server, sampling, progress, cache_salt, request_id_prefix, max_concurrency, clock)
+    sender = _Sender(server, sampling, progress, request_id_prefix, max_concurrency)
     was_interrupted = False
     try:
         async with asyncio.TaskGroup() as group:
@@ -142,28 +151,29 @@ def counted(arrivals: Sequence[Arrival], num_tokens: int, ended_at: float) -> li
 
 
 class _Sender:
+    """Sends the requests of one run, and keeps their records."""
+
     def __init__(
         self,
         server: Server,
         sampling: SamplingParams,
         progress: ProgressLine,
-        cache_salt: str,
         request_id_prefix: str | None,
         max_concurrency: int | None,
-        clock: Callable[[], float],
     ) -> None:
         self._server = server
         self._sampling = sampling
         self._progress = progress
-        self._cache_salt = cache_salt
         self._request_id_prefix = request_id_prefix
         self._slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        self._clock = clock
-        self._started_at = clock()
+        # Equal seeds give equal prompts, and without a salt of its own a run would find in the cache what an earlier
+        # one has computed.
+        self._cache_salt = f"bench-{uuid.uuid4().hex}"
+        self._started_at = time.perf_counter()
         self.records: dict[int, RequestRecord] = {}
 
     def now(self) -> float:
-        return self._clock() - self._started_at
+        return time.perf_counter() - self._started_at
 
     async def send(self, index: int, request: PlannedRequest) -> None:
         async with self._slots:
@@ -172,12 +182,13 @@ class _Sender:
             record = RequestRecord(request.num_prompt_tokens, request.send_at, sent_at, sent_at, (), False)
             usage: Usage | None = None
             try:
-                async for output in self._outputs(index, request):
-                    usage = output.usage or usage
-                    num_tokens = int(output.has_text) if isinstance(output, Chunk) else len(output.token_ids)
-                    if num_tokens:
-                        arrivals.append(Arrival(self.now(), num_tokens))
-                        self._progress.tokens_came(num_tokens)
+                async with contextlib.aclosing(self._stream(index, request)) as outputs:
+                    async for output in outputs:
+                        usage = output.usage or usage
+                        num_tokens = int(output.has_text) if isinstance(output, Chunk) else len(output.token_ids)
+                        if num_tokens:
+                            arrivals.append(Arrival(self.now(), num_tokens))
+                            self._progress.tokens_came(num_tokens)
                 record = replace(record, is_finished=True)
             except PagewireError as error:
                 record = replace(record, error=f"{error.code.name}: {error}")
@@ -189,15 +200,90 @@ class _Sender:
                 self.records[index] = replace(record, ended_at=ended_at, arrivals=tuple(arrivals))
                 self._progress.request_ended()
 
-    async def _outputs(self, index: int, request: PlannedRequest) -> AsyncIterator[Output | Chunk]:
+    def _stream(self, index: int, request: PlannedRequest) -> Any:
         prefix = self._request_id_prefix
-        stream = self._server.stream(
+        return self._server.stream(
             request.text,
             replace(self._sampling, max_tokens=request.num_output_tokens, seed=request.seed),
             prompt_token_ids=request.prompt_token_ids if request.text is None else None,
             request_id=None if prefix is None else f"{prefix}{index}",
             cache_salt=self._cache_salt,
         )
-        async with contextlib.aclosing(stream) as outputs:
-            async for output in outputs:
-                yield output
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTest:
+    """A workload and how it is sent. `num_warmups` requests of it go first, unmeasured."""
+
+    name: str
+    workload: Workload
+    sampling: SamplingParams
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    request_id_prefix: str | None = None
+    shows_progress: bool = True
+
+    @property
+    def warm_up(self) -> Workload:
+        return replace(self.workload, num_prompts=self.num_warmups, request_rate=math.inf)
+
+
+async def put(load: LoadTest, client: AsyncClient) -> tuple[ServerInfo, Run]:
+    """Runs a load test, and returns the server's description and the measurements. Raises CommandError if a request
+    cannot fit the server."""
+    async with client:
+        info = await client.info()
+        check_fits(load.workload, info)
+        requests, warm_ups = (part.requests(info.vocab_size) for part in (load.workload, load.warm_up))
+        return info, await send(load, client, requests, warm_ups)
+
+
+def check_fits(workload: Workload, info: ServerInfo) -> None:
+    """Raises CommandError if some request may be longer than the server allows."""
+    if workload.max_sequence_len > info.max_model_len:
+        raise CommandError(
+            f"--random-prefix-len, --input-len and --output-len with --random-range-ratio come to up to "
+            f"{workload.max_prompt_len} + {workload.output_len.max} tokens, but max_model_len of the server is "
+            f"{info.max_model_len}: lower them"
+        )
+
+
+async def send(
+    load: LoadTest, server: Server, requests: Sequence[PlannedRequest], warm_ups: Sequence[PlannedRequest]
+) -> Run:
+    """Sends the warm-up requests, and then those that are measured."""
+    if warm_ups:
+        warmed = await _send(replace(load, name=f"{load.name} (warming up)", request_id_prefix=None), server, warm_ups)
+        if warmed.was_interrupted:
+            return Run((), 0.0, was_interrupted=True)
+    return await _send(load, server, requests)
+
+
+async def _send(load: LoadTest, server: Server, requests: Sequence[PlannedRequest]) -> Run:
+    line = ProgressLine(load.name, len(requests), sys.stderr if load.shows_progress else None)
+    measured = await run(
+        server,
+        requests,
+        load.sampling,
+        line,
+        request_id_prefix=load.request_id_prefix,
+        max_concurrency=load.max_concurrency,
+    )
+    line.close()
+    return measured
+
+
+def exit_code(measured: Run) -> int:
+    """Says on standard error which requests failed, and returns the exit code. A run in which nothing finished is a
+    failure, unless it was interrupted."""
+    errors = [record.error for record in measured.records if record.error is not None]
+    for error in errors[:MAX_SHOWN_ERRORS]:
+        print(f"a request failed: {error}", file=sys.stderr)
+    if len(errors) > MAX_SHOWN_ERRORS:
+        print(f"and {len(errors) - MAX_SHOWN_ERRORS} more failed", file=sys.stderr)
+    if measured.was_interrupted:
+        has_measured = any(record.arrivals for record in measured.records)
+        text = "the figures are those of what was measured until then" if has_measured else "nothing was measured yet"
+        print(f"interrupted: {text}", file=sys.stderr)
+        return INTERRUPTED
+    return SUCCESS if any(record.is_finished for record in measured.records) else FAILURE

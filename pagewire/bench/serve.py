@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from pagewire.bench import chart, flags, result, serving_target
-from pagewire.bench.load import LoadTest, exit_code
 from pagewire.bench.result import Measured
-from pagewire.bench.run import Run
+from pagewire.bench.run import LoadTest, Run, exit_code
 from pagewire.bench.statistics import ServingMetrics, measure
-from pagewire.bench.table import serving_table
 from pagewire.bench.workload import Workload
 from pagewire.cli import connection, number_flags
 from pagewire.options import Parser
@@ -30,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     of, measured = asyncio.run(serving_target.measure(parser, parsed, _load(parsed)))
     metrics = measure(measured, parsed.metric_percentiles, objectives)
     print(
-        serving_table(
+        result.serving_table(
             metrics,
             latencies=parsed.percentile_metrics,
             max_concurrency=parsed.max_concurrency,

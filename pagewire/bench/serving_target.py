@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from pagewire.bench import dataset
-from pagewire.bench.dataset import DatasetPrompt
-from pagewire.bench.load import LoadTest, put, send
+from pagewire.bench.dataset import DatasetPrompt, TextTokenizer
 from pagewire.bench.openai_server import CHAT_COMPLETIONS, COMPLETIONS, OpenAIServer
 from pagewire.bench.result import Measured
-from pagewire.bench.run import Run
-from pagewire.bench.text_tokenizer import TextTokenizer
-from pagewire.bench.workload import PlannedRequest
+from pagewire.bench.run import LoadTest, Run, put, send
+from pagewire.bench.workload import PlannedRequest, Workload
 from pagewire.cli import connection, number_flags
+from pagewire.client import AsyncClient
 from pagewire.common.option_limits import flag
 from pagewire.errors import CommandError
 from pagewire.options import Parser
@@ -141,7 +140,7 @@ async def measure(parser: Parser, parsed: argparse.Namespace, load: LoadTest) ->
         is_given = parsed.host is not None or parsed.port is not None
         address = f"{parsed.host or DEFAULT_HOST}:{parsed.port or connection.DEFAULT_URL.rpartition(':')[2]}"
         parsed.url = address if is_given else connection.default_url()
-    client = connection.client(parser, parsed)
+    client = connection.client(parser, parsed, AsyncClient)
     if parsed.dataset_name == "random":
         info, measured = await put(load, client)
         return Measured.pagewire(info), measured
@@ -218,31 +217,34 @@ def _texts(
 ) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
     """Returns the requests to measure, and others to warm up with. `is_raw` leaves formatting to the server."""
     total = replace(load.workload, num_prompts=load.workload.num_prompts + load.num_warmups)
-    prompts = _prompts(parsed, total.num_prompts, replace(load, workload=total), tokenizer, formatted)
+    prompts = _prompts(parsed, total, tokenizer, formatted)
     if parsed.dataset_name != "random" and not is_raw:
         prompts = [replace(prompt, text=formatted(prompt.text)) for prompt in prompts]
-    warm_up = replace(load.workload, num_prompts=load.num_warmups, request_rate=float("inf"))
     measured, rest = prompts[: load.workload.num_prompts], prompts[load.workload.num_prompts :]
-    return dataset.plan(load.workload, measured), dataset.plan(warm_up, rest)
+    return dataset.plan(load.workload, measured), dataset.plan(load.warm_up, rest)
 
 
 def _prompts(
     parsed: argparse.Namespace,
-    num_prompts: int,
-    load: LoadTest,
+    workload: Workload,
     tokenizer: TextTokenizer | None,
     formatted: Callable[[str], str],
 ) -> list[DatasetPrompt]:
     if parsed.dataset_name == "custom":
-        flags: dict[str, Any] = {"shuffles": not parsed.disable_shuffle, "repeats": not parsed.no_oversample}
-        output_len = parsed.custom_output_len
-        return dataset.custom_prompts(parsed.dataset_path, num_prompts, output_len, parsed.seed, **flags)
+        return dataset.custom_prompts(
+            parsed.dataset_path,
+            workload.num_prompts,
+            parsed.custom_output_len,
+            parsed.seed,
+            shuffles=not parsed.disable_shuffle,
+            repeats=not parsed.no_oversample,
+        )
     assert tokenizer is not None, "only prompts of a file do without"
     if parsed.dataset_name == "random":
-        return dataset.random_prompts(load.workload, tokenizer)
+        return dataset.random_prompts(workload, tokenizer)
     lengths = (parsed.sonnet_input_len, parsed.sonnet_output_len, parsed.sonnet_prefix_len)
     sonnet = dataset.Sonnet(dataset.read_poem(parsed.dataset_path), *lengths)
-    return sonnet.prompts(num_prompts, tokenizer, formatted, parsed.seed)
+    return sonnet.prompts(workload.num_prompts, tokenizer, formatted, parsed.seed)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagewire.bench import chart, flags, result, target
-from pagewire.bench.load import LoadTest, exit_code, put
-from pagewire.bench.run import Run
+from pagewire.bench.run import LoadTest, Run, exit_code, put
 from pagewire.bench.statistics import ServingMetrics, measure
 from pagewire.bench.workload import Workload
 from pagewire.cli import number_flags

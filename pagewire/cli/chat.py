@@ -1,14 +1,13 @@
 """`pagewire chat` holds a conversation on the terminal."""
 
-import asyncio
 import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
 
-from pagewire.cli import complete, connection, sampling_flags
+from pagewire.cli import connection, request, sampling_flags
 from pagewire.cli.chat_terminal import ChatTerminal, history_path
-from pagewire.client import AsyncClient
+from pagewire.client import Client
 from pagewire.compatibility import suggestion
 from pagewire.completion import Completion
 from pagewire.conversation import Session, template_of
@@ -90,25 +89,20 @@ def main(arguments: Sequence[str]) -> int:
     connection.add_flags(parser)
     sampling_flags.add_flags(parser)
     parsed = parser.parse_args(arguments)
-    client = connection.client(parser, parsed)
-    with asyncio.Runner() as runner:
-        try:
-            info = runner.run(client.info())
-            template = template_of(info, parsed.chat_template)
-            conversation = Conversation(template, parsed.system, info.special_tokens)
-            sampling = sampling_flags.sampling(parsed)
-            if parsed.quick is not None:
-                prompt = conversation.ask(parsed.quick)
-                printer = complete.SamplePrinter(1, sys.stdout)
-                stream = complete.stream(client, prompt, sampling, printer, session=Session(will_return=False))
-                completion = runner.run(stream)
-                if parsed.stats:
-                    tell(complete.statistics(completion))
-            else:
-                terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
-                Chat(client, runner, conversation, sampling, info, terminal, with_statistics=parsed.stats).run()
-        finally:
-            runner.run(client.aclose())
+    with connection.client(parser, parsed, Client) as client:
+        info = client.info()
+        template = template_of(info, parsed.chat_template)
+        conversation = Conversation(template, parsed.system, info.special_tokens)
+        sampling = sampling_flags.sampling(parsed)
+        if parsed.quick is not None:
+            prompt = conversation.ask(parsed.quick)
+            printer = request.SamplePrinter(1, sys.stdout)
+            completion = request.stream(client, prompt, sampling, printer, session=Session(will_return=False))
+            if parsed.stats:
+                tell(request.statistics(completion))
+        else:
+            terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
+            Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats).run()
     return 0
 
 
@@ -118,15 +112,11 @@ def tell(text: str) -> None:
 
 
 class Chat:
-    """Answers messages and carries out commands until the input ends.
-
-    Answers come in the runner's event loop, where Ctrl-C breaks nothing; see `complete.stream`.
-    """
+    """Answers messages and carries out commands until the input ends."""
 
     def __init__(
         self,
-        client: AsyncClient,
-        runner: asyncio.Runner,
+        client: Client,
         conversation: Conversation,
         sampling: SamplingParams,
         info: ServerInfo,
@@ -135,7 +125,6 @@ class Chat:
         with_statistics: bool,
     ) -> None:
         self._client = client
-        self._runner = runner
         self._conversation = conversation
         self._sampling = sampling
         self._info = info
@@ -207,13 +196,11 @@ class Chat:
     def _stream(self, message: str) -> None:
         """Streams an answer to standard output and keeps it. Of an answer that is interrupted, it keeps the part that
         came."""
-        printer = complete.SamplePrinter(1, sys.stdout)
+        printer = request.SamplePrinter(1, sys.stdout)
         prompt = self._conversation.ask(message)
         session = Session(self._conversation.session_id, will_return=True)
         try:
-            completion = self._runner.run(
-                complete.stream(self._client, prompt, self._sampling, printer, session=session)
-            )
+            completion = request.stream(self._client, prompt, self._sampling, printer, session=session)
         except KeyboardInterrupt:
             tell("\n(stopped)")
             if printer.text:
@@ -221,7 +208,7 @@ class Chat:
             return
         self._conversation.add(message, completion.outputs[0].text)
         if self._with_statistics:
-            tell(complete.statistics(completion))
+            tell(request.statistics(completion))
         self._tell_if_full(completion)
 
     def _tell_if_full(self, completion: Completion) -> None:

@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pagewire.common import __version__
@@ -25,6 +25,7 @@ class Verb:
 
 
 _SERVICES = "pagewire.cli.services"
+_REQUEST = "pagewire.cli.request"
 VERBS = {
     "serve": Verb(_SERVICES, "serve", "serve a model: a scheduler and its worker on this machine", "serve"),
     "worker": Verb(_SERVICES, "worker", "run only a worker, for a scheduler elsewhere", "worker"),
@@ -32,20 +33,29 @@ VERBS = {
     "frontend": Verb(
         _SERVICES, "frontend", "run only a front end (tokenizing, streaming), for a scheduler elsewhere", "scheduler"
     ),
-    "complete": Verb("pagewire.cli.complete", "main", "complete a text"),
+    "complete": Verb(_REQUEST, "complete", "complete a text"),
     "chat": Verb("pagewire.cli.chat", "main", "chat with the model"),
-    "submit": Verb(
-        "pagewire.cli.detached", "submit", "queue a request that runs without a connection, and print its id"
-    ),
-    "attach": Verb("pagewire.cli.detached", "attach", "stream the output of a submitted request, from any token on"),
-    "result": Verb("pagewire.cli.detached", "result", "show the output of a submitted request so far"),
+    "submit": Verb(_REQUEST, "submit", "queue a request that runs without a connection, and print its id"),
+    "attach": Verb(_REQUEST, "attach", "stream the output of a submitted request, from any token on"),
+    "result": Verb(_REQUEST, "result", "show the output of a submitted request so far"),
     "status": Verb("pagewire.cli.status", "main", "show what a server is doing"),
-    "bench": Verb("pagewire.bench.command", "main", "measure throughput, latency or a running server", "bench"),
+    "bench": Verb("pagewire.cli.command", "bench", "measure throughput, latency or a running server", "bench"),
     "replay": Verb("pagewire.cli.replay", "main", "run a recording of a scheduler again and check it"),
     "simulate": Verb(
         "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
     ),
     "demo": Verb("pagewire.cli.demo", "main", "serve the bundled model, stream one completion, and end"),
+}
+BENCHES = {
+    "throughput": Verb("pagewire.bench.throughput", "main", "many requests at once: tokens per second"),
+    "latency": Verb(
+        "pagewire.bench.latency", "main", "one request at a time: how long it takes, and where the time goes"
+    ),
+    "serve": Verb(
+        "pagewire.bench.serve",
+        "main",
+        "requests that arrive over time at a running server: TTFT, TPOT, ITL, goodput",
+    ),
 }
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # Of gRPC 1.85: reads and writes by the thread that polls, not by a pool of threads that hand every message on.
@@ -59,19 +69,32 @@ NUM_DESCRIPTORS = 65_536
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 1 for an error, 2 for a wrong usage, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage(), file=sys.stdout if arguments else sys.stderr)
-        return SUCCESS if arguments else USAGE
-    name, *rest = arguments
-    if name == "--version":
+    if arguments[:1] == ["--version"]:
         print(f"pagewire {__version__}")
         return SUCCESS
-    if name not in VERBS:
+    return choose("pagewire", VERBS, arguments, run)
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Runs the benchmark that the first argument names."""
+    return choose("pagewire bench", BENCHES, arguments, lambda verb, rest: _load(verb)(rest))
+
+
+def choose(
+    program: str, verbs: Mapping[str, Verb], arguments: Sequence[str], perform: Callable[[Verb, Sequence[str]], int]
+) -> int:
+    """Performs the verb that the first argument names, or says which there are."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage(program, verbs), file=sys.stdout if arguments else sys.stderr)
+        return SUCCESS if arguments else USAGE
+    name, *rest = arguments
+    if name not in verbs:
         from pagewire.compatibility import suggestion
 
-        print(f"pagewire: error: unknown verb {name!r}{suggestion(name, VERBS)}\n{usage()}", file=sys.stderr)
+        text = f"{program}: error: unknown verb {name!r}{suggestion(name, verbs)}\n{usage(program, verbs)}"
+        print(text, file=sys.stderr)
         return USAGE
-    return run(VERBS[name], rest)
+    return perform(verbs[name], rest)
 
 
 def run(verb: Verb, arguments: Sequence[str]) -> int:
@@ -125,7 +148,7 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
     from pagewire.hosting.printable import printable_lines
 
     try:
-        function = getattr(importlib.import_module(verb.module), verb.function)
+        function = _load(verb)
         with _interrupts(verb):
             return function(arguments)
     except PagewireError as error:
@@ -154,7 +177,12 @@ def _interrupts(verb: Verb) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def usage() -> str:
-    width = max(map(len, VERBS))
-    lines = [f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items()]
-    return "\n".join(["usage: pagewire VERB ... (pagewire VERB --help tells more)", "", *lines])
+def _load(verb: Verb) -> Callable[[Sequence[str]], int]:
+    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(verb.module), verb.function)
+    return function
+
+
+def usage(program: str, verbs: Mapping[str, Verb]) -> str:
+    width = max(map(len, verbs))
+    lines = [f"  {name:<{width}}  {verb.help}" for name, verb in verbs.items()]
+    return "\n".join([f"usage: {program} VERB ... ({program} VERB --help tells more)", "", *lines])

@@ -1,15 +1,13 @@
 """The flags that say which server a verb talks to, and the client for that server."""
 
 import argparse
-import asyncio
 import os
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pagewire.client import AsyncClient
+from pagewire.client import AsyncClient, Client
 from pagewire.options import Parser
 
-Result = TypeVar("Result")
+AnyClient = TypeVar("AnyClient", AsyncClient, Client)
 
 DEFAULT_URL = "127.0.0.1:50051"
 URL_VARIABLE = "PAGEWIRE_URL"
@@ -38,20 +36,10 @@ def default_url() -> str:
     return os.environ.get(URL_VARIABLE) or DEFAULT_URL
 
 
-def client(parser: Parser, arguments: argparse.Namespace) -> AsyncClient:
-    """Returns a client as the flags say. Ends the command for flags that cannot be."""
+def client(parser: Parser, arguments: argparse.Namespace, kind: type[AnyClient]) -> AnyClient:
+    """Returns a client of this kind as the flags say. Ends the command for flags that cannot be."""
     tls = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
     try:
-        return AsyncClient(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)
+        return kind(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-
-
-def run(client: AsyncClient, call: Coroutine[Any, Any, Result]) -> Result:
-    """Makes a call of the client in an event loop of its own, and closes the client."""
-
-    async def run_and_close() -> Result:
-        async with client:
-            return await call
-
-    return asyncio.run(run_and_close())

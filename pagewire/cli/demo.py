@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagewire.cli import complete, connection
-from pagewire.client import AsyncClient
+from pagewire.cli import request
+from pagewire.client import Client
 from pagewire.hosting import local_server
 from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
@@ -35,9 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parsed = parser.parse_args(own)
     sampling = SamplingParams(temperature=0.0, max_tokens=parsed.max_tokens)
-    with local_server.serving(parsed.model, serve_flags) as url:
-        client = AsyncClient(url)
+    with local_server.serving(parsed.model, serve_flags) as url, Client(url) as client:
         sys.stdout.write(parsed.prompt)
-        told = complete.stream(client, parsed.prompt, sampling, complete.SamplePrinter(1, sys.stdout))
-        print(complete.statistics(connection.run(client, told)), flush=True)
+        told = request.stream(client, parsed.prompt, sampling, request.SamplePrinter(1, sys.stdout))
+        print(request.statistics(told), flush=True)
     return 0

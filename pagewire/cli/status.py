@@ -1,19 +1,20 @@
 """`pagewire status` shows what a server is doing, why a request waits, and where the blocks are."""
 
-import asyncio
 import contextlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from typing import NoReturn
 
 import grpc
 
 from pagewire.cli import connection
 from pagewire.cli.block_view import BlockView
-from pagewire.client import AsyncClient
+from pagewire.client import Client
 from pagewire.common.memory_size import describe_memory
 from pagewire.common.strict_json import to_json
 from pagewire.errors import PagewireError, Unavailable
@@ -43,10 +44,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     connection.add_flags(parser)
     parsed = parser.parse_args(arguments)
-    view = _View(connection.client(parser, parsed), parsed.request, parsed.tenant, with_map=parsed.watch)
-    with _screen() if parsed.watch and not parsed.json and sys.stdout.isatty() else contextlib.nullcontext():
-        connection.run(view.client, _watch(view, parsed.json) if parsed.watch else _print(view, parsed.json))
-    return 0
+    with connection.client(parser, parsed, Client) as client:
+        view = _View(client, parsed.request, parsed.tenant, with_map=parsed.watch)
+        if not parsed.watch:
+            print(view.text(parsed.json), flush=True)
+            return 0
+        with _screen() if not parsed.json and sys.stdout.isatty() else contextlib.nullcontext():
+            _watch(view, parsed.json)
 
 
 @contextlib.contextmanager
@@ -59,18 +63,14 @@ def _screen() -> Iterator[None]:
         print(LEAVE_SCREEN, end="", flush=True)
 
 
-async def _print(view: "_View", as_json: bool) -> None:
-    print(await view.text(as_json), flush=True)
-
-
-async def _watch(view: "_View", as_json: bool) -> None:
+def _watch(view: "_View", as_json: bool) -> NoReturn:
     while True:
         try:
-            text = await view.text(as_json)
+            text = view.text(as_json)
         except Unavailable as error:
             text = f"{datetime.now():%H:%M:%S} {printable(str(error))}"
         print(text if as_json or not sys.stdout.isatty() else _frame(text), flush=True)
-        await asyncio.sleep(WATCH_INTERVAL_S)
+        time.sleep(WATCH_INTERVAL_S)
 
 
 def _frame(text: str) -> str:
@@ -82,33 +82,33 @@ def _frame(text: str) -> str:
 class _View:
     """Shows a server, or one request."""
 
-    def __init__(self, client: AsyncClient, request_id: str | None, tenant: str, *, with_map: bool) -> None:
-        self.client = client
+    def __init__(self, client: Client, request_id: str | None, tenant: str, *, with_map: bool) -> None:
+        self._client = client
         self._request_id = request_id
         self._tenant = tenant
         self._with_map = with_map
         self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self._blocks = BlockView(colour=self._colour)
 
-    async def text(self, as_json: bool) -> str:
+    def text(self, as_json: bool) -> str:
         if self._request_id is not None:
-            report = await self.client.get_request(self._request_id, tenant=self._tenant)
+            report = self._client.get_request(self._request_id, tenant=self._tenant)
             return to_json(asdict(report)) if as_json else report_table(report, colour=self._colour)
-        info, loads = await asyncio.gather(self.client.info(), self._loads())
+        info, loads = self._client.info(), self._loads()
         if as_json:
             return to_json({"info": asdict(info), "loads": None if loads is None else asdict(loads)})
         described = table(info, loads, colour=self._colour)
         if not self._with_map:
             return described
-        blocks = await self.client.blocks()
+        blocks = self._client.blocks()
         size = shutil.get_terminal_size()
         num_lines = max(MIN_MAP_LINES, size.lines - described.count("\n") - LEGEND_LINES)
         return f"{described}\n\n{self._blocks.draw(blocks, size.columns, num_lines)}"
 
-    async def _loads(self) -> Loads | None:
+    def _loads(self) -> Loads | None:
         """Returns the loads, or None where only operators may see them."""
         try:
-            return await self.client.loads()
+            return self._client.loads()
         except PagewireError as error:
             if error.code is not grpc.StatusCode.PERMISSION_DENIED:
                 raise

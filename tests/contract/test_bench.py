@@ -20,15 +20,13 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from pagewire.bench import server_times
 from pagewire.bench.chart import draw_latencies
 from pagewire.bench.flags import percents
-from pagewire.bench.profile import profile, report
+from pagewire.bench.profile import ServerTimes, Total, parse_times, profile, read_times, report
 from pagewire.bench.progress import ProgressLine
+from pagewire.bench.result import serving_table
 from pagewire.bench.run import Arrival, RequestRecord, Run, run
-from pagewire.bench.server_times import ServerTimes, Total
 from pagewire.bench.statistics import measure, peak_concurrency, percentile, summarize, tokens_by_second
-from pagewire.bench.table import serving_table
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload, arrival_times
 from pagewire.cli.command import main
 from pagewire.errors import CommandError, ResourceExhausted
@@ -199,9 +197,9 @@ def test_profile_by_hand() -> None:
 
 def test_metrics_of_something_else() -> None:
     with pytest.raises(ValueError, match="no Pagewire scheduler"):
-        server_times.parse("# TYPE up gauge\nup 1\n")
+        parse_times("# TYPE up gauge\nup 1\n")
     with pytest.raises(CommandError, match=r"cannot read the metrics at http://127\.0\.0\.1:1/metrics"):
-        server_times.read("http://127.0.0.1:1/metrics")
+        read_times("http://127.0.0.1:1/metrics")
 
 
 class Terminal(io.StringIO):

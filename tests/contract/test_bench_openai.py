@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.bench import dataset
+from pagewire.bench.dataset import TextTokenizer
 from pagewire.bench.run import Arrival, counted
-from pagewire.bench.text_tokenizer import TextTokenizer
 from pagewire.cli.command import main
 from pagewire.errors import CommandError
 from tests.contract import openai_stub

@@ -14,10 +14,9 @@ from typing import Any
 import grpc
 import pytest
 
-from pagewire.bench.command import VERBS as BENCHES
 from pagewire.cli.chat import Conversation
-from pagewire.cli.command import VERBS, main
-from pagewire.cli.complete import SamplePrinter
+from pagewire.cli.command import BENCHES, VERBS, main
+from pagewire.cli.request import SamplePrinter
 from pagewire.errors import CommandError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.wire import decode_output

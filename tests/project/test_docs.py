@@ -16,8 +16,7 @@ import pytest
 
 from docs.reference import FOLDER, PAGES, by_hand
 from pagewire import options
-from pagewire.bench.command import VERBS as BENCH_VERBS
-from pagewire.cli.command import VERBS
+from pagewire.cli.command import BENCHES, VERBS
 from tests.project.documents import DOCUMENTS, ROOT, TRACKED, read
 from tests.project.exported_metrics import NAME as METRIC
 from tests.project.exported_metrics import exported
@@ -207,7 +206,7 @@ def test_verbs_in_the_text_exist() -> None:
         for span in spans(path):
             if match := re.match(r"pagewire ([a-z]+)(?: ([a-z]+))?", span):
                 is_of_bench = match[1] == "bench" and match[2]
-                if match[1] not in VERBS or (is_of_bench and match[2] not in BENCH_VERBS):
+                if match[1] not in VERBS or (is_of_bench and match[2] not in BENCHES):
                     yield span
 
     assert offenders(unknown) == []
@@ -218,7 +217,7 @@ def test_verbs_in_the_text_exist() -> None:
 
 @cache
 def our_flags() -> set[str]:
-    verbs = [[verb] for verb in VERBS if verb != "bench"] + [["bench", verb] for verb in BENCH_VERBS]
+    verbs = [[verb] for verb in VERBS if verb != "bench"] + [["bench", verb] for verb in BENCHES]
     found = {"--version"}
     for verb in verbs:
         command = [sys.executable, "-m", "pagewire", *verb, "--help"]

@@ -1,4 +1,4 @@
-"""`pagewire complete` prints one completion as it comes, and its statistics on standard error."""
+"""The verbs of a request: `pagewire complete`, and `submit`, `attach` and `result` for one that outlives its client."""
 
 import argparse
 import contextlib
@@ -9,30 +9,29 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from pagewire.cli import connection, number_flags, sampling_flags
-from pagewire.client import AsyncClient
+from pagewire.client import Client
 from pagewire.common.strict_json import to_json
-from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output
+from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output, Result
 from pagewire.conversation import Session
 from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = _parser()
+def complete(arguments: Sequence[str]) -> int:
+    """Prints one completion as it comes, and its statistics on standard error."""
+    parser = _complete_parser()
     parsed = parser.parse_args(arguments)
     request = request_arguments(parser, parsed) | {"timeout": parsed.timeout}
-    client = connection.client(parser, parsed)
-    printer = None if parsed.json else SamplePrinter(request["sampling"].n or 1, sys.stdout)
-    call = client.complete(**request) if printer is None else stream(client, printer=printer, **request)
-    completion = connection.run(client, call)
-    if parsed.json:
-        print(to_json(describe(completion)), flush=True)
-    else:
-        print(statistics(completion), file=sys.stderr)
+    with connection.client(parser, parsed, Client) as client:
+        if parsed.json:
+            print(to_json(describe(client.complete(**request))), flush=True)
+        else:
+            printer = SamplePrinter(request["sampling"].n or 1, sys.stdout)
+            print(statistics(stream(client, printer=printer, **request)), file=sys.stderr)
     return 0
 
 
-def _parser() -> Parser:
+def _complete_parser() -> Parser:
     parser = Parser(
         prog="pagewire complete",
         usage="pagewire complete TEXT [flags]",
@@ -83,7 +82,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 
 
 def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of a request, as `AsyncClient` takes them, from these flags."""
+    """Returns the arguments of a request, as `Client` takes them, from these flags."""
     if (parsed.text is None) == (parsed.prompt_token_ids is None):
         parser.error("give either a text (or - for standard input) or --prompt-token-ids")
     text = sys.stdin.read() if parsed.text == "-" else parsed.text
@@ -93,17 +92,13 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
     return request | {"prompt": text, "sampling": sampling_flags.sampling(parsed), "session": session}
 
 
-async def stream(
-    client: AsyncClient, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
+def stream(
+    client: Client, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
 ) -> Completion:
-    """Prints the output of a request as it comes, and returns the whole of it.
-
-    It runs in an event loop, where Ctrl-C cancels its task at an `await`. In a call that blocks, the exception can come
-    while gRPC's own code holds a lock, after which its channel stands still.
-    """
+    """Prints the output of a request as it comes, and returns the whole of it. Ctrl-C ends the request."""
     builder = CompletionBuilder(sampling.n or 1, time.monotonic())
-    async with contextlib.aclosing(client.stream(prompt, sampling, **request)) as outputs:
-        async for output in outputs:
+    with contextlib.closing(client.stream(prompt, sampling, **request)) as outputs:
+        for output in outputs:
             builder.add(output, time.monotonic())
             printer.add(output)
     return builder.finish(time.monotonic())
@@ -179,3 +174,79 @@ def _describe_output(output: CompletionOutput) -> dict[str, Any]:
     if output.cumulative_logprob is not None:
         described["cumulative_logprob"] = output.cumulative_logprob
     return described
+
+
+def submit(arguments: Sequence[str]) -> int:
+    """Queues a request that runs without a connection, and prints its id."""
+    parser = Parser(
+        prog="pagewire submit",
+        usage="pagewire submit TEXT [flags]",
+        description="Queue a request that runs without a connection, and print its id (see attach and result).",
+    )
+    add_request_flags(parser)
+    parsed = parser.parse_args(arguments)
+    request = request_arguments(parser, parsed)
+    with connection.client(parser, parsed, Client) as client:
+        print(client.submit(**request), flush=True)
+    return 0
+
+
+def attach(arguments: Sequence[str]) -> int:
+    """Streams the output of a submitted request."""
+    description = "Stream the output of a submitted request. Ctrl-C leaves it running. A broken connection is retried."
+    parser = _submitted_parser("attach", description)
+    parser.add_argument(
+        "--from-token", type=int, default=0, metavar="INT", help="start at this token of the output (default: 0)"
+    )
+    parsed = parser.parse_args(arguments)
+    if parsed.from_token < 0:
+        parser.error(f"--from-token is {parsed.from_token}, but must be at least 0")
+    with connection.client(parser, parsed, Client) as client:
+        num_samples = len(client.result(parsed.request_id, tenant=parsed.tenant).outputs)
+        printer = SamplePrinter(num_samples, sys.stdout)
+        for output in client.attach(parsed.request_id, tenant=parsed.tenant, from_token=parsed.from_token):
+            printer.add(output)
+    return 0
+
+
+def result(arguments: Sequence[str]) -> int:
+    """Shows the state of a submitted request and its output so far."""
+    parser = _submitted_parser("result", "Show the state of a submitted request and its output so far.")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of the text")
+    parsed = parser.parse_args(arguments)
+    with connection.client(parser, parsed, Client) as client:
+        found = client.result(parsed.request_id, tenant=parsed.tenant)
+    if parsed.json:
+        print(to_json(describe_result(found)), flush=True)
+    else:
+        _print_result(found)
+    if found.error is not None:
+        raise found.error
+    return 0
+
+
+def describe_result(found: Result) -> dict[str, Any]:
+    """Returns the object that `--json` prints."""
+    described = asdict(found)
+    for output in described["outputs"]:
+        del output["request_id"], output["first_token"]
+    if found.error is not None:
+        described["error"] = {"code": found.error.code.name, "message": str(found.error)}
+    return described
+
+
+def _submitted_parser(verb: str, description: str) -> Parser:
+    parser = Parser(prog=f"pagewire {verb}", description=description)
+    parser.add_argument("request_id", metavar="ID", help="the id that `pagewire submit` printed")
+    parser.add_argument("--tenant", default="", help="tenant that the request belongs to")
+    connection.add_flags(parser)
+    return parser
+
+
+def _print_result(found: Result) -> None:
+    for output in found.outputs:
+        if len(found.outputs) > 1:
+            print(f"--- sample {output.index} ---")
+        print(output.text, flush=True)
+    num_tokens = sum(len(output.token_ids) for output in found.outputs)
+    print(f"{found.state}, {num_tokens} completion tokens", file=sys.stderr)
