@@ -2,20 +2,19 @@
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import secrets
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pagewire import installation, options
 from pagewire.cli.command import VERBS
-from pagewire.cli.option_groups import GROUPS
 from pagewire.common import garbage_collection
 from pagewire.common.gguf import is_gguf
 from pagewire.common.process import (
@@ -46,6 +45,104 @@ log = logging.getLogger(__name__)
 GatewayFactory = Callable[[str], Supervisor]
 
 LOOPBACK = "127.0.0.1"
+# Under which titles `--help` shows the options, and in which order: what matters first stands first.
+# tests/contract/test_options.py sees that every option stands in one group.
+MOST_USED = "most used"
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    MOST_USED: (
+        "worker",
+        "scheduler",
+        "host",
+        "port",
+        "socket",
+        "gateway",
+        "gateway_port",
+        "device",
+        "dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "kv_cache_memory",
+        "swap_space",
+    ),
+    "model": ("model", "revision", "served_model_name", "load_format", "quantization"),
+    "memory and KV cache": (
+        "gpu_memory_utilization",
+        "kv_cache_dtype",
+        "block_size",
+        "num_device_blocks",
+        "num_host_blocks",
+        "enable_prefix_caching",
+        "max_retention_seconds",
+        "preemption",
+        "watermark",
+    ),
+    "scheduling": (
+        "policy",
+        "max_wait",
+        "retention",
+        "max_num_batched_tokens",
+        "max_decode_slowdown",
+        "pipeline_depth",
+    ),
+    "computing": (
+        "num_threads",
+        "cpu_products",
+        "attention_backend",
+        "max_graph_batch_size",
+        "max_graph_tokens",
+        "tensor_parallel_size",
+        "tensor_parallel_rank",
+        "tensor_parallel_address",
+    ),
+    "queues and timeouts": (
+        "max_waiting_requests",
+        "max_waiting_tokens",
+        "max_tenant_waiting_requests",
+        "max_prompt_bytes",
+        "max_waiting_text_bytes",
+        "worker_timeout",
+        "worker_grace",
+        "drain_timeout",
+        "detached_retention",
+        "max_detached_bytes",
+        "max_kv_event_bytes",
+    ),
+    "gateway": ("gateway_host", "gateway_metrics_port"),
+    "tenants and TLS": (
+        "tenants",
+        "scheduler_api_key_file",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "tls_client_names",
+        "link_secret_file",
+        "worker_tls_ca",
+        "worker_tls_cert",
+        "worker_tls_key",
+        "worker_tls_name",
+        "worker_http_proxy",
+        "scheduler_tls_ca",
+        "scheduler_tls_cert",
+        "scheduler_tls_key",
+        "scheduler_tls_name",
+        "scheduler_http_proxy",
+    ),
+    "logs, metrics, traces and health": (
+        "log_level",
+        "log_format",
+        "log_requests",
+        "termination_log",
+        "metrics_host",
+        "metrics_port",
+        "otlp_traces_endpoint",
+        "health_host",
+        "health_port",
+        "record",
+        "profile",
+        "profile_dir",
+    ),
+}
 # `serve` connects the two by itself, over sockets that no other user can reach: these have no meaning there.
 LINK_OPTIONS = (
     "worker",
@@ -83,11 +180,8 @@ def serve(arguments: Sequence[str]) -> int:
     if gateway_config.gateway:
         _check_gateway(parser, gateway_config, scheduler_config)
     log_config = _start_logging(known, resolved)
-    try:
+    with _ending():
         gateway_config.check_ports()
-    except OSError as error:
-        log.critical("%s", error)
-        return 1
     found = _locate("serve", resolved, with_weights=True)
     has_tokenizer = is_gguf(Path(found.directory)) or (Path(found.directory) / "tokenizer.json").is_file()
     if gateway_config.gateway and not has_tokenizer:
@@ -96,10 +190,8 @@ def serve(arguments: Sequence[str]) -> int:
     ranks = [_at(rank, found) for rank in ranks]
     from worker_service.startup.preflight import check_worker
 
-    try:
+    with _ending():
         check_worker(ranks[0], num_local_ranks=len(ranks))
-    except ValueError as error:
-        return _refuse(str(error))
     if gateway_config.gateway:
         log.warning("through the gateway, min_tokens does not hold against stop: a stop text before it cuts the text")
     inherited = options.options_of(WorkerConfig, ModelSourceConfig, logs.LogConfig)
@@ -201,18 +293,14 @@ def worker(arguments: Sequence[str]) -> int:
     if config.tensor_parallel_size > 1 and config.tensor_parallel_address is None:
         from pagewire.hosting import worker_ranks
 
-        return worker_ranks.serve(config, arguments, _refuse)
+        with _ending():
+            return worker_ranks.serve(config, arguments, _refuse)
     from worker_service import server
 
     freed_memory.share_small()
     garbage_collection.keep_short()
-    try:
+    with _ending():
         return server.serve(config, _refuse)
-    except ValueError as error:
-        return _refuse(str(error))
-    except OSError as error:
-        log.critical("%s", error)
-        return 1
 
 
 def _spare_memory() -> None:
@@ -220,6 +308,19 @@ def _spare_memory() -> None:
     freed_memory.give_back_large()
     freed_memory.share_small()
     garbage_collection.keep_short()
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[None]:
+    """Ends the process for a ValueError, which says why it will never be able to start, and for an OSError, after which
+    another try may help."""
+    try:
+        yield
+    except ValueError as error:
+        raise SystemExit(_refuse(str(error))) from error
+    except OSError as error:
+        log.critical("%s", error)
+        raise SystemExit(1) from error
 
 
 def _refuse(reason: str) -> int:
@@ -326,7 +427,7 @@ async def _run(
     """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
     _spare_memory()
     stop, stop_now = stops()
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(directory)
         except OSError as error:

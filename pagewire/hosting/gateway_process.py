@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,8 @@ _TIMEOUT = 5.0
 # smg reads a stop text in a time that grows with the square of its length, half a minute for 100,000 characters, on one
 # of these threads. By default there is one for each core, so that two such requests would stop everybody else's.
 _NUM_THREADS = 64
+# No proxy: the gateway is on this machine.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def main(arguments: list[str]) -> None:
@@ -47,25 +50,22 @@ def _announce(url: str) -> None:
 def _is_ready(url: str) -> bool:
     """Whether the gateway has a scheduler and its tokenizer, which it loads last."""
     try:
-        _fetch(url, "GET", "/readiness")
-        models = json.loads(_fetch(url, "GET", "/v1/models"))["data"]
-        _fetch(url, "POST", "/v1/tokenize", {"model": models[0]["id"], "prompt": "a"})
+        _fetch(url, "/readiness")
+        models = json.loads(_fetch(url, "/v1/models"))["data"]
+        _fetch(url, "/v1/tokenize", {"model": models[0]["id"], "prompt": "a"})
     except (OSError, http.client.HTTPException, LookupError, ValueError):
         return False
     return True
 
 
-def _fetch(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """Fetch the body of an answer. Raises OSError, HTTPException, and LookupError for what is no success."""
-    connection = http.client.HTTPConnection(reachable(urlsplit(url).netloc), timeout=_TIMEOUT)
-    try:
-        connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise LookupError(path)
-        return response.read()
-    finally:
-        connection.close()
+def _fetch(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    """Fetch the body of an answer. Raises OSError, for what is no success too, and HTTPException."""
+    content = None if body is None else json.dumps(body).encode()
+    address = f"http://{reachable(urlsplit(url).netloc)}{path}"
+    request = urllib.request.Request(address, content, {"Content-Type": "application/json"})
+    with _OPENER.open(request, timeout=_TIMEOUT) as response:
+        answer: bytes = response.read()
+        return answer
 
 
 if __name__ == "__main__":

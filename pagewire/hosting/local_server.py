@@ -1,6 +1,5 @@
 """Runs a `pagewire serve` for this process: both services on loopback, until a block of code or the process ends."""
 
-import codecs
 import os
 import re
 import selectors
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -26,7 +24,7 @@ STOP_TIMEOUT_S = 45.0
 SEPARATOR = "--"
 _FLUSH_TIMEOUT_S = 2.0  # for the server's last lines to be read
 # Of what the server has written on standard error, to say why it ended.
-MAX_TAIL_CHARS = 4096
+MAX_TAIL_BYTES = 4096
 # What stands before the message in a log line, and in an error of the command.
 _LINE_PREFIX = re.compile(r"^(\S+ \S+ (WARNING|ERROR|CRITICAL) [\w.]+: |pagewire( \w+)?: error: )")
 
@@ -51,7 +49,7 @@ class LocalServer:
         self._command = python_command("pagewire", "serve", model, *SERVE_FLAGS, *flags)
         self.owner = os.getpid()
         self._url: Future[str] = Future()
-        self._tail: deque[str] = deque(maxlen=MAX_TAIL_CHARS)
+        self._tail = b""
         self._errors = QueuedWriter(stream_writer(lambda: sys.stderr), _dropped_notice)
         self._process: subprocess.Popen[bytes] | None = None
         self._launched = threading.Event()
@@ -78,7 +76,7 @@ class LocalServer:
     @property
     def reason(self) -> str:
         """The last line that the server wrote to standard error, without the time and the level before the message."""
-        lines = "".join(self._tail).strip().splitlines()
+        lines = self._tail.decode(errors="replace").strip().splitlines()
         return _LINE_PREFIX.sub("", lines[-1].strip()) if lines else ""
 
     @property
@@ -133,7 +131,6 @@ class LocalServer:
         assert process.stdout is not None
         assert process.stderr is not None
         said, output = "", ChildOutput()
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             selector.register(process.stderr, selectors.EVENT_READ)
@@ -143,7 +140,7 @@ class LocalServer:
                     if not data:
                         selector.unregister(key.fileobj)
                     elif key.fileobj is process.stderr:
-                        self._tail.extend(decoder.decode(data))
+                        self._tail = (self._tail + data)[-MAX_TAIL_BYTES:]
                         self._errors.put(data)
                     else:
                         for line in output.add(data):

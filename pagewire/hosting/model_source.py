@@ -85,21 +85,22 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
     MODEL that cannot be served.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    is_directory = path.is_dir()
+    if is_directory or is_gguf(path):
         if revision is not None:
-            raise ModelSourceError(f"--revision {revision} is for Hugging Face models, but {model} is a directory")
-        check_directory(path, with_weights=with_weights)
-        return LocatedModel(str(path))
-    if is_gguf(path):
-        if revision is not None:
-            raise ModelSourceError(f"--revision {revision} is for Hugging Face models, but {model} is a GGUF file")
+            kind = "directory" if is_directory else "GGUF file"
+            raise ModelSourceError(f"--revision {revision} is for Hugging Face models, but {model} is a {kind}")
+        if is_directory:
+            check_directory(path, with_weights=with_weights)
         return LocatedModel(str(path))
     if path.exists():
         raise ModelSourceError(_file_refusal(path))
     if _is_gguf_name(model):
-        raise ModelSourceError(_missing_file(path))
+        beside = [entry.name for entry in path.parent.glob("*") if _is_gguf_name(entry.name)]
+        raise ModelSourceError(f"there is no file {path}{_near(path, beside)}")
     if not _is_hub_id(model):
-        raise ModelSourceError(_path_refusal(path))
+        beside = [entry.name for entry in path.parent.glob("*") if entry.is_dir()]
+        raise ModelSourceError(f"there is no directory {path}{_near(path, beside)}")
     return LocatedModel(str(_HubModel(model, revision, with_weights=with_weights).directory()), model)
 
 
@@ -164,11 +165,10 @@ def _is_gguf_name(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def _missing_file(path: Path) -> str:
-    near = ""
-    if path.parent.is_dir():
-        near = suggestion(path.name, [entry.name for entry in path.parent.iterdir() if _is_gguf_name(entry.name)])
-    return f"there is no file {path}{near.replace('did you mean ', f'did you mean {path.parent}/') or f': {GIVE}'}"
+def _near(path: Path, names: Iterable[str]) -> str:
+    """Returns a hint at what stands beside a path that is not there, by the most similar of these names."""
+    near = suggestion(path.name, names)
+    return near.replace("did you mean ", f"did you mean {path.parent}/") if near else f": {GIVE}"
 
 
 def _file_refusal(path: Path) -> str:
@@ -180,15 +180,6 @@ def _file_refusal(path: Path) -> str:
 def _is_hub_id(model: str) -> bool:
     """Returns whether MODEL can be a hub id. A name in a directory that exists is a path, though one with a mistake."""
     return bool(_HUB_ID.fullmatch(model)) and not ("/" in model and Path(model).parent.is_dir())
-
-
-def _path_refusal(path: Path) -> str:
-    if path.parent.is_dir():
-        near = suggestion(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()])
-        hint = near.replace("did you mean ", f"did you mean {path.parent}/") if near else f": {GIVE}"
-    else:
-        hint = f": {GIVE}"
-    return f"there is no directory {path}{hint}"
 
 
 def _weight_files(snapshot: Path, there: Container[str]) -> list[str]:

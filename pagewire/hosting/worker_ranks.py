@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pagewire.common.process import announce_ready, exit_with_parent, python_command
@@ -28,7 +29,7 @@ _POLICY = RestartPolicy(stop_timeout_s=30.0)
 def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
     """Returns the configuration of each rank: ports that follow each other, and a share of the CPU.
 
-    Raises ValueError.
+    Raises ValueError for what cannot be, and OSError if no port is free.
     """
     size = config.tensor_parallel_size
     if config.port == 0:
@@ -54,23 +55,25 @@ def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
 
 def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str], int]) -> int:
     """Runs the ranks until a signal comes. Each gets the `arguments` of the command and flags of its own. `refuse` says
-    why a rank will never be able to start, and returns the exit code."""
+    why a rank will never be able to start, and returns the exit code. Raises ValueError and OSError as `rank_configs`.
+    """
     exit_with_parent()
-    try:
-        configs = rank_configs(config)
-    except ValueError as error:
-        return refuse(str(error))
-    except OSError as error:
-        log.critical("%s", error)
-        return 1
-    ready = _Ready(config)
+    starting: set[int] = set()
+
+    def note(rank: int, url: str) -> None:
+        """Announces that the worker is ready whenever all its ranks have become so."""
+        starting.discard(rank)
+        if not starting:
+            announce_ready(f"grpc://{join(config.host, config.port)}")
+
     ranks = []
-    for rank, own in enumerate(configs):
+    for rank, own in enumerate(rank_configs(config)):
         command = python_command("pagewire", "worker", *arguments, *_own_flags(own))
         environ = child_environ(os.environ, [])
-        name = f"worker's rank {rank}"
-        ranks.append(Supervisor(command, environ, _POLICY, name=name, on_ready=ready.noting(rank)))
-    return asyncio.run(_until_signalled(ranks, ready, refuse))
+        ranks.append(
+            Supervisor(command, environ, _POLICY, name=f"worker's rank {rank}", on_ready=partial(note, rank))
+        )
+    return asyncio.run(_until_signalled(ranks, starting, refuse))
 
 
 def _own_flags(config: WorkerConfig) -> list[str]:
@@ -78,32 +81,13 @@ def _own_flags(config: WorkerConfig) -> list[str]:
     return [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in names]
 
 
-class _Ready:
-    """Announces that the worker is ready whenever all its ranks have become so."""
-
-    def __init__(self, config: WorkerConfig) -> None:
-        self._url = f"grpc://{join(config.host, config.port)}"
-        self._waiting_for: set[int] = set()
-        self._all = set(range(config.tensor_parallel_size))
-
-    def begin(self) -> None:
-        self._waiting_for = set(self._all)
-
-    def noting(self, rank: int) -> Callable[[str], None]:
-        def note(url: str) -> None:
-            if self._waiting_for == {rank}:
-                announce_ready(self._url)
-            self._waiting_for.discard(rank)
-
-        return note
-
-
-async def _until_signalled(ranks: Sequence[Supervisor], ready: _Ready, refuse: Callable[[str], int]) -> int:
-    """Returns 0 after SIGTERM or SIGINT, or another exit code if the ranks cannot be started."""
+async def _until_signalled(ranks: Sequence[Supervisor], starting: set[int], refuse: Callable[[str], int]) -> int:
+    """Returns 0 after SIGTERM or SIGINT, or another exit code if the ranks cannot be started. `starting` gets the
+    numbers of those that are started."""
     stopping = asyncio.create_task(stop_at_signals(lambda number: None).wait())
     restarts = Restarts(_POLICY)
     while True:
-        ready.begin()
+        starting.update(range(len(ranks)))
         ended = await _run_once(ranks, stopping)
         if ended is None:
             return 0

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire import options
-from pagewire.cli.option_groups import GROUPS, MOST_USED
-from pagewire.cli.services import LINK_OPTIONS
+from pagewire.cli.services import GROUPS, LINK_OPTIONS, MOST_USED
 from pagewire.hosting.gateway import GatewayConfig
 from pagewire.hosting.logs import LogConfig
 from pagewire.hosting.model_source import ModelSourceConfig
