@@ -13,7 +13,7 @@ from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import Run, check_fits, exit_code, run
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
-from pagewire.cli import number_flags
+from pagewire.cli.flags import count, count_or_zero
 from pagewire.client import AsyncClient
 from pagewire.hosting import local_server
 from pagewire.hosting.supervisor import free_port
@@ -150,21 +150,21 @@ def _parser() -> Parser:
     flags.add_sampling_flags(parser, temperature=1.0)
     parser.add_argument(
         "--batch-size",
-        type=number_flags.count,
+        type=count,
         default=1,
         metavar="INT",
         help="number of requests at the same time (default: 1)",
     )
     parser.add_argument(
         "--num-iters-warmup",
-        type=number_flags.count_or_zero,
+        type=count_or_zero,
         default=10,
         metavar="INT",
         help="number of unmeasured iterations to run first (default: 10)",
     )
     parser.add_argument(
         "--num-iters",
-        type=number_flags.count,
+        type=count,
         default=30,
         metavar="INT",
         help="number of iterations to measure (default: 30)",

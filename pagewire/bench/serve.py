@@ -12,7 +12,8 @@ from pagewire.bench.result import Measured
 from pagewire.bench.run import LoadTest, Run, exit_code
 from pagewire.bench.statistics import ServingMetrics, measure
 from pagewire.bench.workload import Workload
-from pagewire.cli import connection, number_flags
+from pagewire.cli import connection
+from pagewire.cli.flags import count, count_or_zero, names_among, positive
 from pagewire.options import Parser
 
 DEFAULT_LATENCIES = ["ttft", "tpot", "itl"]
@@ -67,7 +68,7 @@ def _parser() -> Parser:
     )
     group.add_argument(
         "--percentile-metrics",
-        type=flags.latencies,
+        type=names_among(result.LATENCIES),
         default=DEFAULT_LATENCIES,
         metavar="NAMES",
         help="latencies to show: ttft, tpot, itl, e2el (default: ttft,tpot,itl)",
@@ -89,14 +90,14 @@ def _add_arrival_flags(parser: Parser) -> None:
     group = parser.add_argument_group("arrival")
     group.add_argument(
         "--request-rate",
-        type=number_flags.positive,
+        type=positive,
         default=math.inf,
         metavar="RATE",
         help="requests per second; inf sends all at once (default: inf)",
     )
     group.add_argument(
         "--burstiness",
-        type=number_flags.positive,
+        type=positive,
         default=1.0,
         metavar="FLOAT",
         help="how evenly requests arrive: 1 is a Poisson process, below 1 is burstier, inf is a fixed rate (default: "
@@ -104,13 +105,13 @@ def _add_arrival_flags(parser: Parser) -> None:
     )
     group.add_argument(
         "--max-concurrency",
-        type=number_flags.count,
+        type=count,
         metavar="INT",
         help="most requests at the same time; others wait on the client (default: no limit)",
     )
     group.add_argument(
         "--num-warmups",
-        type=number_flags.count_or_zero,
+        type=count_or_zero,
         default=0,
         metavar="INT",
         help="number of unmeasured requests to send first (default: 0)",

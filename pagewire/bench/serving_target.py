@@ -14,7 +14,8 @@ from pagewire.bench.openai_server import CHAT_COMPLETIONS, COMPLETIONS, OpenAISe
 from pagewire.bench.result import Measured
 from pagewire.bench.run import LoadTest, Run, put, send
 from pagewire.bench.workload import PlannedRequest, Workload
-from pagewire.cli import connection, number_flags
+from pagewire.cli import connection
+from pagewire.cli.flags import count, count_or_zero
 from pagewire.client import AsyncClient
 from pagewire.common.option_limits import flag
 from pagewire.errors import CommandError
@@ -45,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"with openai: address of the server (default: http://{DEFAULT_HOST}:{DEFAULT_PORT})",
     )
     group.add_argument("--host", metavar="HOST", help=f"in place of --base-url or --url (default: {DEFAULT_HOST})")
-    group.add_argument("--port", type=number_flags.count, metavar="INT", help="in place of --base-url or --url")
+    group.add_argument("--port", type=count, metavar="INT", help="in place of --base-url or --url")
     group.add_argument("--endpoint", metavar="PATH", help=f"with openai: path of the API (default: {COMPLETIONS})")
     group.add_argument(
         "--model",
@@ -87,14 +88,14 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(
             f"--sonnet-{name}-len",
-            type=number_flags.count_or_zero,
+            type=count_or_zero,
             default=default,
             metavar="INT",
             help=f"sonnet: {text} (default: {default})",
         )
     group.add_argument(
         "--custom-output-len",
-        type=number_flags.count,
+        type=count,
         default=256,
         metavar="INT",
         help="custom: output tokens (default: 256)",

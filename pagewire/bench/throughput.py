@@ -10,7 +10,7 @@ from pagewire.bench import chart, flags, result, target
 from pagewire.bench.run import LoadTest, Run, exit_code, put
 from pagewire.bench.statistics import ServingMetrics, measure
 from pagewire.bench.workload import Workload
-from pagewire.cli import number_flags
+from pagewire.cli.flags import count, count_or_zero
 from pagewire.hosting import local_server
 from pagewire.options import Parser
 from pagewire.server import ServerInfo
@@ -58,14 +58,14 @@ def _parser() -> Parser:
     flags.add_sampling_flags(parser, temperature=1.0)
     parser.add_argument(
         "--max-concurrency",
-        type=number_flags.count,
+        type=count,
         default=MAX_CONCURRENCY,
         metavar="INT",
         help=f"most requests at the same time (default: {MAX_CONCURRENCY})",
     )
     parser.add_argument(
         "--num-warmups",
-        type=number_flags.count_or_zero,
+        type=count_or_zero,
         default=0,
         metavar="INT",
         help="number of unmeasured requests to send first (default: 0)",

@@ -72,15 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["--version"]:
         print(f"pagewire {__version__}")
         return SUCCESS
-    return choose("pagewire", VERBS, arguments, run)
+    return dispatch("pagewire", VERBS, arguments, run)
 
 
 def bench(arguments: Sequence[str]) -> int:
     """Runs the benchmark that the first argument names."""
-    return choose("pagewire bench", BENCHES, arguments, lambda verb, rest: _load(verb)(rest))
+    return dispatch("pagewire bench", BENCHES, arguments, lambda verb, rest: _load(verb)(rest))
 
 
-def choose(
+def dispatch(
     program: str, verbs: Mapping[str, Verb], arguments: Sequence[str], perform: Callable[[Verb, Sequence[str]], int]
 ) -> int:
     """Performs the verb that the first argument names, or says which there are."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pagewire.cli.number_flags import count, count_or_zero, number, positive
-from pagewire.compatibility import suggestion
+from pagewire.cli.flags import count, count_or_zero, names_among, number, positive
 from pagewire.errors import CommandError
 from pagewire.installation import shortage
 from pagewire.options import Parser
@@ -222,12 +221,7 @@ def draw(by_policy: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def _policies(text: str) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in POLICIES:
-            known = ", ".join(POLICIES)
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {known}{suggestion(name, POLICIES)}")
-    return names
+    return list(dict.fromkeys(names_among(POLICIES)(text)))
 
 
 def _positive(text: str) -> float:

@@ -70,9 +70,7 @@ def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str]
     for rank, own in enumerate(rank_configs(config)):
         command = python_command("pagewire", "worker", *arguments, *_own_flags(own))
         environ = child_environ(os.environ, [])
-        ranks.append(
-            Supervisor(command, environ, _POLICY, name=f"worker's rank {rank}", on_ready=partial(note, rank))
-        )
+        ranks.append(Supervisor(command, environ, _POLICY, name=f"worker's rank {rank}", on_ready=partial(note, rank)))
     return asyncio.run(_until_signalled(ranks, starting, refuse))
 
 

@@ -1,15 +1,92 @@
-"""The flags of the client verbs that become `SamplingParams`. What is not given is left to the server."""
+"""The flags of the client verbs: how numbers are parsed, and those that become `SamplingParams`.
+
+What is not given of these is left to the server.
+"""
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from pagewire.cli.number_flags import sampled
 from pagewire.common.option_limits import flag
+from pagewire.compatibility import suggestion
 from pagewire.errors import InvalidRequest
 from pagewire.sampling import BOOLEAN_FIELDS, EARLY_STOPPING, FLAGS, INTEGER_FIELDS, SamplingParams
 from pagewire.structured_outputs import KINDS, StructuredOutputs
+
+
+def count(text: str) -> int:
+    """Parses an integer of at least 1."""
+    return _integer(text, 1)
+
+
+def count_or_zero(text: str) -> int:
+    """Parses an integer of at least 0."""
+    return _integer(text, 0)
+
+
+def number(text: str) -> float:
+    """Parses any number; "inf" is one too."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def positive(text: str) -> float:
+    """Parses a number above 0; "inf" is one too."""
+    value = number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def sampled(name: str) -> Callable[[str], float]:
+    """Makes a parser of the numbers that `SamplingParams` takes for a field."""
+
+    def parse(text: str) -> float:
+        value = _whole(text) if name in INTEGER_FIELDS else number(text)
+        given: Any = {name: value}
+        try:
+            SamplingParams(**given)
+        except InvalidRequest as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    return parse
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def _integer(text: str, minimum: int) -> int:
+    value = _whole(text)
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+    return value
+
+
+def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Makes a parser of "A,B", names that are known."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                among = ", ".join(known)
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {among}{suggestion(name, known)}")
+        return names
+
+    return parse
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
