@@ -1,9 +1,8 @@
-"""Makes prompts that are texts: of random tokens, of a poem's lines, or of a file. All that is drawn follows from the
-seed."""
+"""Makes prompts that are texts: of random tokens, or of a file. All that is drawn follows from the seed."""
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from pagewire.errors import CommandError
 from pagewire.hosting.model_source import locate
 
 MAX_ADJUSTMENTS = 10
-POEM_REQUEST = "Pick as many lines as you can from these poem lines:\n"
 
 
 class TextTokenizer:
@@ -82,64 +80,6 @@ def random_prompts(workload: Workload, tokenizer: TextTokenizer) -> list[Dataset
     return prompts
 
 
-@dataclass(frozen=True, slots=True)
-class Sonnet:
-    """Makes prompts of a poem's lines: the first lines for all, then drawn ones. Lengths are the most tokens.
-
-    Source: vLLM's sonnet dataset.
-    """
-
-    lines: Sequence[str]
-    input_len: int
-    output_len: int
-    prefix_len: int
-
-    def prompts(
-        self, num_prompts: int, tokenizer: TextTokenizer, formatted: Callable[[str], str], seed: int
-    ) -> list[DatasetPrompt]:
-        """Returns so many prompts. Raises CommandError if no line fits into one."""
-        rng = random.Random(f"{seed} lines")
-        line_len = sum(map(tokenizer.count, self.lines)) / len(self.lines)
-        base_len = tokenizer.count(formatted(POEM_REQUEST))
-        num_lines = round((self.input_len - base_len) / line_len)
-        num_shared = max(0, round((self.prefix_len - base_len) / line_len))
-        if num_lines < 1 or num_shared > num_lines:
-            raise CommandError(
-                f"--sonnet-input-len {self.input_len} is too short: the request alone has {base_len} tokens, a line "
-                f"of the poem about {line_len:.0f}, and --sonnet-prefix-len asks for {self.prefix_len}"
-            )
-        return [self._prompt(num_lines, num_shared, tokenizer, formatted, rng) for _ in range(num_prompts)]
-
-    def _prompt(
-        self,
-        num_lines: int,
-        num_shared: int,
-        tokenizer: TextTokenizer,
-        formatted: Callable[[str], str],
-        rng: random.Random,
-    ) -> DatasetPrompt:
-        drawn = rng.choices(self.lines, k=num_lines - num_shared)
-        while True:
-            text = POEM_REQUEST + "".join([*self.lines[:num_shared], *drawn])
-            num_tokens = tokenizer.count(formatted(text))
-            if num_tokens <= self.input_len:
-                return DatasetPrompt(text, self.output_len, num_tokens)
-            if not drawn:
-                raise CommandError(
-                    f"--sonnet-prefix-len {self.prefix_len} takes {num_tokens} tokens, more than --sonnet-input-len "
-                    f"{self.input_len}: lower it"
-                )
-            drawn.pop()
-
-
-def read_poem(path: str) -> list[str]:
-    """Returns the lines of a file. Raises CommandError if it has none."""
-    lines = [line for line in _read(path).splitlines(keepends=True) if line.strip()]
-    if not lines:
-        raise CommandError(f"--dataset-path {path} has no lines")
-    return lines
-
-
 def custom_prompts(
     path: str, num_prompts: int, output_len: int, seed: int, *, shuffles: bool, repeats: bool
 ) -> list[DatasetPrompt]:
@@ -148,8 +88,12 @@ def custom_prompts(
 
     `repeats` uses prompts more than once where there are too few.
     """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"cannot read --dataset-path {path}: {error}") from None
     texts = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -168,10 +112,3 @@ def custom_prompts(
         raise CommandError(f"--dataset-path {path} has {len(texts)} prompts, but {num_prompts} are to be sent")
     chosen = [texts[index % len(texts)] for index in range(num_prompts)]
     return [DatasetPrompt(text, output_len) for text in chosen]
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"cannot read --dataset-path {path}: {error}") from None

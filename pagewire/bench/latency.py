@@ -118,7 +118,8 @@ class _Bench:
         measured = _iterations(info, runs)
         if measured.run.was_interrupted or len(measured.latencies) < num_iters:
             return measured
-        return replace(measured, profile=profile(*spent, measured.run.records))
+        prefill, full = spent
+        return replace(measured, profile=profile(prefill, full, measured.run.records))
 
     def _progress(self, name: str, num_requests: int) -> ProgressLine:
         return ProgressLine(name, num_requests, None if self._parsed.disable_tqdm else sys.stderr)

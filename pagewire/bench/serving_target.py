@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +12,9 @@ from pagewire.bench.dataset import DatasetPrompt, TextTokenizer
 from pagewire.bench.openai_server import CHAT_COMPLETIONS, COMPLETIONS, OpenAIServer
 from pagewire.bench.result import Measured
 from pagewire.bench.run import LoadTest, Run, put, send
-from pagewire.bench.workload import PlannedRequest, Workload
+from pagewire.bench.workload import PlannedRequest
 from pagewire.cli import connection
-from pagewire.cli.flags import count, count_or_zero
+from pagewire.cli.flags import count
 from pagewire.client import AsyncClient
 from pagewire.common.option_limits import flag
 from pagewire.errors import CommandError
@@ -23,7 +22,7 @@ from pagewire.options import Parser
 
 # vllm is OpenAI's completions under the name that vLLM gives them.
 BACKENDS = ("grpc", "openai", "openai-chat", "vllm")
-DATASETS = ("random", "sonnet", "custom")
+DATASETS = ("random", "custom")
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 # Flags of one kind of server, that mean nothing to the other.
@@ -74,25 +73,13 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         "--dataset-name",
         choices=DATASETS,
         default="random",
-        help="where prompts come from: random tokens, lines of a poem, or a file of your own (default: random)",
+        help="where prompts come from: random tokens, or a file of your own (default: random)",
     )
     group.add_argument(
         "--dataset-path",
         metavar="FILE",
-        help='sonnet: the poem, a text file; custom: a file with {"prompt": TEXT} on each line (.jsonl)',
+        help='custom: a file with {"prompt": TEXT} on each line (.jsonl)',
     )
-    for name, default, text in (
-        ("input", 550, "most tokens of a prompt"),
-        ("output", 150, "output tokens"),
-        ("prefix", 200, "tokens that all prompts share at their beginning"),
-    ):
-        group.add_argument(
-            f"--sonnet-{name}-len",
-            type=count_or_zero,
-            default=default,
-            metavar="INT",
-            help=f"sonnet: {text} (default: {default})",
-        )
     group.add_argument(
         "--custom-output-len",
         type=count,
@@ -103,7 +90,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--skip-chat-template",
         action="store_true",
-        help="custom and sonnet: send prompts as they are, without the model's chat template",
+        help="custom: send prompts as they are, without the model's chat template",
     )
     group.add_argument("--disable-shuffle", action="store_true", help="custom: keep the order of the file")
     group.add_argument(
@@ -112,7 +99,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         help="custom: fail if the file has too few prompts, instead of using them again",
     )
     group.add_argument(
-        "--ignore-eos", action="store_true", help="custom and sonnet: make outputs of the full length, as random does"
+        "--ignore-eos", action="store_true", help="custom: make outputs of the full length, as random does"
     )
 
 
@@ -129,8 +116,6 @@ def check(parser: Parser, parsed: argparse.Namespace) -> None:
     if (parsed.dataset_name == "random") != (parsed.dataset_path is None):
         needs = "takes no" if parsed.dataset_name == "random" else "needs"
         parser.error(f"--dataset-name {parsed.dataset_name} {needs} --dataset-path")
-    if parsed.backend == "grpc" and parsed.dataset_name == "sonnet" and not _tokenizer_name(parsed):
-        parser.error("--dataset-name sonnet needs --tokenizer, to count the tokens of its lines")
 
 
 async def measure(parser: Parser, parsed: argparse.Namespace, load: LoadTest) -> tuple[Measured, Run]:
@@ -147,9 +132,7 @@ async def measure(parser: Parser, parsed: argparse.Namespace, load: LoadTest) ->
         return Measured.pagewire(info), measured
     async with client:
         info = await client.info()
-        tokenizer = TextTokenizer(_tokenizer_name(parsed)) if parsed.dataset_name == "sonnet" else None
-        template = None if parsed.skip_chat_template else info.chat_template
-        requests, warm_ups = _texts(parsed, load, tokenizer, _formatter(template), is_raw=False)
+        requests, warm_ups = _texts(parsed, load, None, info.chat_template)
         return Measured.pagewire(info), await send(load, client, requests, warm_ups)
 
 
@@ -170,8 +153,9 @@ async def _measure_openai(parser: Parser, parsed: argparse.Namespace, load: Load
     if not server.model:
         raise CommandError(f"{server.url} does not say which models it serves: give --model")
     tokenizer = _openai_tokenizer(parsed, server.model, is_chat=is_chat)
-    template = None if parsed.skip_chat_template or tokenizer is None else tokenizer.chat_template
-    requests, warm_ups = _texts(parsed, load, tokenizer, _formatter(template), is_raw=is_chat)
+    # A chat's messages get their form from the server.
+    template = None if is_chat or tokenizer is None else tokenizer.chat_template
+    requests, warm_ups = _texts(parsed, load, tokenizer, template)
     backend = "openai-chat" if is_chat else "openai"
     return Measured(backend, server.model), await send(load, server, requests, warm_ups)
 
@@ -185,7 +169,7 @@ def _openai_tokenizer(parsed: argparse.Namespace, model: str, *, is_chat: bool) 
     if is_optional and (is_chat or parsed.skip_chat_template):
         return None
     try:
-        return TextTokenizer(_tokenizer_name(parsed) or model)
+        return TextTokenizer(parsed.tokenizer or parsed.model or model)
     except CommandError as error:
         if is_optional:
             note = "prompts are sent as they are, without the model's chat template; --tokenizer says where it is"
@@ -196,56 +180,34 @@ def _openai_tokenizer(parsed: argparse.Namespace, model: str, *, is_chat: bool) 
         ) from None
 
 
-def _tokenizer_name(parsed: argparse.Namespace) -> str:
-    """Returns the name of the tokenizer, or nothing if none is given."""
-    return parsed.tokenizer or parsed.model or ""
+def _texts(
+    parsed: argparse.Namespace, load: LoadTest, tokenizer: TextTokenizer | None, template: str | None
+) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+    """Returns the requests to measure, and others to warm up with. Prompts of a file are messages, of which the chat
+    template makes prompts, if there is one."""
+    num_prompts = load.workload.num_prompts
+    total = replace(load.workload, num_prompts=num_prompts + load.num_warmups)
+    if parsed.dataset_name == "random":
+        assert tokenizer is not None, "only prompts of a file do without"
+        prompts = dataset.random_prompts(total, tokenizer)
+    else:
+        prompts = _file_prompts(parsed, total.num_prompts, None if parsed.skip_chat_template else template)
+    return dataset.plan(load.workload, prompts[:num_prompts]), dataset.plan(load.warm_up, prompts[num_prompts:])
 
 
-def _formatter(template: str | None) -> Callable[[str], str]:
-    """Returns a function that makes a prompt of a message by a chat template, or of the message alone without one."""
+def _file_prompts(parsed: argparse.Namespace, num_prompts: int, template: str | None) -> list[DatasetPrompt]:
     from pagewire.cli.chat import Conversation
 
-    return Conversation(template, None).ask
-
-
-def _texts(
-    parsed: argparse.Namespace,
-    load: LoadTest,
-    tokenizer: TextTokenizer | None,
-    formatted: Callable[[str], str],
-    *,
-    is_raw: bool,
-) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Returns the requests to measure, and others to warm up with. `is_raw` leaves formatting to the server."""
-    total = replace(load.workload, num_prompts=load.workload.num_prompts + load.num_warmups)
-    prompts = _prompts(parsed, total, tokenizer, formatted)
-    if parsed.dataset_name != "random" and not is_raw:
-        prompts = [replace(prompt, text=formatted(prompt.text)) for prompt in prompts]
-    measured, rest = prompts[: load.workload.num_prompts], prompts[load.workload.num_prompts :]
-    return dataset.plan(load.workload, measured), dataset.plan(load.warm_up, rest)
-
-
-def _prompts(
-    parsed: argparse.Namespace,
-    workload: Workload,
-    tokenizer: TextTokenizer | None,
-    formatted: Callable[[str], str],
-) -> list[DatasetPrompt]:
-    if parsed.dataset_name == "custom":
-        return dataset.custom_prompts(
-            parsed.dataset_path,
-            workload.num_prompts,
-            parsed.custom_output_len,
-            parsed.seed,
-            shuffles=not parsed.disable_shuffle,
-            repeats=not parsed.no_oversample,
-        )
-    assert tokenizer is not None, "only prompts of a file do without"
-    if parsed.dataset_name == "random":
-        return dataset.random_prompts(workload, tokenizer)
-    lengths = (parsed.sonnet_input_len, parsed.sonnet_output_len, parsed.sonnet_prefix_len)
-    sonnet = dataset.Sonnet(dataset.read_poem(parsed.dataset_path), *lengths)
-    return sonnet.prompts(workload.num_prompts, tokenizer, formatted, parsed.seed)
+    messages = dataset.custom_prompts(
+        parsed.dataset_path,
+        num_prompts,
+        parsed.custom_output_len,
+        parsed.seed,
+        shuffles=not parsed.disable_shuffle,
+        repeats=not parsed.no_oversample,
+    )
+    conversation = Conversation(template, None)
+    return [replace(message, text=conversation.ask(message.text)) for message in messages]
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -18,12 +18,11 @@ from pagewire.bench.run import Arrival, counted
 from pagewire.cli.command import main
 from pagewire.errors import CommandError
 from tests.contract import openai_stub
-from tests.contract.bench_stack import bench, stack_of
+from tests.contract.bench_stack import stack_of
 from tests.contract.openai_stub import OpenAIStub
 
 ROOT = Path(__file__).parents[2]
 STORYTELLER = ROOT / "models" / "storyteller"
-POEM = [f"Line {number} of a poem about a fox and a hen\n" for number in range(20)]
 QUESTIONS = ["What is a fox?", "What is a hen?", "Who is it?"]
 
 
@@ -36,12 +35,6 @@ def stub() -> OpenAIStub:
 def url(stub: OpenAIStub) -> Iterator[str]:
     with openai_stub.serving(stub) as address:
         yield address
-
-
-@pytest.fixture
-def poem(tmp_path: Path) -> Path:
-    (tmp_path / "poem.txt").write_text("".join(POEM))
-    return tmp_path / "poem.txt"
 
 
 @pytest.fixture
@@ -149,27 +142,6 @@ def test_a_server_that_counts_nothing(stub: OpenAIStub, url: str, tmp_path: Path
     assert figures["output_lens"] == [6, 6], "an event with text counts as a token"
 
 
-def test_sonnet(stub: OpenAIStub, url: str, tmp_path: Path, poem: Path) -> None:
-    flags = ["--backend", "openai", "--base-url", url, "--tokenizer", STORYTELLER, "--dataset-name", "sonnet"]
-    lengths = ["--sonnet-input-len", 160, "--sonnet-prefix-len", 70, "--sonnet-output-len", 3, "--num-prompts", 8]
-    measured(tmp_path / "r.json", *flags, "--dataset-path", poem, *lengths)
-    tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
-    for prompt in prompts(stub):
-        assert prompt.startswith(dataset.POEM_REQUEST + POEM[0])
-        assert 100 < len(tokenizer.encode(prompt)) <= 160
-    assert len(set(prompts(stub))) == 8
-    assert {request["max_tokens"] for request in stub.requests} == {3}
-
-
-@pytest.mark.parametrize(("prefix_len", "num_shared"), [(0, 0), (70, 2)])
-def test_the_prompts_of_a_poem_share_as_many_lines_as_asked_for(prefix_len: int, num_shared: int) -> None:
-    sonnet = dataset.Sonnet(POEM, input_len=160, output_len=3, prefix_len=prefix_len)
-    made = sonnet.prompts(20, TextTokenizer(str(STORYTELLER)), str, 0)
-    lines = [prompt.text.splitlines(keepends=True)[1:] for prompt in made]
-    assert all(each[:num_shared] == POEM[:num_shared] for each in lines)
-    assert len({each[num_shared] for each in lines}) > 1
-
-
 def test_failures_are_told(stub: OpenAIStub, url: str, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--backend", "openai", "--base-url", url, "--dataset-name", "custom", "--dataset-path", str(questions)]
 
@@ -226,9 +198,8 @@ def test_random_prompts_need_a_tokenizer(stub: OpenAIStub, url: str, capsys: pyt
         (["--backend", "openai", "--base-url", "a:1"], "'a:1' is no address of a server"),
         (["--backend", "openai", "--base-url", "http://a", "--port", "1"], "give only one"),
         (["--url", "a:1", "--host", "b"], "give only one"),
-        (["--dataset-name", "sonnet"], "--dataset-name sonnet needs --dataset-path"),
+        (["--dataset-name", "custom"], "--dataset-name custom needs --dataset-path"),
         (["--dataset-path", "x"], "--dataset-name random takes no --dataset-path"),
-        (["--dataset-name", "sonnet", "--dataset-path", "x"], "--dataset-name sonnet needs --tokenizer"),
         (["--backend", "openai", "--extra-body", "[]"], "[] is not a JSON object"),
     ],
 )
@@ -239,7 +210,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], m
     assert message in captured.err
 
 
-async def test_texts_over_grpc(checkpoint: Path, tmp_path: Path, questions: Path, poem: Path) -> None:
+async def test_texts_over_grpc(checkpoint: Path, tmp_path: Path, questions: Path) -> None:
     """The scheduler counts the tokens of the prompts, and applies its model's template where there is one."""
     async with stack_of(checkpoint) as stack:
         custom = ["--dataset-name", "custom", "--dataset-path", questions, "--custom-output-len", 5, "--ignore-eos"]
@@ -250,9 +221,6 @@ async def test_texts_over_grpc(checkpoint: Path, tmp_path: Path, questions: Path
         figures = json.loads((tmp_path / "r.json").read_text())
         assert (figures["backend"], figures["completed"], figures["output_lens"]) == ("pagewire", 4, [5] * 4)
         assert all(figures["input_lens"])
-        sonnet = ["--dataset-name", "sonnet", "--dataset-path", poem, "--sonnet-output-len", 2, "--ignore-eos"]
-        lengths = ["--sonnet-input-len", 100, "--sonnet-prefix-len", 40, "--num-prompts", 2, "--model", checkpoint]
-        assert await bench(stack, "serve", *sonnet, *lengths) == 0
 
 
 @pytest.mark.parametrize("given", ["host", "port"])
@@ -283,10 +251,7 @@ def test_files_that_hold_no_prompts(tmp_path: Path) -> None:
         with pytest.raises(CommandError, match=message):
             dataset.custom_prompts(str(path), 2, 8, 0, **options)
     with pytest.raises(CommandError, match="cannot read --dataset-path"):
-        dataset.read_poem(str(tmp_path / "none"))
-    short = dataset.Sonnet(POEM, input_len=20, output_len=3, prefix_len=0)
-    with pytest.raises(CommandError, match="--sonnet-input-len 20 is too short"):
-        short.prompts(1, TextTokenizer(str(STORYTELLER)), str, 0)
+        dataset.custom_prompts(str(tmp_path / "none"), 2, 8, 0, **options)
 
 
 def test_texts_have_about_the_length_that_was_asked_for() -> None:
