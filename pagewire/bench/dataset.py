@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from pagewire.bench.workload import PlannedRequest, Workload
@@ -52,37 +52,25 @@ class TextTokenizer:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetPrompt:
-    """A text that a data set holds or makes. `num_tokens` is 0 where only the server can count them."""
-
-    text: str
-    num_output_tokens: int
-    num_tokens: int = 0
-
-
-def plan(workload: Workload, prompts: Sequence[DatasetPrompt]) -> list[PlannedRequest]:
-    """Returns the requests for these prompts, at the times of the workload."""
-    times = workload.times()
+def timed(workload: Workload, requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
+    """Returns these requests with the times and seeds of a workload of as many."""
     return [
-        PlannedRequest((), prompt.num_output_tokens, at, workload.seed + index, prompt.text, prompt.num_tokens)
-        for index, (prompt, at) in enumerate(zip(prompts, times, strict=True))
+        replace(request, send_at=at, seed=workload.seed + index)
+        for index, (request, at) in enumerate(zip(requests, workload.times(), strict=True))
     ]
 
 
-def random_prompts(workload: Workload, tokenizer: TextTokenizer) -> list[DatasetPrompt]:
-    """Returns texts of random tokens, about as long as the workload says."""
+def random_prompts(workload: Workload, tokenizer: TextTokenizer) -> list[PlannedRequest]:
+    """Returns the requests of a workload with texts of random tokens, which are about as long as it says."""
     rng = random.Random(f"{workload.seed} texts")
-    prompts = []
+    requests = []
     for request in workload.requests(tokenizer.vocab_size):
         text = tokenizer.text_of(list(request.prompt_token_ids), rng)
-        prompts.append(DatasetPrompt(text, request.num_output_tokens, tokenizer.count(text)))
-    return prompts
+        requests.append(replace(request, prompt_token_ids=(), text=text, num_text_tokens=tokenizer.count(text)))
+    return requests
 
 
-def custom_prompts(
-    path: str, num_prompts: int, output_len: int, seed: int, *, shuffles: bool, repeats: bool
-) -> list[DatasetPrompt]:
+def custom_prompts(path: str, num_prompts: int, seed: int, *, shuffles: bool, repeats: bool) -> list[str]:
     """Returns the prompts of a file with a JSON object {"prompt": TEXT} on each line. Raises CommandError for any other
     file.
 
@@ -110,5 +98,4 @@ def custom_prompts(
         rng.shuffle(texts)
     if len(texts) < num_prompts and not repeats:
         raise CommandError(f"--dataset-path {path} has {len(texts)} prompts, but {num_prompts} are to be sent")
-    chosen = [texts[index % len(texts)] for index in range(num_prompts)]
-    return [DatasetPrompt(text, output_len) for text in chosen]
+    return [texts[index % len(texts)] for index in range(num_prompts)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pagewire.bench.statistics import OBJECTIVES
 from pagewire.bench.workload import LengthRange
-from pagewire.cli.flags import add_number_flag, count, count_or_zero, number
+from pagewire.cli import client_flags
 from pagewire.compatibility import suggestion
 from pagewire.options import Parser
 from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
@@ -17,7 +17,7 @@ from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParam
 
 def percents(text: str) -> list[float]:
     """Parses "50,99": numbers from 0 to 100."""
-    values = [number(part) for part in text.split(",")]
+    values = [client_flags.number(part) for part in text.split(",")]
     for value in values:
         if not 0 <= value <= 100:
             raise argparse.ArgumentTypeError(f"{value:g} is no percentile: they are 0 to 100, such as 50,99")
@@ -72,7 +72,7 @@ def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len
         group.add_argument(
             f"--{name}-len",
             f"--random-{name}-len",
-            type=count,
+            type=client_flags.count,
             default=default,
             metavar="INT",
             help=f"{text} tokens of each request (default: {default})",
@@ -85,7 +85,7 @@ def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len
 def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
     parser.add_argument(
         "--num-prompts",
-        type=count,
+        type=client_flags.count,
         default=num_prompts,
         metavar="INT",
         help=f"number of requests (default: {num_prompts})",
@@ -100,7 +100,7 @@ def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
     )
     parser.add_argument(
         "--random-prefix-len",
-        type=count_or_zero,
+        type=client_flags.count_or_zero,
         default=0,
         metavar="INT",
         help="number of tokens that all prompts share at their beginning (default: 0)",
@@ -113,7 +113,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, temperature: float | Non
     for name in BENCH_FIELDS:
         is_defaulted = name == "temperature"
         explained = text if is_defaulted else "as in `pagewire complete`"
-        add_number_flag(parser, name, explained, temperature if is_defaulted else None)
+        client_flags.add_number_flag(parser, name, explained, temperature if is_defaulted else None)
 
 
 def sampling(parsed: argparse.Namespace) -> SamplingParams:
@@ -129,7 +129,7 @@ def length_ranges(parsed: argparse.Namespace) -> tuple[LengthRange, LengthRange]
 
 
 def _ratio(text: str) -> float:
-    value = number(text)
+    value = client_flags.number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to below 1")
     return value

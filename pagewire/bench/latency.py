@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import functools
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import Run, check_fits, exit_code, run
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
-from pagewire.cli.flags import count, count_or_zero
+from pagewire.cli import client_flags
 from pagewire.client import AsyncClient
 from pagewire.hosting import local_server
 from pagewire.hosting.supervisor import free_port
@@ -80,56 +82,48 @@ class _Bench:
         async with self._client:
             info = await self._client.info()
             check_fits(self._workload, info)
-            warmed = await self._batches("latency (warming up)", info, parsed.num_iters_warmup)
-            if warmed.run.was_interrupted:
+            warm_ups = [self._workload] * parsed.num_iters_warmup
+            warmed = await self._batches("latency (warming up)", info, warm_ups)
+            if warmed and warmed[-1].was_interrupted:
                 return Iterations(info, (), Run((), 0.0, was_interrupted=True))
             if parsed.profile:
                 return await self._profiled(info)
-            return await self._batches("latency", info, parsed.num_iters)
-
-    async def _batches(self, name: str, info: ServerInfo, num_iters: int) -> Iterations:
-        """Runs one batch after the other."""
-        line = self._progress(name, num_iters * self._workload.num_prompts)
-        runs: list[Run] = []
-        while len(runs) < num_iters and not (runs and runs[-1].was_interrupted):
-            runs.append(await self._batch(info, self._workload, line))
-        line.close()
-        return _iterations(info, runs)
+            return _iterations(info, await self._batches("latency", info, [self._workload] * parsed.num_iters))
 
     async def _profiled(self, info: ServerInfo) -> Iterations:
         """Runs batches in turns with requests of one token, so that both see the same machine."""
         assert self._metrics_url is not None, "--profile was checked to have one"
-        num_iters, one_token = self._parsed.num_iters, replace(self._workload, output_len=LengthRange(1, 1))
-        line = self._progress("latency", 2 * num_iters)
-        runs: list[Run] = []
-        spent = [ServerTimes(), ServerTimes()]  # for one token, and for all
-        before = read_times(self._metrics_url)
-        for index in range(2 * num_iters):
-            ran = await self._batch(info, self._workload if index % 2 else one_token, line)
-            if index % 2 or ran.was_interrupted:
-                runs.append(ran)
-            if ran.was_interrupted:
-                break
-            # Between two batches nothing else runs in this event loop, which may wait.
-            after = read_times(self._metrics_url)
-            spent[index % 2] = spent[index % 2].plus(after.since(before))
-            before = after
-        line.close()
-        measured = _iterations(info, runs)
-        if measured.run.was_interrupted or len(measured.latencies) < num_iters:
+        url, num_iters = self._metrics_url, self._parsed.num_iters
+        workloads = [replace(self._workload, output_len=LengthRange(1, 1)), self._workload] * num_iters
+        # Between two batches nothing else runs in this event loop, which may wait.
+        times = [read_times(url)]
+        runs = await self._batches("latency", info, workloads, lambda: times.append(read_times(url)))
+        # An odd one at the end is of one token, and was interrupted.
+        measured = _iterations(info, runs[1::2] + runs[len(runs) - len(runs) % 2 :])
+        if len(measured.latencies) < num_iters:
             return measured
-        prefill, full = spent
+        spent = [after.since(before) for before, after in itertools.pairwise(times)]
+        prefill, full = (functools.reduce(ServerTimes.plus, part) for part in (spent[::2], spent[1::2]))
         return replace(measured, profile=profile(prefill, full, measured.run.records))
 
-    def _progress(self, name: str, num_requests: int) -> ProgressLine:
-        return ProgressLine(name, num_requests, None if self._parsed.disable_tqdm else sys.stderr)
-
-    async def _batch(self, info: ServerInfo, workload: Workload, line: ProgressLine) -> Run:
-        """Runs a batch of prompts that no other batch has had."""
-        seed = self._parsed.seed + self._num_batches * workload.num_prompts
-        self._num_batches += 1
-        planned = replace(workload, seed=seed).requests(info.vocab_size)
-        return await run(self._client, planned, flags.sampling(self._parsed), line)
+    async def _batches(
+        self, name: str, info: ServerInfo, workloads: Sequence[Workload], ended: Callable[[], None] = lambda: None
+    ) -> list[Run]:
+        """Runs one batch after the other, until one is interrupted, and calls `ended` after each that is not. The
+        prompts of a batch are such as no other has had."""
+        num_requests = sum(workload.num_prompts for workload in workloads)
+        line = ProgressLine(name, num_requests, None if self._parsed.disable_tqdm else sys.stderr)
+        runs: list[Run] = []
+        for workload in workloads:
+            seed = self._parsed.seed + self._num_batches * workload.num_prompts
+            self._num_batches += 1
+            planned = replace(workload, seed=seed).requests(info.vocab_size)
+            runs.append(await run(self._client, planned, flags.sampling(self._parsed), line))
+            if runs[-1].was_interrupted:
+                break
+            ended()
+        line.close()
+        return runs
 
 
 def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
@@ -151,21 +145,21 @@ def _parser() -> Parser:
     flags.add_sampling_flags(parser, temperature=1.0)
     parser.add_argument(
         "--batch-size",
-        type=count,
+        type=client_flags.count,
         default=1,
         metavar="INT",
         help="number of requests at the same time (default: 1)",
     )
     parser.add_argument(
         "--num-iters-warmup",
-        type=count_or_zero,
+        type=client_flags.count_or_zero,
         default=10,
         metavar="INT",
         help="number of unmeasured iterations to run first (default: 10)",
     )
     parser.add_argument(
         "--num-iters",
-        type=count,
+        type=client_flags.count,
         default=30,
         metavar="INT",
         help="number of iterations to measure (default: 30)",

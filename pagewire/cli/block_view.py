@@ -103,7 +103,5 @@ def _flow(texts: Sequence[str], num_columns: int) -> list[str]:
 def _summary(uses: Sequence[int]) -> int:
     """Returns the use that a cell for several blocks shows: the most frequent one, and of equally frequent ones the one
     that says most."""
-    if len(uses) == 1:
-        return uses[0]
     counts = Counter(uses)
     return max(counts, key=lambda use: (counts[use], use))

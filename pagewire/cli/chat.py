@@ -5,7 +5,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 
-from pagewire.cli import connection, flags, request
+from pagewire.cli import client_flags, connection, request
 from pagewire.cli.chat_terminal import ChatTerminal, history_path
 from pagewire.client import Client
 from pagewire.compatibility import suggestion
@@ -87,13 +87,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stats", action="store_true", help="print statistics of each answer on standard error")
     parser.add_argument("--no-history", action="store_true", help="neither read nor keep the history of typed lines")
     connection.add_flags(parser)
-    flags.add_flags(parser)
+    client_flags.add_flags(parser)
     parsed = parser.parse_args(arguments)
     with connection.client(parser, parsed, Client) as client:
         info = client.info()
         template = template_of(info, parsed.chat_template)
         conversation = Conversation(template, parsed.system, info.special_tokens)
-        sampling = flags.sampling(parsed)
+        sampling = client_flags.sampling(parsed)
         if parsed.quick is not None:
             prompt = conversation.ask(parsed.quick)
             printer = request.SamplePrinter(1, sys.stdout)

@@ -47,13 +47,13 @@ VERBS = {
     "demo": Verb("pagewire.cli.demo", "main", "serve the bundled model, stream one completion, and end"),
 }
 BENCHES = {
-    "throughput": Verb("pagewire.bench.throughput", "main", "many requests at once: tokens per second"),
+    "throughput": Verb("pagewire.bench.load", "throughput", "many requests at once: tokens per second"),
     "latency": Verb(
         "pagewire.bench.latency", "main", "one request at a time: how long it takes, and where the time goes"
     ),
     "serve": Verb(
-        "pagewire.bench.serve",
-        "main",
+        "pagewire.bench.load",
+        "serve",
         "requests that arrive over time at a running server: TTFT, TPOT, ITL, goodput",
     ),
 }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from pagewire.cli import connection, flags
+from pagewire.cli import client_flags, connection
 from pagewire.client import Client
 from pagewire.common.strict_json import to_json
 from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output, Result
@@ -41,7 +41,7 @@ def _complete_parser() -> Parser:
     group = add_request_flags(parser)
     group.add_argument(
         "--timeout",
-        type=flags.positive,
+        type=client_flags.positive,
         metavar="SECONDS",
         help="give up after this time, including the time in the queue",
     )
@@ -54,12 +54,12 @@ def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     parser.add_argument(
         "--prompt-token-ids",
         metavar="IDS",
-        type=flags.token_ids,
+        type=client_flags.token_ids,
         help="the prompt as token ids, such as 1,2,3",
     )
     connection.add_flags(parser)
-    flags.add_flags(parser)
-    flags.add_sample_flags(parser)
+    client_flags.add_flags(parser)
+    client_flags.add_sample_flags(parser)
     group = parser.add_argument_group("request")
     group.add_argument("--request-id", metavar="ID", help="id of the request (default: the server chooses one)")
     group.add_argument(
@@ -89,7 +89,7 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
     names = ("prompt_token_ids", "request_id", "priority", "cache_salt", "tenant")
     request = {name: getattr(parsed, name) for name in names}
     session = Session(parsed.session, parsed.will_return, parsed.retention_seconds)
-    return request | {"prompt": text, "sampling": flags.sampling(parsed), "session": session}
+    return request | {"prompt": text, "sampling": client_flags.sampling(parsed), "session": session}
 
 
 def stream(

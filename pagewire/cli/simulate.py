@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pagewire.cli.flags import count, count_or_zero, names_among, number, positive
+from pagewire.cli.client_flags import count, count_or_zero, names_among, number, positive
 from pagewire.errors import CommandError
 from pagewire.installation import shortage
 from pagewire.options import Parser

@@ -249,9 +249,9 @@ def test_files_that_hold_no_prompts(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(CommandError, match=message):
-            dataset.custom_prompts(str(path), 2, 8, 0, **options)
+            dataset.custom_prompts(str(path), 2, 0, **options)
     with pytest.raises(CommandError, match="cannot read --dataset-path"):
-        dataset.custom_prompts(str(tmp_path / "none"), 2, 8, 0, **options)
+        dataset.custom_prompts(str(tmp_path / "none"), 2, 0, **options)
 
 
 def test_texts_have_about_the_length_that_was_asked_for() -> None:
