@@ -17,6 +17,7 @@ MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 10
 MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positions of a sequence
 
+JsonObject = Mapping[str, Any]  # config.json, or an object in it
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 
@@ -164,7 +165,7 @@ class ModelConfig:
         return parse_config(with_quantization_file(read_json(path / CONFIG_FILE), path))
 
 
-def parse_config(config: Mapping[str, Any]) -> ModelConfig:
+def parse_config(config: JsonObject) -> ModelConfig:
     """The model that the contents of a config.json describe. See `ModelConfig.load`."""
     from worker_service.models import families  # families make the classes of this module
 

@@ -1,29 +1,21 @@
-"""The families of models that are served, a file each: how config.json is read, and what the weights are called.
+"""The families of models that are served, relatives in a file: how config.json is read, and what weights are called.
 
-One more is a file here and a line of `_FAMILIES`; what it needs that no other has is a flag of `ModelConfig`.
+One more is a `Family` here and a line of `_FAMILIES`; what it needs that no other has is a flag of `ModelConfig`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
-from worker_service.models.config import ModelConfig
+from worker_service.models.config import JsonObject, ModelConfig
 from worker_service.models.families import (
-    bloom,
     gemma,
     glm,
-    gpt2,
+    gpt,
     gpt_neox,
     gpt_oss,
-    granite,
     llama,
     mistral,
-    mpt,
     olmo,
     phi3,
     qwen,
-    seed_oss,
-    smollm3,
     starcoder2,
 )
 from worker_service.models.families.family import Family
@@ -31,19 +23,19 @@ from worker_service.models.families.reading import check_names, unserved
 from worker_service.models.families.wrapped import inside
 
 _FAMILIES = (
-    gpt2.FAMILY,
-    llama.FAMILY,
+    gpt.GPT2,
+    llama.LLAMA,
     mistral.MISTRAL,
     qwen.QWEN2,
     qwen.QWEN3,
-    smollm3.FAMILY,
+    llama.SMOLLM3,
     phi3.FAMILY,
-    granite.FAMILY,
+    llama.GRANITE,
     mistral.MINISTRAL3,
     mistral.MISTRAL3,
     olmo.OLMO2,
     olmo.OLMO3,
-    seed_oss.FAMILY,
+    llama.SEED_OSS,
     glm.GLM,
     glm.GLM4,
     gemma.GEMMA2,
@@ -55,8 +47,8 @@ _FAMILIES = (
     mistral.MIXTRAL,
     olmo.OLMOE,
     qwen.QWEN2_MOE,
-    bloom.FAMILY,
-    mpt.FAMILY,
+    gpt.BLOOM,
+    gpt.MPT,
     gpt_oss.FAMILY,
     glm.GLM4_MOE,
 )
@@ -65,11 +57,11 @@ BY_ARCHITECTURE: dict[str, Family] = {
 }
 
 
-def parse(config: Mapping[str, Any]) -> ModelConfig:
+def parse(config: JsonObject) -> ModelConfig:
     """The model that the contents of a config.json describe. See `ModelConfig.load`."""
     architecture = _architecture(config)
     check_names(config)
-    model = BY_ARCHITECTURE[architecture].read(config, architecture)
+    model = BY_ARCHITECTURE[architecture].parse(config, architecture)
     if model.num_heads % model.num_kv_heads:
         raise unserved("num_key_value_heads", model.num_kv_heads, f"a divisor of {model.num_heads} attention heads")
     if model.rope is None:
@@ -84,7 +76,7 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def _architecture(config: JsonObject) -> str:
     supported = ", ".join(BY_ARCHITECTURE)
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):

@@ -1,19 +1,20 @@
 """What a family is: the architectures it serves, how their config.json is read, and the names of their weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
 from pagewire.kernels.expert_routing import ExpertRouting
-from worker_service.models.config import MAX_EXPERTS, MAX_LAYERS, Experts, ModelConfig, RopeConfig
-from worker_service.models.families.positions import read_no_windows, read_rope
+from worker_service.models.config import MAX_EXPERTS, Experts, JsonObject, ModelConfig
+from worker_service.models.families.positions import Ropes, read_no_windows, read_rope
 from worker_service.models.families.reading import (
     NUM_EXPERTS,
     activation,
     dtype,
     first_key,
     flag,
+    num_layers_of,
     number,
     positive,
     split_evenly,
@@ -46,51 +47,56 @@ class Family:
     """Models that config.json and checkpoints describe in the same words."""
 
     architectures: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], str], ModelConfig]  # of config.json and the architecture
+    read: Callable[[JsonObject, str], ModelConfig]  # of config.json and the architecture
     weights: tuple[Weight, ...]
     ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of checkpoint names that hold no weights
     optional_prefix: str = "model."  # of checkpoint names; published files lack it where they hold no head
     # Tensors that may be there of all experts, whose parts have the names of `weights`.
     stacks: Stacks = field(default_factory=lambda: STACKS)
     alternatives: tuple[tuple[Weight, ...], ...] = ()  # to `weights`, of which the one that names most is taken
+    defaults: JsonObject = field(default_factory=dict)  # what files may leave out
+
+    def parse(self, config: JsonObject, architecture: str) -> ModelConfig:
+        """Return the model that the contents of a config.json describe."""
+        return self.read({**self.defaults, **config}, architecture)
 
 
 # The names of Llama's weights, which most families have.
-_LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
+LAYER, OURS = "model.layers.{layer}", "layers.{layer}"
 EMBEDDING = Weight("model.embed_tokens", "embedding")
 QKV = (
-    Weight(f"{_LAYER}.self_attn.q_proj", f"{_OURS}.attention.qkv", part=0, split=Split.HEADS),
-    Weight(f"{_LAYER}.self_attn.k_proj", f"{_OURS}.attention.qkv", part=1, split=Split.KV_HEADS),
-    Weight(f"{_LAYER}.self_attn.v_proj", f"{_OURS}.attention.qkv", part=2, split=Split.KV_HEADS),
+    Weight(f"{LAYER}.self_attn.q_proj", f"{OURS}.attention.qkv", part=0, split=Split.HEADS),
+    Weight(f"{LAYER}.self_attn.k_proj", f"{OURS}.attention.qkv", part=1, split=Split.KV_HEADS),
+    Weight(f"{LAYER}.self_attn.v_proj", f"{OURS}.attention.qkv", part=2, split=Split.KV_HEADS),
 )
 HEAD_NORMS = (
-    Weight(f"{_LAYER}.self_attn.q_norm", f"{_OURS}.attention.query_norm"),
-    Weight(f"{_LAYER}.self_attn.k_norm", f"{_OURS}.attention.key_norm"),
+    Weight(f"{LAYER}.self_attn.q_norm", f"{OURS}.attention.query_norm"),
+    Weight(f"{LAYER}.self_attn.k_norm", f"{OURS}.attention.key_norm"),
 )
-ATTENTION_OUTPUT = Weight(f"{_LAYER}.self_attn.o_proj", f"{_OURS}.attention.output", split=Split.HEADS, axis=1)
+ATTENTION_OUTPUT = Weight(f"{LAYER}.self_attn.o_proj", f"{OURS}.attention.output", split=Split.HEADS, axis=1)
 GATED_MLP = (
-    Weight(f"{_LAYER}.mlp.gate_proj", f"{_OURS}.mlp.up", part=0, split=Split.INTERMEDIATE),
-    Weight(f"{_LAYER}.mlp.up_proj", f"{_OURS}.mlp.up", part=1, split=Split.INTERMEDIATE),
+    Weight(f"{LAYER}.mlp.gate_proj", f"{OURS}.mlp.up", part=0, split=Split.INTERMEDIATE),
+    Weight(f"{LAYER}.mlp.up_proj", f"{OURS}.mlp.up", part=1, split=Split.INTERMEDIATE),
 )
-MERGED_MLP = (Weight(f"{_LAYER}.mlp.gate_up_proj", f"{_OURS}.mlp.up", split=Split.INTERMEDIATE),)
-MLP_OUTPUT = Weight(f"{_LAYER}.mlp.down_proj", f"{_OURS}.mlp.down", split=Split.INTERMEDIATE, axis=1)
+MERGED_MLP = (Weight(f"{LAYER}.mlp.gate_up_proj", f"{OURS}.mlp.up", split=Split.INTERMEDIATE),)
+MLP_OUTPUT = Weight(f"{LAYER}.mlp.down_proj", f"{OURS}.mlp.down", split=Split.INTERMEDIATE, axis=1)
 PRE_NORMS = (
-    Weight(f"{_LAYER}.input_layernorm", f"{_OURS}.attention_norm"),
-    Weight(f"{_LAYER}.post_attention_layernorm", f"{_OURS}.mlp_norm"),
+    Weight(f"{LAYER}.input_layernorm", f"{OURS}.attention_norm"),
+    Weight(f"{LAYER}.post_attention_layernorm", f"{OURS}.mlp_norm"),
 )
 HEAD = (Weight("model.norm", "norm"), Weight("lm_head", "head", split=Split.VOCABULARY))
 LLAMA_WEIGHTS = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *GATED_MLP, MLP_OUTPUT, *HEAD)
 
 
 # Experts, in the names of most families.
-_EXPERTS = f"{_LAYER}.mlp.experts.{{expert}}"
-ROUTER = Weight(f"{_LAYER}.mlp.gate", f"{_OURS}.mlp.router", layers="experts")
+_EXPERTS = f"{LAYER}.mlp.experts.{{expert}}"
+ROUTER = Weight(f"{LAYER}.mlp.gate", f"{OURS}.mlp.router", layers="experts")
 EXPERTS = (
-    Weight(f"{_EXPERTS}.gate_proj", f"{_OURS}.mlp.up.{{expert}}", 0, split=Split.EXPERT_INTERMEDIATE, layers="experts"),
-    Weight(f"{_EXPERTS}.up_proj", f"{_OURS}.mlp.up.{{expert}}", 1, split=Split.EXPERT_INTERMEDIATE, layers="experts"),
+    Weight(f"{_EXPERTS}.gate_proj", f"{OURS}.mlp.up.{{expert}}", 0, split=Split.EXPERT_INTERMEDIATE, layers="experts"),
+    Weight(f"{_EXPERTS}.up_proj", f"{OURS}.mlp.up.{{expert}}", 1, split=Split.EXPERT_INTERMEDIATE, layers="experts"),
     Weight(
         f"{_EXPERTS}.down_proj",
-        f"{_OURS}.mlp.down.{{expert}}",
+        f"{OURS}.mlp.down.{{expert}}",
         split=Split.EXPERT_INTERMEDIATE,
         axis=1,
         layers="experts",
@@ -116,11 +122,7 @@ def in_dense_layers(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
     return tuple(replace(weight, layers="dense") for weight in weights)
 
 
-def num_layers_of(config: Mapping[str, Any]) -> int:
-    return positive(config, "num_hidden_layers", limit=MAX_LAYERS)
-
-
-def head_dim_of(config: Mapping[str, Any]) -> int:
+def head_dim_of(config: JsonObject) -> int:
     """As config.json says, else the hidden size shared out among the heads."""
     if config.get("head_dim") is not None:
         return positive(config, "head_dim")
@@ -128,7 +130,7 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
 
 
 def read_experts(
-    config: Mapping[str, Any],
+    config: JsonObject,
     num_key: str = "num_experts",
     intermediate_key: str = "moe_intermediate_size",
     **fields: Any,
@@ -159,10 +161,10 @@ def read_experts(
 
 
 def read_decoder(
-    config: Mapping[str, Any],
+    config: JsonObject,
     architecture: str,
     *,
-    ropes: tuple[tuple[RopeConfig | None, ...], int] | None = None,
+    ropes: Ropes | None = None,
     windows: tuple[int, ...] | None = None,
     eps_key: str = "rms_norm_eps",
     default_eps: float = 1e-6,
@@ -173,32 +175,26 @@ def read_decoder(
     """Read what most families spell as Llama does.
 
     Args:
-        ropes: of the layers, and the positions that they serve; by default one for all, which turns whole heads.
+        ropes: by default one for all layers, which turns whole heads.
         windows: of the layers; by default there are none.
         activations: that are served, the default first.
         flags: fields of `ModelConfig` that this family sets.
     """
-    num_layers, num_heads, head_dim = (
-        num_layers_of(config),
-        positive(config, "num_attention_heads"),
-        head_dim_of(config),
-    )
-    if ropes is None:
-        rope, num_positions = read_rope(config, positive(config, "max_position_embeddings"))
-        ropes = (rope,) * num_layers, num_positions
+    num_heads, head_dim = positive(config, "num_attention_heads"), head_dim_of(config)
+    of_layers, num_positions = ropes or read_rope(config)
     return ModelConfig(
         architecture=architecture,
-        num_layers=num_layers,
+        num_layers=num_layers_of(config),
         hidden_size=positive(config, "hidden_size"),
         intermediate_size=positive(config, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=positive(config, "num_key_value_heads", num_heads),
         head_dim=head_dim,
         vocab_size=positive(config, "vocab_size"),
-        max_position_embeddings=ropes[1],
+        max_position_embeddings=num_positions,
         norm_eps=number(config, eps_key, default_eps),
-        ropes=ropes[0],
-        windows=read_no_windows(config, architecture, num_layers) if windows is None else windows,
+        ropes=of_layers,
+        windows=read_no_windows(config, architecture) if windows is None else windows,
         tie_word_embeddings=flag(config, "tie_word_embeddings", False),
         dtype=dtype(config),
         quantization=parse_quantization(config),

@@ -1,37 +1,35 @@
 """gpt-oss (OpenAI, 2025, https://arxiv.org/abs/2508.10925): experts in all layers, whose gates and ups are clamped, a
 sink in each head's softmax, and windows in every other layer. Experts are published in MXFP4."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from worker_service.models.config import ModelConfig
+from worker_service.models.config import JsonObject, ModelConfig
 from worker_service.models.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     EXPERTS,
     HEAD,
+    LAYER,
+    OURS,
     PRE_NORMS,
     QKV,
     Family,
     Weight,
-    num_layers_of,
     read_decoder,
     read_experts,
 )
 from worker_service.models.families.positions import FULL, SLIDING, read_rope, read_windows
-from worker_service.models.families.reading import flag, number, positive
+from worker_service.models.families.reading import attention_biases, num_layers_of, number
 from worker_service.models.shard import Split
 from worker_service.models.stacks import STACKS
 
-_LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
 _WEIGHTS = (
     EMBEDDING,
     *PRE_NORMS,
     *QKV,
     ATTENTION_OUTPUT,
-    Weight(f"{_LAYER}.self_attn", f"{_OURS}.attention", split=Split.HEAD_VALUES),  # sinks
-    Weight(f"{_LAYER}.mlp.router", f"{_OURS}.mlp.router"),
+    Weight(f"{LAYER}.self_attn", f"{OURS}.attention", split=Split.HEAD_VALUES),  # sinks
+    Weight(f"{LAYER}.mlp.router", f"{OURS}.mlp.router"),
     *EXPERTS,
     *HEAD,
 )
@@ -46,23 +44,19 @@ _DEFAULTS = {
 }
 
 
-def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
-    config = {**_DEFAULTS, **config}
+def _read(config: JsonObject, architecture: str) -> ModelConfig:
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-        config["rope_parameters"] = _ROPE
+        config = {**config, "rope_parameters": _ROPE}
     num_layers = num_layers_of(config)
     default_types = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
-    _, windows = read_windows(config, num_layers, default_types, default_window=128)
-    rope, num_positions = read_rope(config, positive(config, "max_position_embeddings"), default_theta=150_000.0)
-    has_bias = flag(config, "attention_bias", True)
+    _, windows = read_windows(config, default_types, default_window=128)
     model = read_decoder(
         config,
         architecture,
-        ropes=((rope,) * num_layers, num_positions),
+        ropes=read_rope(config, default_theta=150_000.0),
         windows=windows,
         default_eps=1e-5,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
+        **attention_biases(config, True),
         has_sinks=True,
         experts=read_experts(config, "num_local_experts", "intermediate_size", has_router_bias=True, bias=True),
         expert_layers=(True,) * num_layers,
@@ -76,5 +70,6 @@ FAMILY = Family(
     ("GptOssForCausalLM",),
     _read,
     _WEIGHTS,
+    defaults=_DEFAULTS,
     stacks={name: replace(stack, takes_turns=True, is_transposed=True) for name, stack in STACKS.items()},
 )

@@ -1,18 +1,88 @@
 """Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971) with grouped-query attention (Ainslie et al., 2023,
-https://arxiv.org/abs/2305.13245)."""
+https://arxiv.org/abs/2305.13245), and those whose weights have its names and shapes.
 
-from collections.abc import Mapping
-from typing import Any
+Granite 3, dense (https://arxiv.org/abs/2405.04324 describes their forebears), has four factors, which are those of
+maximal update parametrization (https://arxiv.org/abs/2203.03466). In Seed-OSS (ByteDance Seed, 2025,
+https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Base) biases of queries, keys and values and of attention's output
+are chosen apart. In SmolLM3 (Bakouch et al., 2025, https://huggingface.co/blog/smollm3) one layer of four has no
+positions (NoPE, https://arxiv.org/abs/2501.18795); those layers alone may have a sliding window.
+"""
 
-from worker_service.models.config import ModelConfig
+from dataclasses import replace
+
+from worker_service.models.config import JsonObject, ModelConfig
 from worker_service.models.families.family import LLAMA_WEIGHTS, Family, read_decoder
-from worker_service.models.families.reading import flag
+from worker_service.models.families.positions import FULL, SLIDING, read_layer_types, read_rope, sliding_window
+from worker_service.models.families.reading import (
+    attention_biases,
+    flag,
+    num_layers_of,
+    number,
+    positive,
+    unserved,
+)
 
 
-def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
-    has_bias = flag(config, "attention_bias", False)
+def _read_llama(config: JsonObject, architecture: str) -> ModelConfig:
     mlp_bias = flag(config, "mlp_bias", False)
-    return read_decoder(config, architecture, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=mlp_bias)
+    return read_decoder(config, architecture, **attention_biases(config), mlp_bias=mlp_bias)
 
 
-FAMILY = Family(("LlamaForCausalLM",), _read, LLAMA_WEIGHTS)
+def _read_granite(config: JsonObject, architecture: str) -> ModelConfig:
+    return replace(
+        _read_llama(config, architecture),
+        embedding_multiplier=number(config, "embedding_multiplier", 1.0),
+        attention_scale=number(config, "attention_multiplier", 1.0),
+        residual_multiplier=number(config, "residual_multiplier", 1.0),
+        logits_multiplier=1 / number(config, "logits_scaling", 1.0),
+    )
+
+
+def _read_seed_oss(config: JsonObject, architecture: str) -> ModelConfig:
+    return read_decoder(
+        config,
+        architecture,
+        qkv_bias=flag(config, "attention_bias", True),
+        output_bias=flag(config, "attention_out_bias", False),
+        mlp_bias=flag(config, "mlp_bias", False),
+    )
+
+
+def _read_smollm3(config: JsonObject, architecture: str) -> ModelConfig:
+    has_rope = _layers_with_rope(config)
+    ropes, num_positions = read_rope(config, default_theta=2_000_000.0)
+    window = sliding_window(config, None) if flag(config, "use_sliding_window", False) else 0
+    default_types = [SLIDING if window and not has else FULL for has in has_rope]
+    layer_types = read_layer_types(config, default_types, (FULL, SLIDING) if window else (FULL,))
+    return read_decoder(
+        config,
+        architecture,
+        ropes=(tuple(rope if has else None for rope, has in zip(ropes, has_rope, strict=True)), num_positions),
+        windows=tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types),
+        **attention_biases(config),
+        mlp_bias=flag(config, "mlp_bias", False),
+    )
+
+
+def _layers_with_rope(config: JsonObject) -> list[bool]:
+    num_layers = num_layers_of(config)
+    interval = positive(config, "no_rope_layer_interval", 4)
+    given = config.get("no_rope_layers")  # 1: the layer has positions
+    if given is None:
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) != num_layers or any(has not in (0, 1) for has in given):
+        raise unserved("no_rope_layers", given, f"a list of 0 and 1 as long as num_hidden_layers, {num_layers}")
+    return [bool(has) for has in given]
+
+
+LLAMA = Family(("LlamaForCausalLM",), _read_llama, LLAMA_WEIGHTS)
+GRANITE = Family(("GraniteForCausalLM",), _read_granite, LLAMA_WEIGHTS)
+SEED_OSS = Family(
+    ("SeedOssForCausalLM",), _read_seed_oss, LLAMA_WEIGHTS, defaults={"num_key_value_heads": 8, "head_dim": 128}
+)
+SMOLLM3 = Family(
+    ("SmolLM3ForCausalLM",),
+    _read_smollm3,
+    LLAMA_WEIGHTS,
+    defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+)

@@ -2,55 +2,49 @@
 Ministral 3 (2025, https://arxiv.org/abs/2601.08584) lets queries grow with their position instead. Mixtral (2024,
 https://arxiv.org/abs/2401.04088) has experts in all layers."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from worker_service.models.config import ModelConfig, QueryGrowth
+from worker_service.models.config import JsonObject, ModelConfig, QueryGrowth
 from worker_service.models.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     EXPERTS,
     HEAD,
+    LAYER,
     LLAMA_WEIGHTS,
+    OURS,
     PRE_NORMS,
     QKV,
     ROUTER,
     Family,
     Weight,
-    num_layers_of,
     read_decoder,
     read_experts,
 )
 from worker_service.models.families.positions import read_equal_windows, read_rope, rope_settings
-from worker_service.models.families.reading import number, positive
+from worker_service.models.families.reading import num_layers_of, number, positive
 from worker_service.models.families.wrapped import inside
 from worker_service.models.shard import Split
 
-_MOE, _OURS = "model.layers.{layer}.block_sparse_moe", "layers.{layer}.mlp"
+_MOE, _MLP = f"{LAYER}.block_sparse_moe", f"{OURS}.mlp"
 _ATTENTION = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *HEAD)
 _MIXTRAL_WEIGHTS = (
     *_ATTENTION,
-    Weight(f"{_MOE}.gate", f"{_OURS}.router"),
-    Weight(f"{_MOE}.experts.{{expert}}.w1", f"{_OURS}.up.{{expert}}", part=0, split=Split.EXPERT_INTERMEDIATE),
-    Weight(f"{_MOE}.experts.{{expert}}.w3", f"{_OURS}.up.{{expert}}", part=1, split=Split.EXPERT_INTERMEDIATE),
-    Weight(f"{_MOE}.experts.{{expert}}.w2", f"{_OURS}.down.{{expert}}", split=Split.EXPERT_INTERMEDIATE, axis=1),
+    Weight(f"{_MOE}.gate", f"{_MLP}.router"),
+    Weight(f"{_MOE}.experts.{{expert}}.w1", f"{_MLP}.up.{{expert}}", part=0, split=Split.EXPERT_INTERMEDIATE),
+    Weight(f"{_MOE}.experts.{{expert}}.w3", f"{_MLP}.up.{{expert}}", part=1, split=Split.EXPERT_INTERMEDIATE),
+    Weight(f"{_MOE}.experts.{{expert}}.w2", f"{_MLP}.down.{{expert}}", split=Split.EXPERT_INTERMEDIATE, axis=1),
 )
 
-# What files may leave out.
-_MINISTRAL3_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128}
+
+def _read(config: JsonObject, architecture: str) -> ModelConfig:
+    return read_decoder(config, architecture, windows=read_equal_windows(config))
 
 
-def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
-    return read_decoder(config, architecture, windows=read_equal_windows(config, num_layers_of(config)))
-
-
-def _read_text(config: Mapping[str, Any], architecture: str) -> ModelConfig:
+def _read_text(config: JsonObject, architecture: str) -> ModelConfig:
     """Of Mistral Small 3 and Ministral 3, which tell by their types which they are."""
-    return (_read_ministral3 if config.get("model_type") == "ministral3" else _read)(config, architecture)
+    return (MINISTRAL3 if config.get("model_type") == "ministral3" else MISTRAL).parse(config, architecture)
 
 
-def _read_ministral3(config: Mapping[str, Any], architecture: str) -> ModelConfig:
-    config = {**_MINISTRAL3_DEFAULTS, **config}
+def _read_ministral3(config: JsonObject, architecture: str) -> ModelConfig:
     settings, growth = rope_settings(config), None
     if settings.get("llama_4_scaling_beta") is not None:
         original = positive(settings, "original_max_position_embeddings")
@@ -58,28 +52,31 @@ def _read_ministral3(config: Mapping[str, Any], architecture: str) -> ModelConfi
     return read_decoder(
         config,
         architecture,
-        windows=read_equal_windows(config, num_layers_of(config), default_window=None),
+        windows=read_equal_windows(config, default_window=None),
         default_eps=1e-5,
         query_growth=growth,
     )
 
 
-def _read_mixtral(config: Mapping[str, Any], architecture: str) -> ModelConfig:
-    num_layers = num_layers_of(config)
-    rope, num_positions = read_rope(config, positive(config, "max_position_embeddings"), default_theta=1_000_000.0)
+def _read_mixtral(config: JsonObject, architecture: str) -> ModelConfig:
     return read_decoder(
         config,
         architecture,
-        ropes=((rope,) * num_layers, num_positions),
-        windows=read_equal_windows(config, num_layers, default_window=None),
+        ropes=read_rope(config, default_theta=1_000_000.0),
+        windows=read_equal_windows(config, default_window=None),
         default_eps=1e-5,
         experts=read_experts(config, "num_local_experts", "intermediate_size"),
-        expert_layers=(True,) * num_layers,
+        expert_layers=(True,) * num_layers_of(config),
     )
 
 
 MISTRAL = Family(("MistralForCausalLM",), _read, LLAMA_WEIGHTS)
-MINISTRAL3 = Family(("Ministral3ForCausalLM",), _read_ministral3, LLAMA_WEIGHTS)
+MINISTRAL3 = Family(
+    ("Ministral3ForCausalLM",),
+    _read_ministral3,
+    LLAMA_WEIGHTS,
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
+)
 MIXTRAL = Family(
     ("MixtralForCausalLM",),
     _read_mixtral,

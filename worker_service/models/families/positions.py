@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from worker_service.models.checkpoint_files import shown
-from worker_service.models.config import MAX_SIZE, RopeConfig
+from worker_service.models.config import MAX_SIZE, JsonObject, RopeConfig
 from worker_service.models.families.reading import (
     checked_number,
     expect,
     flag,
-    is_whole,
+    from_zero,
     json_object,
+    num_layers_of,
     number,
     positive,
     unserved,
@@ -23,16 +24,18 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
 _LONGROPE_ORIGINAL = 4096  # where config.json does not say
 
+# The rope settings of each layer, and how many positions they serve.
+Ropes = tuple[tuple[RopeConfig | None, ...], int]
+
 
 def read_rope(
-    config: Mapping[str, Any],
-    max_position_embeddings: int,
+    config: JsonObject,
     *,
     default_theta: float = 10_000.0,
     default_share: float | None = None,
     is_interleaved: bool = False,
-) -> tuple[RopeConfig, int]:
-    """The rope settings of all layers, and how many positions they serve.
+) -> Ropes:
+    """The rope settings of all layers, which are the same.
 
     Defaults are those of transformers. As in vLLM, linear and yarn scaling stretch the positions by their factor.
 
@@ -44,18 +47,19 @@ def read_rope(
         if isinstance(value, Mapping):
             raise unserved(f"rope_parameters.{key}", value, "a value: one set of parameters serves all layers")
     share = _read_share(config, rope, default_share)
-    read, num_positions = _read_settings(rope, max_position_embeddings, default_theta)
-    return replace(read, rotary_share=share, is_interleaved=is_interleaved), num_positions
+    read, num_positions = _read_settings(rope, positive(config, "max_position_embeddings"), default_theta)
+    read = replace(read, rotary_share=share, is_interleaved=is_interleaved)
+    return (read,) * num_layers_of(config), num_positions
 
 
 def read_ropes_by_kind(
-    config: Mapping[str, Any],
-    max_position_embeddings: int,
+    config: JsonObject,
+    layer_types: list[str],
     default_thetas: Mapping[str, float],
     *,
     shares_theta: bool = True,
-) -> tuple[dict[str, RopeConfig], int]:
-    """The rope settings of each kind of layers, and how many positions those of full attention serve.
+) -> Ropes:
+    """The rope settings of layers by their kinds; the positions are those that layers of full attention serve.
 
     Where there is but one set, of transformers 4, its scaling is that of full attention alone, and so is its base
     unless `shares_theta`.
@@ -65,17 +69,16 @@ def read_ropes_by_kind(
     if not any(nested.values()):
         unscaled = {"rope_theta": settings["rope_theta"]} if shares_theta else {}
         nested = {kind: settings if kind == FULL else unscaled for kind in default_thetas}
-    ropes, num_positions = {}, max_position_embeddings
+    ropes = {}
     for kind, theta in default_thetas.items():
         _read_share(config, nested[kind], None)
         expect(nested[kind], "truncate", True)  # transformers reads none of a kind
-        ropes[kind], served = _read_settings(nested[kind], max_position_embeddings, theta)
-        num_positions = served if kind == FULL else num_positions
-    return ropes, num_positions
+        ropes[kind] = _read_settings(nested[kind], positive(config, "max_position_embeddings"), theta)
+    return tuple(ropes[kind][0] for kind in layer_types), ropes[FULL][1]
 
 
 def rope_settings(
-    config: Mapping[str, Any], default_theta: float = 10_000.0, default_share: float | None = None
+    config: JsonObject, default_theta: float = 10_000.0, default_share: float | None = None
 ) -> dict[str, Any]:
     """Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`), which wrote null where it left no
     scaling, and transformers 5 (`rope_parameters`). In a file that has both, since model cards tell people to add
@@ -101,7 +104,7 @@ def rope_settings(
     return {**settings, ORIGINAL: original}
 
 
-def _check_agreement(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
+def _check_agreement(parameters: JsonObject, scaling: JsonObject) -> None:
     """Raises CheckpointError where rope_scaling says something else than rope_parameters beside it: it is not for us to
     choose. Scaling where rope_parameters has none is what the other was added for."""
     for key, value in parameters.items():
@@ -115,9 +118,8 @@ def _check_agreement(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) 
             raise unserved(f"rope_scaling.{key}", given, expected)
 
 
-def read_layer_types(
-    config: Mapping[str, Any], num_layers: int, default: list[str], kinds: tuple[str, ...]
-) -> list[str]:
+def read_layer_types(config: JsonObject, default: list[str], kinds: tuple[str, ...]) -> list[str]:
+    num_layers = num_layers_of(config)
     layer_types = config.get("layer_types") or default
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise unserved("layer_types", layer_types, f"a list as long as num_hidden_layers, {num_layers}")
@@ -128,42 +130,38 @@ def read_layer_types(
 
 
 def read_windows(
-    config: Mapping[str, Any], num_layers: int, default_types: list[str], default_window: int = 4096
+    config: JsonObject, default_types: list[str], default_window: int = 4096
 ) -> tuple[list[str], tuple[int, ...]]:
     """The kinds of the layers, and the window of each."""
     window = sliding_window(config, default_window)
-    layer_types = read_layer_types(config, num_layers, default_types, (FULL, SLIDING))
+    layer_types = read_layer_types(config, default_types, (FULL, SLIDING))
     return layer_types, tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)
 
 
-def read_chosen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def read_chosen_windows(config: JsonObject) -> tuple[int, ...]:
     """Each layer's window: of those that use_sliding_window, max_window_layers and layer_types choose."""
     window = sliding_window(config) if flag(config, "use_sliding_window", False) else 0
     if not config.get("layer_types"):
-        max_window_layers = config.get("max_window_layers", 28)
-        if not is_whole(max_window_layers) or max_window_layers < 0:
-            raise unserved("max_window_layers", max_window_layers, "a whole number from 0")
-        return tuple(window if layer >= max_window_layers else 0 for layer in range(num_layers))
-    layer_types = read_layer_types(config, num_layers, [], (FULL, SLIDING) if window else (FULL,))
+        max_window_layers = from_zero(config, "max_window_layers", 28)
+        return tuple(window if layer >= max_window_layers else 0 for layer in range(num_layers_of(config)))
+    layer_types = read_layer_types(config, [], (FULL, SLIDING) if window else (FULL,))
     return tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)
 
 
-def read_equal_windows(
-    config: Mapping[str, Any], num_layers: int, default_window: int | None = 4096
-) -> tuple[int, ...]:
+def read_equal_windows(config: JsonObject, default_window: int | None = 4096) -> tuple[int, ...]:
     """The same window in every layer."""
     if config.get("layer_types"):
         raise unserved("layer_types", config["layer_types"], "unset: every layer of this architecture is of one type")
-    return (sliding_window(config, default_window),) * num_layers
+    return (sliding_window(config, default_window),) * num_layers_of(config)
 
 
-def read_no_windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int, ...]:
+def read_no_windows(config: JsonObject, architecture: str) -> tuple[int, ...]:
     if config.get("use_sliding_window"):
         raise unserved("use_sliding_window", True, f"false for {architecture}")
-    return (0,) * num_layers
+    return (0,) * num_layers_of(config)
 
 
-def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int:
+def sliding_window(config: JsonObject, default: int | None = 4096) -> int:
     """0 where it is null, which stands for none."""
     if config.get("sliding_window", default) is None:
         return 0
@@ -171,7 +169,7 @@ def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int
 
 
 def read_longrope(
-    config: Mapping[str, Any], rope: Mapping[str, Any], max_position_embeddings: int, share: float, head_dim: int
+    config: JsonObject, rope: JsonObject, max_position_embeddings: int, share: float, head_dim: int
 ) -> RopeConfig:
     """LongRoPE (Ding et al., 2024, https://arxiv.org/abs/2402.13753). It has factors for sequences up to the original
     length and others for longer ones (`RopeConfig.serving`); the factor of attention is that of the whole stretch for
@@ -193,14 +191,14 @@ def read_longrope(
     )
 
 
-def _read_factors(rope: Mapping[str, Any], key: str, num_pairs: int) -> tuple[float, ...]:
+def _read_factors(rope: JsonObject, key: str, num_pairs: int) -> tuple[float, ...]:
     factors = rope.get(key)
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise unserved(key, factors, f"a list of {num_pairs} numbers, one for each pair of values that is turned")
     return tuple(checked_number(key, value) for value in factors)
 
 
-def read_share(config: Mapping[str, Any], rope: Mapping[str, Any], key: str, default: float) -> float:
+def read_share(config: JsonObject, rope: JsonObject, key: str, default: float) -> float:
     """What part of a head's values is turned."""
     key = "partial_rotary_factor" if rope.get("partial_rotary_factor") is not None else key
     value = rope.get(key, config.get(key))
@@ -210,7 +208,7 @@ def read_share(config: Mapping[str, Any], rope: Mapping[str, Any], key: str, def
     return share
 
 
-def _read_share(config: Mapping[str, Any], rope: Mapping[str, Any], default: float | None) -> float:
+def _read_share(config: JsonObject, rope: JsonObject, default: float | None) -> float:
     if default is not None:
         return read_share(config, rope, "partial_rotary_factor", default)
     value = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -219,9 +217,7 @@ def _read_share(config: Mapping[str, Any], rope: Mapping[str, Any], default: flo
     return 1.0
 
 
-def _read_settings(
-    rope: Mapping[str, Any], max_position_embeddings: int, default_theta: float
-) -> tuple[RopeConfig, int]:
+def _read_settings(rope: JsonObject, max_position_embeddings: int, default_theta: float) -> tuple[RopeConfig, int]:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise unserved("rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
@@ -259,7 +255,7 @@ def _stretched(num_positions: int, factor: float) -> int:
     return stretched
 
 
-def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(rope: JsonObject, factor: float) -> float:
     """Return the factor of cosines and sines; YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), section
     3.4."""
 

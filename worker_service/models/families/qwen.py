@@ -2,10 +2,7 @@
 normalizes each head of queries and keys instead. In both some layers may have a sliding window. Both have relatives
 whose layers, or some of them, have experts; of Qwen2's one is shared, and has a gate."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from worker_service.models.config import ModelConfig
+from worker_service.models.config import JsonObject, ModelConfig
 from worker_service.models.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
@@ -13,48 +10,54 @@ from worker_service.models.families.family import (
     GATED_MLP,
     HEAD,
     HEAD_NORMS,
+    LAYER,
     LLAMA_WEIGHTS,
     MLP_OUTPUT,
+    OURS,
     PRE_NORMS,
     QKV,
     ROUTER,
     Family,
     Weight,
     in_dense_layers,
-    num_layers_of,
     read_decoder,
     read_experts,
     shared_expert,
 )
 from worker_service.models.families.positions import FULL, SLIDING, read_chosen_windows, read_windows, sliding_window
-from worker_service.models.families.reading import flag, is_whole, positive, unserved
+from worker_service.models.families.reading import (
+    attention_biases,
+    flag,
+    from_zero,
+    is_whole,
+    num_layers_of,
+    positive,
+    unserved,
+)
 
 _DENSE = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *in_dense_layers((*GATED_MLP, MLP_OUTPUT)), *HEAD, ROUTER)
 _SHARED = (
     *shared_expert("shared_expert"),
-    Weight("model.layers.{layer}.mlp.shared_expert_gate", "layers.{layer}.mlp.shared_gate", layers="experts"),
+    Weight(f"{LAYER}.mlp.shared_expert_gate", f"{OURS}.mlp.shared_gate", layers="experts"),
 )
 
 
-def _read_qwen2(config: Mapping[str, Any], architecture: str) -> ModelConfig:
-    return read_decoder(config, architecture, windows=read_chosen_windows(config, num_layers_of(config)), qkv_bias=True)
+def _read_qwen2(config: JsonObject, architecture: str) -> ModelConfig:
+    return read_decoder(config, architecture, windows=read_chosen_windows(config), qkv_bias=True)
 
 
-def _read_qwen3(config: Mapping[str, Any], architecture: str) -> ModelConfig:
-    has_bias = flag(config, "attention_bias", False)
-    windows = read_chosen_windows(config, num_layers_of(config))
-    return read_decoder(config, architecture, windows=windows, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head")
+def _read_qwen3(config: JsonObject, architecture: str) -> ModelConfig:
+    windows = read_chosen_windows(config)
+    return read_decoder(config, architecture, windows=windows, **attention_biases(config), qk_norm="head")
 
 
-def _read_qwen2_moe(config: Mapping[str, Any], architecture: str) -> ModelConfig:
+def _read_qwen2_moe(config: JsonObject, architecture: str) -> ModelConfig:
     num_layers = num_layers_of(config)
     windows = (0,) * num_layers
     if flag(config, "use_sliding_window", False):
-        num_windowed = config.get("max_window_layers", 28)
-        if not is_whole(num_windowed) or num_windowed < 0:
-            raise unserved("max_window_layers", num_windowed, "a whole number from 0")
+        num_windowed = from_zero(config, "max_window_layers", 28)
         kinds = [SLIDING if layer < num_windowed and layer % 2 == 0 else FULL for layer in range(num_layers)]
-        windows = read_windows(config, num_layers, kinds)[1]
+        windows = read_windows(config, kinds)[1]
     experts = read_experts(
         config,
         renormalizes=flag(config, "norm_topk_prob", False),
@@ -68,23 +71,21 @@ def _read_qwen2_moe(config: Mapping[str, Any], architecture: str) -> ModelConfig
     )
 
 
-def _read_qwen3_moe(config: Mapping[str, Any], architecture: str) -> ModelConfig:
+def _read_qwen3_moe(config: JsonObject, architecture: str) -> ModelConfig:
     num_layers = num_layers_of(config)
-    has_bias = flag(config, "attention_bias", False)
     window = sliding_window(config) if flag(config, "use_sliding_window", False) else 0
     return read_decoder(
         config,
         architecture,
         windows=(window,) * num_layers,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
+        **attention_biases(config),
         qk_norm="head",
         experts=read_experts(config, renormalizes=flag(config, "norm_topk_prob", False)),
         expert_layers=_read_expert_layers(config, num_layers),
     )
 
 
-def _read_expert_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+def _read_expert_layers(config: JsonObject, num_layers: int) -> tuple[bool, ...]:
     """Each layer whose number, from 1, decoder_sparse_step divides has experts, but those of mlp_only_layers."""
     step = positive(config, "decoder_sparse_step", 1)
     without = config.get("mlp_only_layers") or []

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
-from worker_service.models.config import MAX_SIZE, Activation
+from worker_service.models.config import MAX_LAYERS, MAX_SIZE, Activation, JsonObject
 
 DTYPES = ("float32", "bfloat16", "float16")
 # The names that transformers has for the activations.
@@ -30,7 +30,7 @@ _SAME = (
 _NUMBERS = (1e-30, 1e30)  # whose powers and products are finite in float32
 
 
-def check_names(config: Mapping[str, Any]) -> None:
+def check_names(config: JsonObject) -> None:
     """Raises CheckpointError where two names of one thing have different values."""
     for names in _SAME:
         first, *others = [name for name in names if config.get(name) is not None] or [""]
@@ -39,7 +39,7 @@ def check_names(config: Mapping[str, Any]) -> None:
                 raise unserved(name, config[name], f"{shown(config[first])}, as {first} is")
 
 
-def positive(config: Mapping[str, Any], key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+def positive(config: JsonObject, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -49,7 +49,7 @@ def positive(config: Mapping[str, Any], key: str, default: int | None = None, li
     return value
 
 
-def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def number(config: JsonObject, key: str, default: float | None = None) -> float:
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -64,19 +64,30 @@ def checked_number(key: str, value: object) -> float:
     return float(value)
 
 
-def first_key(config: Mapping[str, Any], *names: str) -> str:
+def num_layers_of(config: JsonObject) -> int:
+    return positive(config, "num_hidden_layers", limit=MAX_LAYERS)
+
+
+def from_zero(config: JsonObject, key: str, default: int) -> int:
+    value = config.get(key, default)
+    if not is_whole(value) or value < 0:
+        raise unserved(key, value, "a whole number from 0")
+    return value
+
+
+def first_key(config: JsonObject, *names: str) -> str:
     """Return the name that this file has for something."""
     return next((name for name in names if config.get(name) is not None), names[0])
 
 
-def number_or_none(config: Mapping[str, Any], key: str, default: float) -> float:
+def number_or_none(config: JsonObject, key: str, default: float) -> float:
     """0 where it is null; the default where it is missing."""
     if key not in config:
         return default
     return 0.0 if config[key] is None else number(config, key)
 
 
-def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+def flag(config: JsonObject, key: str, default: bool) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -84,7 +95,12 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def json_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def attention_biases(config: JsonObject, default: bool = False) -> dict[str, Any]:
+    """Flags of `ModelConfig` for which most families have one word."""
+    return dict.fromkeys(("qkv_bias", "output_bias"), flag(config, "attention_bias", default))
+
+
+def json_object(config: JsonObject, key: str) -> JsonObject:
     """Empty where it is null or missing."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
@@ -92,18 +108,18 @@ def json_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value or {}
 
 
-def choice(config: Mapping[str, Any], key: str, default: str, choices: tuple[str, ...]) -> str:
+def choice(config: JsonObject, key: str, default: str, choices: tuple[str, ...]) -> str:
     value = config.get(key, default)
     if value not in choices:
         raise unserved(key, value, f"one of {', '.join(choices)}")
     return value
 
 
-def activation(config: Mapping[str, Any], key: str, default: str, choices: tuple[str, ...]) -> Activation:
+def activation(config: JsonObject, key: str, default: str, choices: tuple[str, ...]) -> Activation:
     return ACTIVATIONS[choice(config, key, default, choices)]
 
 
-def dtype(config: Mapping[str, Any]) -> str:
+def dtype(config: JsonObject) -> str:
     value = config.get("dtype") or config.get("torch_dtype") or "float32"
     if value not in DTYPES:
         raise unserved("dtype", value, f"one of {', '.join(DTYPES)}")
@@ -116,7 +132,7 @@ def split_evenly(key: str, hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def expect(config: Mapping[str, Any], key: str, expected: bool) -> None:
+def expect(config: JsonObject, key: str, expected: bool) -> None:
     """Raises CheckpointError if something is there that is not served in any other way."""
     if config.get(key, expected) is not expected:
         raise unserved(key, config[key], shown(expected))

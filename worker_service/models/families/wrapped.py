@@ -1,9 +1,8 @@
 """Text models inside multimodal checkpoints, whose parts that see are left out."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from worker_service.models.config import JsonObject
 from worker_service.models.families.family import Family, Weight
 from worker_service.models.families.reading import check_names, choice, json_object, unserved
 
@@ -18,7 +17,7 @@ def inside(family: Family, architecture: str, model_types: tuple[str, ...]) -> F
     published = tuple(replace(weight, source=f"language_model.{weight.source}") for weight in family.weights)
     return Family(
         (architecture,),
-        lambda config, name: family.read(_text_config(config, model_types), name),
+        lambda config, name: family.parse(_text_config(config, model_types), name),
         published,
         ignored=rf"{_UNREAD}|{family.ignored}",
         alternatives=(tuple(map(_renamed, family.weights)),),
@@ -32,7 +31,7 @@ def _renamed(weight: Weight) -> Weight:
     return replace(weight, source=source)
 
 
-def _text_config(config: Mapping[str, Any], model_types: tuple[str, ...]) -> dict[str, Any]:
+def _text_config(config: JsonObject, model_types: tuple[str, ...]) -> JsonObject:
     text = json_object(config, "text_config")
     if not text:
         raise unserved("text_config", config.get("text_config"), "an object that describes the text model")
