@@ -26,7 +26,7 @@ BESIDE_THE_CLIENT = ("bench", "cli", "common.gguf", "hosting", "kernels", "llm")
 DOORS = (
     *(
         f"worker_service.{name}"
-        for name in ("attention", "cache", "device", "engine", "grammars", "host", "models.ranks", "rows", "runner")
+        for name in ("attention", "cache", "device", "engine", "grammars", "host", "rows", "runner")
     ),
     *(f"scheduler_service.core.{name}" for name in ("cache", "plans")),
     "pagewire.cli",

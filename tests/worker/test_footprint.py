@@ -20,8 +20,7 @@ from worker_service.models.config import ModelConfig
 from worker_service.models.decoder import Decoder
 from worker_service.models.linear import Linear
 from worker_service.models.loading import load_model, prepare_model
-from worker_service.models.shard import Shard
-from worker_service.models.size import model_size
+from worker_service.models.shard import Shard, model_size
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 CPU = torch.device("cpu")

@@ -28,8 +28,7 @@ from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.loading import prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
-from worker_service.models.quantizing import tensors
-from worker_service.models.quantizing.tensors import QuantizingTensors
+from worker_service.models.quantizing import QuantizingTensors
 from worker_service.models.source import weights_digest
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
 from worker_service.startup.loader import check_products, load_worker
@@ -107,7 +106,7 @@ def test_what_is_read_in_chunks_is_the_same(tmp_path: Path, monkeypatch: pytest.
     path = write_gguf(tmp_path / "model.gguf", source, "F32")
     whole = logits_of(load(source, "int8"))
     for max_chunk in (1, 64 * 20):
-        monkeypatch.setattr(tensors, "_CHUNK_ELEMENTS", max_chunk)
+        monkeypatch.setattr("worker_service.models.quantizing._CHUNK_ELEMENTS", max_chunk)
         assert torch.equal(logits_of(load(source, "int8")), whole)
         assert torch.equal(logits_of(load(path, "int8")), whole)
 

@@ -30,9 +30,8 @@ from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.model import HostModel, LayeredModel, Outputs
 from worker_service.host.operations import CpuExpertProduct, CpuProduct
 from worker_service.models.decoder import Attention, Decoder, DecoderLayer, HeadNorm, Norm
-from worker_service.models.experts import ExpertMLP
 from worker_service.models.linear import Embedding, ExpertLinear, Linear
-from worker_service.models.mlp import MLP, ActivationFunction
+from worker_service.models.mlp import MLP, ActivationFunction, ExpertMLP
 from worker_service.models.model import Attend, Model
 from worker_service.models.rope import RotaryEmbedding, query_scales
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from pagewire.kernels.arguments import HeadPreparation
 from worker_service.models.communicator import Communicator
 from worker_service.models.config import ModelConfig
-from worker_service.models.experts import ExpertMLP
 from worker_service.models.linear import Embedding, Linear
-from worker_service.models.mlp import MLP
+from worker_service.models.mlp import MLP, ExpertMLP
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations
 from worker_service.models.rope import RotaryEmbedding, head_order, query_scales

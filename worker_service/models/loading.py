@@ -25,7 +25,7 @@ from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.quantization import Quantization, WeightFormat
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
-from worker_service.models.quantizing.tensors import QuantizingTensors
+from worker_service.models.quantizing import QuantizingTensors
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Shard, Split
 from worker_service.models.source import load_config

@@ -1,14 +1,16 @@
-"""The MLP of a layer, and what it has in common with experts."""
+"""The MLP of a layer, or experts in its place: a router chooses a few for each token (Shazeer et al., 2017,
+https://arxiv.org/abs/1701.06538). `pagewire.kernels.experts` specifies what these compute."""
 
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker_service.models.communicator import Communicator
 from worker_service.models.config import ModelConfig
-from worker_service.models.linear import Linear
+from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.operations import Operations
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -78,3 +80,71 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
 def up_sizes(config: ModelConfig, intermediate_size: int) -> list[int]:
     """The rows of the first product's projections. Gates come first."""
     return [intermediate_size] * (2 if config.is_gated else 1)
+
+
+class ExpertMLP(nn.Module):
+    """The sum of what a token's experts make of it, times their weights, and of what the shared one does, if there is
+    one. Ranks have some columns of each expert, and all of the router."""
+
+    def __init__(self, config: ModelConfig, operations: Operations, communicator: Communicator) -> None:
+        super().__init__()
+        experts = config.experts
+        assert experts is not None
+        self.routing = experts.routing
+        self.operations = operations
+        self.communicator = communicator
+        self.router = Router(config, operations)
+        self.activate = ActivationFunction(config, operations)
+        self.up = ExpertLinear(
+            experts.num_experts,
+            config.hidden_size,
+            up_sizes(config, experts.intermediate_size),
+            operations,
+            bias=experts.bias,
+        )
+        self.down = ExpertLinear(
+            experts.num_experts,
+            experts.intermediate_size,
+            [config.hidden_size],
+            operations,
+            bias=experts.bias,
+            adds_bias=communicator.rank == 0,
+        )
+        self.shared = self.shared_gate = None
+        if experts.shared_intermediate_size:
+            self.shared = MLP(config, experts.shared_intermediate_size, operations, communicator)
+        if experts.has_shared_gate:
+            self.shared_gate = Linear(config.hidden_size, [1], operations, bias=False, is_float32=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        operations = self.operations
+        ids, weights = operations.route_tokens(self.router(x.float()), self.routing, self.router.correction)
+        slots = self.down(self.activate(self.up(x, ids)), ids)
+        update = operations.sum_slots(slots, weights)
+        if self.shared is not None:
+            update = update + self._shared(self.shared, x)
+        return self.communicator.all_reduce(update)
+
+    def _shared(self, shared: MLP, x: Tensor) -> Tensor:
+        update = shared.partial(x)
+        if self.shared_gate is None:
+            return update
+        return (update * self.shared_gate(x.float()).sigmoid()).to(x.dtype)
+
+
+class Router(Linear):
+    """A token's logits of experts, in float32."""
+
+    def __init__(self, config: ModelConfig, operations: Operations) -> None:
+        experts = config.experts
+        assert experts is not None
+        sizes = [experts.num_experts]
+        super().__init__(config.hidden_size, sizes, operations, bias=experts.has_router_bias, is_float32=True)
+        correction = nn.Parameter(torch.empty(experts.num_experts), requires_grad=False)
+        self.e_score_correction_bias = correction if experts.has_correction else None  # as checkpoints call it
+
+    @property
+    def correction(self) -> Tensor | None:
+        """[num_experts] float32 that is added to scores for the routing."""
+        return None if self.e_score_correction_bias is None else self.e_score_correction_bias.data

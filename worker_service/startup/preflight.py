@@ -11,8 +11,7 @@ from pagewire.common.memory_size import describe_memory
 from worker_service.config import WorkerConfig
 from worker_service.models.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
 from worker_service.models.config import ModelConfig
-from worker_service.models.shard import Shard
-from worker_service.models.size import model_size
+from worker_service.models.shard import Shard, model_size
 from worker_service.models.source import load_config, model_digest, read_headers
 from worker_service.startup.host_memory import available_bytes
 

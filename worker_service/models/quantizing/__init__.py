@@ -1,1 +1,0 @@
-"""Weights of floats that are quantised while they load (`--quantization`)."""
