@@ -1,8 +1,9 @@
 """Checkpoint directories as Hugging Face publishes them: config.json and safetensors. Nothing is ever unpickled."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,43 +32,46 @@ class Piece:
         return replace(self, target=self.target.t(), shape=self.shape[::-1], index=index)
 
 
-class Tensors(Protocol):
-    """A source of a model's weights, by name. A weight of the model may be made of several tensors."""
+class Tensors(ABC):
+    """A source of a model's weights, by name. A weight of the model may be made of several tensors; it is of floats, in
+    one tensor, and read into its place where a source does not say otherwise."""
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of the tensors that are known beforehand, each of which must have a place in the model."""
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """What quantised weights are stored in, for people; empty: there are none."""
+    names: frozenset[str]  # of the tensors known beforehand, each of which must have a place in the model
+    formats: tuple[str, ...] = ()  # what quantised weights are stored in, for people; empty: there are none
 
     def stored_names(self, name: str) -> frozenset[str]:
         """Return the names of the tensors that a weight is made of, whether they are there or not."""
+        return frozenset((name,))
 
     def dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype of a weight, or None if there is none, or none that a model computes in."""
+        return None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """Return how much memory beside the target reading a weight of this many elements takes at most."""
+        return 0
 
+    @abstractmethod
     def check(self, name: str, piece: Piece) -> None:
         """Raises CheckpointError if there is no weight that fits, and ValueError if it cannot be cut like this. The
         piece's target need hold no memory."""
 
+    @abstractmethod
     def copy(self, name: str, piece: Piece) -> None:
-        """Fills the target of a piece that has been checked."""
+        """Fills the target of a piece that has been checked. Raises CheckpointError if a file cannot be read."""
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
         """Return the format of a weight of which `quantized` can read so many inputs; None: it has neither codes in
         groups nor FP8, or that would cut one."""
+        return None
 
     def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Float8Weight | Tensor:
         """Return what a piece that has been checked has of a weight in such a format; its target is left alone. It is
         in float32 where, against its format, groups of codes cannot say the same."""
+        raise AssertionError(f"{name} is not quantised")
 
 
-class Checkpoint:
+class Checkpoint(Tensors):
     """The tensors of a checkpoint directory by name. Opening it reads headers only; a tensor is read when asked for."""
 
     def __init__(self, path: Path, stacks: Stacks | None = None) -> None:
@@ -78,33 +82,15 @@ class Checkpoint:
         Raises:
             CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
         """
-        self._path = path
+        self.path = path
         self._headers = read_headers(path)
         unstacked = {
             name: frozenset(unstacked_names(stacks or {}, name, header)) for name, header in self._headers.items()
         }
         # A stack of what is also there by itself has no place in a model.
         own_names = [frozenset((name,)) if names & self._headers.keys() else names for name, names in unstacked.items()]
-        self._names = frozenset().union(*own_names)
-        self._stacks = {} if self._names == self._headers.keys() else stacks or {}
-
-    @property
-    def path(self) -> Path:
-        return self._path
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self._names
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        return ()
-
-    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
-        return None
-
-    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Tensor:
-        raise AssertionError(f"{name} is not quantised")
+        self.names = frozenset().union(*own_names)
+        self._stacks = {} if self.names == self._headers.keys() else stacks or {}
 
     def header(self, name: str) -> TensorHeader:
         """Return the header of a tensor that is there."""
@@ -119,13 +105,9 @@ class Checkpoint:
     def _part(self, name: str) -> StackedPart | None:
         return None if name in self._headers else find_part(self._stacks, name)
 
-    def stored_names(self, name: str) -> frozenset[str]:
-        """See `Tensors.stored_names`: there is one."""
-        return frozenset((name,))
-
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`."""
-        return _DTYPES.get(self.header(name).dtype) if name in self._names else None
+        return _DTYPES.get(self.header(name).dtype) if name in self.names else None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """See `Tensors.working_bytes`: files are read straight into targets, but for projections that take turns."""
@@ -136,8 +118,8 @@ class Checkpoint:
         """See `Tensors.check`."""
         expected = list(piece.shape or piece.target.shape)
         described = self.described(name)
-        if name not in self._names:
-            raise CheckpointError(f"tensor {described} is missing in {self._path}; expected shape {expected}")
+        if name not in self.names:
+            raise CheckpointError(f"tensor {described} is missing in {self.path}; expected shape {expected}")
         header = self.header(name)
         if list(header.shape) != expected:
             shapes = f"shape {list(header.shape)}, expected {expected}"
@@ -161,7 +143,7 @@ class Checkpoint:
         stored = name if part is None else part.stack
         stored_index = index if part is None else part.index(self._headers[stored], index)
         try:
-            file = self._open(self._path / self._headers[stored].file)
+            file = self._open(self.path / self._headers[stored].file)
             read = file.get_slice(stored)[stored_index] if stored_index else file.get_tensor(stored)
         except SafetensorError as error:
             raise CheckpointError(
@@ -181,34 +163,18 @@ class Checkpoint:
             raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-class DummyTensors:
+class DummyTensors(Tensors):
     """Random weights for any model, to measure speed without a checkpoint: the same ones on every start.
 
-    Norms scale by 1, biases are 0, and all else is normal with a deviation of 0.02, as untrained models begin (Radford
-    et al., 2019, GPT-2), so that no activation grows out of bounds.
+    They are of whatever dtype the model computes in. Norms scale by 1, biases are 0, and all else is normal with a
+    deviation of 0.02, as untrained models begin (Radford et al., 2019, GPT-2), so that no activation grows out of
+    bounds.
     """
 
     names: frozenset[str] = frozenset()
-    formats: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
-
-    def stored_names(self, name: str) -> frozenset[str]:
-        return frozenset((name,))
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """There is none: weights are of whatever dtype the model computes in."""
-        return None
-
-    def working_bytes(self, name: str, num_elements: int) -> int:
-        return 0
-
-    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
-        return None
-
-    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Tensor:
-        raise AssertionError(f"{name} is not quantised")
 
     def check(self, name: str, piece: Piece) -> None:
         """Whatever is asked for can be drawn."""

@@ -8,7 +8,7 @@ import torch
 from pagewire.kernels import mxfp4
 from pagewire.kernels.float8 import Float8Format, unit_size
 from pagewire.kernels.quantized import GROUP, QuantizedFormat
-from worker_service.models.checkpoint import Checkpoint, Piece
+from worker_service.models.checkpoint import Checkpoint, Piece, Tensors
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from worker_service.models.packing import (
     DecodedWeight,
@@ -26,7 +26,7 @@ from worker_service.models.quantization import WeightFormat
 _SUFFIX = ".weight"
 
 
-class QuantizedCheckpoint:
+class QuantizedCheckpoint(Tensors):
     """The weights of a checkpoint by name, where quantised ones are decoded as they are read. See `Tensors`.
 
     A linear module whose weight lies there as floats, with nothing of its format beside it, is taken as it is.
@@ -44,18 +44,10 @@ class QuantizedCheckpoint:
         self._formats = {
             module: weight_format for module, weight_format in formats.items() if self._is_stored(module, weight_format)
         }
+        self.formats = tuple(sorted({weight_format.describe() for weight_format in self._formats.values()}))
         unneeded = {f"{module}.bias" for module, kept in self._formats.items() if kept.layout.startswith("gptq")}
-        self._names = frozenset(name for name in checkpoint.names if not (name in unneeded and self._is_zero(name)))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Without biases of 0 that some GPTQ checkpoints hold for models without any."""
-        return self._names
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """See `Tensors.formats`."""
-        return tuple(sorted({weight_format.describe() for weight_format in self._formats.values()}))
+        # Without biases of 0 that some GPTQ checkpoints hold for models without any.
+        self.names = frozenset(name for name in checkpoint.names if not (name in unneeded and self._is_zero(name)))
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
         """See `Tensors.quantized_format`. There is none of FP8 in blocks that have no panels, and of columns whose
@@ -80,10 +72,6 @@ class QuantizedCheckpoint:
             has_zeros=has_zeros,
             rounds_inputs=kept.rounds_inputs,
         )
-
-    def quantized(self, name: str, piece: Piece) -> DecodedWeight:
-        """See `Tensors.quantized`."""
-        return self.decoded(name, piece)
 
     def stored_names(self, name: str) -> frozenset[str]:
         """See `Tensors.stored_names`."""
@@ -125,13 +113,10 @@ class QuantizedCheckpoint:
         if self._format_of(name) is None:
             self._checkpoint.copy(name, piece)
             return
-        copy_floats(piece.target, self.decoded(name, piece))
+        copy_floats(piece.target, self.quantized(name, piece))
 
-    def decoded(self, name: str, piece: Piece) -> DecodedWeight:
-        """Return the piece of a quantised weight as it is stored, without making floats of it where that can be.
-
-        Raises CheckpointError if a tensor cannot be read, or holds what it cannot.
-        """
+    def quantized(self, name: str, piece: Piece) -> DecodedWeight:
+        """See `Tensors.quantized`. Raises CheckpointError if a tensor cannot be read, or holds what it cannot."""
         module, weight_format = name.removesuffix(_SUFFIX), self._formats[name.removesuffix(_SUFFIX)]
         out_size, in_size = _whole_shape(piece)
         kinds = self._stored(module, weight_format, out_size, in_size)

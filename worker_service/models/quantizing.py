@@ -14,10 +14,8 @@ _CHUNK_ELEMENTS = 1 << 20  # that are read and quantised at once, and whole head
 _WORKING_BYTES = 8  # that an element takes on the way: itself in float32, its code, and scales
 
 
-class QuantizingTensors:
+class QuantizingTensors(Tensors):
     """See `Tensors`. All weights are [outputs, inputs], however the checkpoint has them."""
-
-    formats: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -35,15 +33,12 @@ class QuantizingTensors:
             transposed: names of those that the checkpoint has as [inputs, outputs].
             head_dim: rows that `source` can read are multiples of it.
         """
+        self.names = source.names
         self._source = source
         self._quantize = quantize
         self._bits = bits
         self._transposed = transposed
         self._head_dim = head_dim
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self._source.names
 
     def stored_names(self, name: str) -> frozenset[str]:
         """See `Tensors.stored_names`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from pagewire.common.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufError, config_json
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models import packing
-from worker_service.models.checkpoint import Piece
+from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.gguf.decoding import decode_rows, is_finite, quantized_format
 from worker_service.models.gguf.files import open_gguf
@@ -73,7 +73,7 @@ class _Source:
     first_row: int = 0
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(Tensors):
     """The tensors of a file by name. Opening it reads the header only; a tensor is read when asked for."""
 
     def __init__(self, path: Path) -> None:
@@ -84,18 +84,11 @@ class GgufCheckpoint:
         self._our_names = {own: ours for ours, own in self._own_names.items()}
         names = self._file.tensors.keys() - _IN_CONFIG
         self._sources = {ours: source for name in sorted(names) for ours, source in self._found_in(name)}
+        self.names = frozenset(self._sources)
+        self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - _DTYPES.keys()))
         self._adds_one = architecture in ARCHITECTURES and ARCHITECTURES[architecture].adds_one_to_norms
         is_interleaved = architecture == _INTERLEAVED
         self._turned_rows = config_json(self._file)["head_dim"] if is_interleaved else 0
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._sources)
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """See `Tensors.formats`."""
-        return tuple(sorted({info.type_name for info in self._file.tensors.values()} - _DTYPES.keys()))
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
         """See `Tensors.quantized_format`."""
@@ -117,10 +110,6 @@ class GgufCheckpoint:
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`. There is none of quantized weights."""
         return _DTYPES.get(self._file.tensors[self._sources[name].name].type_name) if name in self._sources else None
-
-    def stored_names(self, name: str) -> frozenset[str]:
-        """Return the names of the tensors that a weight is made of: there is one."""
-        return frozenset((name,))
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """Return how much memory beside the target reading a weight of this many elements takes at most."""
