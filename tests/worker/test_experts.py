@@ -1,10 +1,7 @@
 """Products of experts in plain torch, and what a model keeps of experts' weights while it loads."""
 
-from functools import partial
-
 import pytest
 import torch
-import torch.nn.functional as F
 
 from pagewire.kernels.expert_routing import ExpertRouting
 from pagewire.kernels.experts import multiply_routed, route_tokens
@@ -20,16 +17,12 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("of_slots", [True, False])
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 40])
 def test_products_are_those_of_the_specification(num_tokens, of_slots, has_biases):
-    """Whether all experts are multiplied with, or each by a product of its own."""
     torch.manual_seed(num_tokens)
     ids, _ = route_tokens(torch.randn(num_tokens, 6), ExpertRouting(2))
     weights, biases = torch.randn(6, 5, 9), torch.randn(6, 5) if has_biases else None
     x = torch.randn(num_tokens * (2 if of_slots else 1), 9)
     expected = multiply_routed(x, weights, ids, biases)
     torch.testing.assert_close(multiply_all(x, weights, ids, biases), expected)
-    bias_of = [None] * 6 if biases is None else list(biases)
-    products = [partial(F.linear, weight=weight, bias=bias) for weight, bias in zip(weights, bias_of, strict=True)]
-    torch.testing.assert_close(Operations().join_experts(products)(x, ids), expected)
 
 
 def test_weights_that_are_neighbours_are_stacked_up_without_a_copy():

@@ -91,7 +91,7 @@ class Operations:
     ) -> Product:
         """Lays a quantised weight out for its product, where `holds_quantized`. `rounds_inputs`: it was made for inputs
         that are rounded as it is, which may be done."""
-        return self.prepare_product(weight.dequantized().to(computed), bias, computed)
+        raise NotImplementedError("weights are widened")
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         """Lays weights [num_experts, out_size, in_size], and biases [num_experts, out_size], out as `prepare_product`
@@ -101,7 +101,7 @@ class Operations:
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
         """The product of experts of which each has one, of `prepare_quantized`, that are needed no more."""
-        return partial(multiply_each, products)
+        raise NotImplementedError("weights are widened")
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         """Whether `prepare_product` makes a copy of a weight on this device, in a layout of its own."""
@@ -177,13 +177,3 @@ def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None)
         bias = None if biases is None else biases[expert]
         outputs = torch.where(experts == expert, F.linear(slots, weights[expert], bias), outputs)
     return outputs
-
-
-def multiply_each(products: Sequence[Product], x: Tensor, ids: Tensor) -> Tensor:
-    """As `multiply_routed`, by products of each expert."""
-    experts = ids.flatten()
-    slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
-    order = experts.argsort(stable=True)
-    counts = experts.bincount(minlength=len(products)).tolist()
-    parts = [product(part) for product, part in zip(products, slots[order].split(counts), strict=True)]
-    return torch.cat(parts)[order.argsort()]
