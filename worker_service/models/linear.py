@@ -41,7 +41,8 @@ class Linear(nn.Module):
         self.is_float32 = is_float32
         self._gives_float32 = gives_float32
         self.out_sizes = tuple(out_sizes)
-        self.weight: Tensor | None = nn.Parameter(torch.empty(sum(out_sizes), in_size), requires_grad=False)
+        self.shape = sum(out_sizes), in_size
+        self.weight: Tensor | None = nn.Parameter(torch.empty(self.shape), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if bias else None
         self.product: Product | None = None
         self._float32_product: Float32Product | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pagewire.common.gguf import is_gguf
 from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat
-from pagewire.kernels.rounding import BITS, GROUP_SIZE, quantized_format
+from pagewire.kernels.rounding import BITS, GROUP_SIZE
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError
 from worker_service.models.communicator import Communicator, SingleRank
@@ -120,7 +120,8 @@ def prepare_model(
     is_tied = shard.config.tie_word_embeddings
     if not is_dummy:
         is_tied = _lacks_head(checkpoint, table, path, is_tied=is_tied)
-    embedding_format = _quantized_embedding(model, checkpoint, table)
+    (embedding,) = [weight for weight in table if weight.target == "embedding"]
+    embedding_format = checkpoint.quantized_format(f"{embedding.source}.weight", shard.config.hidden_size)
     has_codes = embedding_format is not None and operations.holds_quantized(embedding_format)
     if has_codes and shard.size == 1:
         # The embedding takes rows of the head, which has the codes, or of a layer of its own.
@@ -128,9 +129,8 @@ def prepare_model(
         others = (weight for weight in table if not is_tied or weight.target != "head")
         table = tuple(replace(weight, target=holder) if weight.target == "embedding" else weight for weight in others)
         model.embedding.weight = None
-    elif has_codes and is_tied:
-        # Each rank's head has its rows' codes, and the embedding, which is whole, none.
-        (embedding,) = [weight for weight in table if weight.target == "embedding"]
+    elif is_tied and shard.size > 1:
+        # Each rank's head has the rows of its tokens, and their codes if there are any; the embedding is whole.
         others = (weight for weight in table if weight.target != "head")
         table = (*others, replace(embedding, target="head", split=Split.VOCABULARY))
         is_tied = False
@@ -162,11 +162,6 @@ def _lacks_head(checkpoint: Tensors, table: tuple[Weight, ...], path: Path, *, i
     return True
 
 
-def made_format(quantization: str) -> QuantizedFormat:
-    """Return the format of weights that are quantised to "int8" or "int4" while they load."""
-    return quantized_format(BITS[quantization])
-
-
 def _quantizing(
     model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...], bits: int, operations: Operations
 ) -> tuple[QuantizingTensors, tuple[Weight, ...]]:
@@ -192,12 +187,10 @@ def _keep_float32(model: nn.Module, device: torch.device) -> None:
         elif isinstance(module, Attention):
             if module.sinks is not None:
                 module.sinks.data = module.sinks.data.float()
-        elif module.is_float32 if isinstance(module, Linear) else _adds_one(module):
+        elif (isinstance(module, Norm | HeadNorm) and module.adds_one) or (
+            isinstance(module, Linear) and module.is_float32
+        ):
             module.float()
-
-
-def _adds_one(module: nn.Module) -> bool:
-    return isinstance(module, Norm | HeadNorm) and module.adds_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +212,7 @@ class UnloadedModel:
     dtype: torch.dtype
     device: torch.device
     operations: Operations
-    is_tied: bool
+    is_tied: bool  # the embedding is the head
     reading_bytes: int  # that reading a weight takes at most beside the model
     quantization: str | None = None  # what its weights become while they load
 
@@ -236,13 +229,10 @@ class UnloadedModel:
         ]
         # The weights of a layer's experts lie in one memory, which is let go with the last of them.
         products += [module.num_bytes() for module in modules if isinstance(module, ExpertLinear)]
-        weights += sum(self.operations.quantized_bytes(stored, *_shape(module)) for module, stored in self._quantized())
+        weights += sum(self.operations.quantized_bytes(stored, *module.shape) for module, stored in self._quantized())
         packs = self.operations.packs(self.dtype, self.device)
-        tied_bytes = self._tied_bytes() if self.is_tied else 0
-        if self.shard.size > 1:  # a part of the embedding, which is packed as any other weight
-            weights += tied_bytes
-            products.append(tied_bytes)
-            tied_bytes = 0
+        embedding = self.model.embedding.weight
+        tied_bytes = embedding.nbytes if self.is_tied and embedding is not None else 0
         held = weights + (tied_bytes if packs and not self.operations.takes_rows() else 0)
         copies = [*products, tied_bytes] if packs else []
         copies += [self._unpacked_bytes(module) for module, _ in self._quantized()]
@@ -262,12 +252,12 @@ class UnloadedModel:
     def _unpacked_bytes(self, module: Linear) -> int:
         """Return what codes and scales take beside the panels while these are packed: twice, where parts are joined."""
         is_whole = self.quantization is not None and len(module.out_sizes) == 1
-        return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(_shape(module)))
+        return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(module.shape))
 
     def _joined_bytes(self, experts: ExpertLinear) -> int:
         """Return what the quantised weights of a layer's experts take once more."""
         found = [(linear.quantized_format, linear) for linear in experts.linears]
-        return sum(self.operations.quantized_bytes(stored, *_shape(linear)) for stored, linear in found if stored)
+        return sum(self.operations.quantized_bytes(stored, *linear.shape) for stored, linear in found if stored)
 
     def _parameters(self) -> list[Tensor]:
         """The parameters without the weights that stay quantised."""
@@ -302,13 +292,6 @@ class UnloadedModel:
         dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in whole)
         return " and ".join([*(f"codes of {bits} bits" for bits in sorted(codes)), *floats, *dtypes])
 
-    def _tied_bytes(self) -> int:
-        """Return the bytes that the head would take if it were not the embedding; 0 where the embedding is the head."""
-        weight = self.model.embedding.weight
-        if weight is None:
-            return 0
-        return sum(self.model.head.out_sizes) * weight.shape[1] * weight.dtype.itemsize
-
     def load(
         self,
         progress: TensorProgress | None = None,
@@ -316,7 +299,7 @@ class UnloadedModel:
     ) -> Model:
         """`progress` is called after each tensor with (tensors loaded, tensors in all); `find_kept` as in
         `load_weights`."""
-        model, shard, device = self.model, self.shard, self.device
+        model, device = self.model, self.device
         # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a
         # second.
         allocated = {id(tensor) for tensor in [*self._parameters(), *model.buffers()]}
@@ -332,10 +315,10 @@ class UnloadedModel:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if memory is None else memory
 
         model._apply(allocate)
-        load_weights(model, self.checkpoint, self.table, progress, shard, self.dtype, find_kept)
+        load_weights(model, self.checkpoint, self.table, progress, self.shard, self.dtype, find_kept)
         if self.is_tied and model.embedding.weight is not None:
-            model.head.weight = _tied_head(model, shard)
-        _finish(model, self.dtype, self.is_tied and shard.size == 1)
+            model.head.weight = model.embedding.weight
+        _finish(model, self.dtype, self.is_tied)
         return model.requires_grad_(False).eval()
 
 
@@ -343,18 +326,6 @@ def _open(path: Path, config: ModelConfig) -> Tensors:
     if is_gguf(path):
         return GgufCheckpoint(path)
     return Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
-
-
-def _tied_head(model: Decoder, shard: Shard) -> nn.Parameter:
-    """The embedding's weight; among several ranks, which hold the embedding whole, the rows of this one."""
-    whole = model.embedding.weight
-    assert isinstance(whole, nn.Parameter)
-    if shard.size == 1:
-        return whole
-    rows = whole[shard.span(Split.VOCABULARY)]
-    head = whole.new_zeros(*model.head.out_sizes, whole.shape[1])
-    head[: len(rows)] = rows
-    return nn.Parameter(head, requires_grad=False)
 
 
 def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
@@ -369,21 +340,9 @@ def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
             module.finish_loading(dtype, model.head if is_tied and module is model.embedding else module.rows)
 
 
-def _quantized_embedding(
-    model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...]
-) -> QuantizedFormat | Float8Format | None:
-    (source,) = [weight.source for weight in table if weight.target == "embedding"]
-    return checkpoint.quantized_format(f"{source}.weight", model.config.hidden_size)
-
-
 def _is_whole(module: Linear | Embedding) -> bool:
     """Whether a layer's weight is not of codes."""
     return isinstance(module, Embedding) or module.quantized_format is None
-
-
-def _shape(module: Linear) -> tuple[int, int]:
-    assert module.weight is not None
-    return sum(module.out_sizes), module.weight.shape[1]
 
 
 def _formats(model: Decoder, table: tuple[Weight, ...], quantization: Quantization) -> dict[str, WeightFormat]:

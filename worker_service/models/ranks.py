@@ -44,7 +44,11 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._device = device
-        self._store = rank_store(rank, address, listen_host)
+        self._store: RankStore = (
+            FileRankStore(Path(address.removeprefix(_FILE_SCHEME)))
+            if address.startswith(_FILE_SCHEME)
+            else TcpRankStore(rank, address, listen_host)
+        )
         self._epoch: int | None = None
         self._group: Any = None
 
@@ -101,14 +105,6 @@ class RankStore(Protocol):
 
     def own_address(self) -> str:
         """Return the address of the interface on which the other ranks reach this one."""
-
-
-def rank_store(rank: int, address: str, listen_host: str) -> RankStore:
-    """`address`: HOST:PORT of rank 0's store, which listens at `listen_host`, or file:DIRECTORY.
-    Raises OSError."""
-    if address.startswith(_FILE_SCHEME):
-        return FileRankStore(Path(address.removeprefix(_FILE_SCHEME)))
-    return TcpRankStore(rank, address, listen_host)
 
 
 class FileRankStore:

@@ -8,7 +8,7 @@ whole on every rank."""
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from worker_service.models.config import Experts, ModelConfig
+from worker_service.models.config import ModelConfig
 
 
 class Split(Enum):
@@ -52,26 +52,22 @@ class Shard:
     def config(self) -> ModelConfig:
         """The model as this rank computes it. Where there are more ranks than KV heads, several hold the same one."""
         experts = self.whole.experts
+        if experts is not None:
+            experts = replace(
+                experts,
+                intermediate_size=experts.intermediate_size // self.size,
+                shared_intermediate_size=experts.shared_intermediate_size // self.size,
+            )
+        slopes = self.whole.alibi_slopes
+        share = len(slopes) // self.size
         return replace(
             self.whole,
             num_heads=self.whole.num_heads // self.size,
             num_kv_heads=max(1, self.whole.num_kv_heads // self.size),
             intermediate_size=self.whole.intermediate_size // self.size,
-            alibi_slopes=self._alibi_slopes(),
-            experts=None if experts is None else self._share(experts),
+            alibi_slopes=slopes[self.rank * share : (self.rank + 1) * share],
+            experts=experts,
         )
-
-    def _share(self, experts: Experts) -> Experts:
-        return replace(
-            experts,
-            intermediate_size=experts.intermediate_size // self.size,
-            shared_intermediate_size=experts.shared_intermediate_size // self.size,
-        )
-
-    def _alibi_slopes(self) -> tuple[float, ...]:
-        slopes = self.whole.alibi_slopes
-        share = len(slopes) // self.size
-        return slopes[self.rank * share : (self.rank + 1) * share]
 
     def length(self, split: Split) -> int:
         """Return the length of the whole dimension."""

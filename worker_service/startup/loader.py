@@ -10,6 +10,7 @@ from pagewire.common.memory_size import describe_memory
 from pagewire.common.messages import WorkerCapacity
 from pagewire.common.process import announce_memory
 from pagewire.kernels.cpu import BuildError, CpuKernels
+from pagewire.kernels.rounding import BITS, quantized_format
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig
@@ -25,7 +26,7 @@ from worker_service.grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig, RopeConfig
-from worker_service.models.loading import Footprint, UnloadedModel, made_format, prepare_model
+from worker_service.models.loading import Footprint, UnloadedModel, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.ranks import RankGroup
@@ -194,7 +195,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 def check_products(quantization: str, operations: Operations, device: torch.device) -> None:
     """Raises ValueError if nothing multiplies with the codes that weights were to become."""
-    if operations.holds_quantized(made_format(quantization)):
+    if operations.holds_quantized(quantized_format(BITS[quantization])):
         return
     if device.type == "cpu":
         needed, reason = "the C kernels of a CPU", "PAGEWIRE_CPU_KERNELS is off, or they cannot be built"
