@@ -9,9 +9,11 @@ import torch
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from tests.broken_json import refusal_of, spoilt, spoilt_bytes
 from worker_service.models.checkpoint_files import CheckpointError, read_headers
-from worker_service.models.config import MAX_SIZE, ModelConfig, parse_config
+from worker_service.models.config import MAX_SIZE
+from worker_service.models.families import parse_config
 from worker_service.models.loading import prepare_model
 from worker_service.models.rope import inverse_frequencies
+from worker_service.models.source import load_config
 
 CPU = torch.device("cpu")
 # What may be named instead of the key that is odd, since only together they are wrong.
@@ -75,7 +77,7 @@ def test_an_odd_value_is_refused_by_name_or_harmless(configs, family, seed):
 def test_a_config_that_is_no_json_is_one_line(configs, tmp_path, seed):
     rng = random.Random(seed)
     (tmp_path / "config.json").write_bytes(spoilt_bytes(configs["llama"], rng))
-    text = refusal_of(lambda: ModelConfig.load(tmp_path), CheckpointError)
+    text = refusal_of(lambda: load_config(tmp_path), CheckpointError)
     assert text is None or "config.json" in text
 
 

@@ -17,7 +17,8 @@ import transformers
 from testing.checkpoints.families import DEFAULTS, FAMILIES, NO_SPECIAL_TOKENS, draw_weights
 from tests.worker.model_logits import TOLERANCE, compute_logits
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.config import ModelConfig, parse_config
+from worker_service.models.config import ModelConfig
+from worker_service.models.families import parse_config
 from worker_service.models.loading import load_model
 
 CPU = torch.device("cpu")

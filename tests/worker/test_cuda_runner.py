@@ -66,9 +66,9 @@ from worker_service.device.mixed_graphs import token_counts
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.grammars import CompileThread, EpochGrammars
 from worker_service.models.communicator import SingleRank
-from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.models.operations import ExpertProduct, Operations, multiply_all
+from worker_service.models.source import load_config
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
 from worker_service.startup import loader
@@ -111,7 +111,7 @@ class Pair:
         device: FakeDevice | None = None,
         grammars: tuple[EpochGrammars, EpochGrammars] | None = None,
     ) -> None:
-        config = ModelConfig.load(path)
+        config = load_config(path)
         model = load_model(path, dtype=torch.float32, device=CPU, operations=DeviceOperations())
         self.limits = TableLimits(
             max_num_seqs=max_num_seqs,

@@ -16,7 +16,7 @@ from tests.compiler import skip_without_compiler
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.config import ModelConfig, RopeConfig
+from worker_service.models.config import RopeConfig
 from worker_service.models.families.gpt_oss import FAMILY as GPT_OSS
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.gguf.files import open_gguf
@@ -87,7 +87,7 @@ def test_weights_have_the_names_and_order_of_the_checkpoint(
 def test_the_configuration_is_the_checkpoints(tmp_path: Path, family: str, tied: bool) -> None:
     tied |= family == "gemma2"  # whose files hold no head
     source = make_checkpoint(tmp_path / "model", family, seed=3, tie_word_embeddings=tied, **usual(family))
-    expected = ModelConfig.load(source)
+    expected = load_config(source)
     assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
 
 
@@ -100,7 +100,7 @@ def test_the_configuration_is_the_checkpoints(tmp_path: Path, family: str, tied:
 )
 def test_scaled_rotations_are_the_checkpoints(tmp_path: Path, rope: dict[str, Any]) -> None:
     source = make_checkpoint(tmp_path / "model", "qwen3", seed=3, rope_parameters=rope)
-    expected = ModelConfig.load(source)
+    expected = load_config(source)
     assert expected.rope is not None
     assert expected.rope.rope_type == rope["rope_type"]
     assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
@@ -120,7 +120,7 @@ def test_phi3_has_its_factors_in_tensors(tmp_path: Path, original: int) -> None:
     changes: dict[str, Any] = {"rope_parameters": rope, "max_position_embeddings": 128, "sliding_window": None}
     changes["original_max_position_embeddings"] = original
     source = make_checkpoint(tmp_path / "model", "phi3", seed=3, **changes)
-    ours, expected = load_config(write_gguf(tmp_path / "model.gguf", source, "F32")), ModelConfig.load(source)
+    ours, expected = load_config(write_gguf(tmp_path / "model.gguf", source, "F32")), load_config(source)
     assert ours.rope is not None
     assert expected.rope is not None
     assert ours.rope.divisors == tuple(rope["long_factor" if original < 128 else "short_factor"])
@@ -140,7 +140,7 @@ def test_gemma3_scales_the_layers_without_a_window_alone(tmp_path: Path) -> None
         layer_types=["sliding_attention", "full_attention"] * 3, final_logit_softcapping=5.0,
     )  # fmt: skip
     ours = load_config(write_gguf(tmp_path / "model.gguf", source, "F32"))
-    assert ours == ModelConfig.load(source)
+    assert ours == load_config(source)
     assert [(rope.theta, rope.factor) for rope in ours.ropes if rope] == [(5_000.0, 1.0), (1_000_000.0, 8.0)] * 3
     assert ours.logits_softcap == 5.0
 
@@ -153,7 +153,7 @@ def test_the_largest_gemma_scales_scores_by_what_a_head_has_of_the_hidden_size(
         tmp_path / "model", architecture, seed=3, num_hidden_layers=num_layers, query_pre_attn_scalar=8,
         hidden_size=32, intermediate_size=32, num_key_value_heads=1,
     )  # fmt: skip
-    assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == ModelConfig.load(source)
+    assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == load_config(source)
 
 
 def test_frequencies_are_divided_by_the_files_own_numbers(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_scale_that_is_no_number_names_tensor_and_file(checkpoints: dict[str, 
 def test_mistral_without_a_window_is_llama(tmp_path: Path) -> None:
     """llama.cpp's converter leaves windows out: what remains of Mistral is Llama."""
     source = make_checkpoint(tmp_path / "model", "mistral", seed=3, sliding_window=None)
-    expected = dataclasses.replace(ModelConfig.load(source), architecture="LlamaForCausalLM")
+    expected = dataclasses.replace(load_config(source), architecture="LlamaForCausalLM")
     assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
 
 
@@ -367,7 +367,7 @@ def test_biases_of_llama_are_turned_too(tmp_path: Path) -> None:
     assert json.loads((source / "config.json").read_text())["attention_bias"]
     name = "model.layers.1.self_attn.q_proj.bias"
     assert torch.equal(read(GgufCheckpoint(path), name, (64,)), read(Checkpoint(source), name, (64,)))
-    assert load_config(path) == ModelConfig.load(source)
+    assert load_config(path) == load_config(source)
 
 
 @pytest.mark.parametrize("seed", range(3))

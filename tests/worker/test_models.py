@@ -39,8 +39,9 @@ from worker_service.host.model import LayeredModel
 from worker_service.host.operations import create_host_operations
 from worker_service.models import loading
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.config import ModelConfig, parse_config
+from worker_service.models.families import parse_config
 from worker_service.models.linear import Linear
+from worker_service.models.source import load_config
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 SEVEN = {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1}
@@ -306,7 +307,7 @@ def test_slopes_are_those_of_transformers(tmp_path, num_heads, bias_max):
     slopes = {}
     for family, overrides in (("mpt", mpt), ("bloom", bloom)):
         edit_config(make_checkpoint(tmp_path / family, family, seed=16), **overrides)
-        slopes[family] = torch.tensor(ModelConfig.load(tmp_path / family).alibi_slopes)
+        slopes[family] = torch.tensor(load_config(tmp_path / family).alibi_slopes)
     distance_of_1 = -build_mpt_alibi_tensor(num_heads, 2, bias_max)[:, 0, 0]
     torch.testing.assert_close(slopes["mpt"], distance_of_1, rtol=1e-6, atol=0)
     torch.testing.assert_close(slopes["bloom"], build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1])
@@ -413,7 +414,7 @@ def test_both_spellings_of_config_mean_the_same(tmp_path, overrides):
     for key in ("rope_type", "type"):  # "type" is older still
         scaling = {key if name == "rope_type" else name: value for name, value in parameters.items()}
         spelled_4["rope_scaling"] = None if scaling == {key: "default"} else scaling
-        assert parse_config(spelled_4) == ModelConfig.load(tmp_path)
+        assert parse_config(spelled_4) == load_config(tmp_path)
 
 
 # Families whose classes in transformers differ in how they read the two spellings, or in what they take for a default.
@@ -497,7 +498,7 @@ def test_the_recipe_of_model_cards_needs_its_base():
 )
 def test_windows_of_the_layers(tmp_path, family, fields, windows, widest):
     edit_config(make_checkpoint(tmp_path, family, seed=20), **fields)
-    config = ModelConfig.load(tmp_path)
+    config = load_config(tmp_path)
     assert (config.windows, config.sliding_window) == (windows, widest)
 
 
@@ -596,4 +597,4 @@ def test_positions_served(tmp_path):
 def test_what_is_not_supported_is_refused_by_name(tmp_path, family, fields, message):
     edit_config(make_checkpoint(tmp_path, family, seed=19), **fields)
     with pytest.raises(CheckpointError, match=message):
-        ModelConfig.load(tmp_path)
+        load_config(tmp_path)

@@ -14,15 +14,15 @@ choose_device()
 from worker_service.attention import AttentionShape, create_backend  # noqa: E402
 from worker_service.device.operations import create_device_operations  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
-from worker_service.models.config import ModelConfig  # noqa: E402
 from worker_service.models.operations import Operations  # noqa: E402
+from worker_service.models.source import load_config  # noqa: E402
 
 CUDA = torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    return ModelConfig.load(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", seed=1, head_dim=32))
+    return load_config(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", seed=1, head_dim=32))
 
 
 def test_triton_kernels_compute_on_a_gpu(config, caplog):

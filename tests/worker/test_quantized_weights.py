@@ -18,11 +18,11 @@ from worker_service.config import WorkerConfig
 from worker_service.models import packing
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError, model_digest
-from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Linear
 from worker_service.models.loading import load_model
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
+from worker_service.models.source import load_config
 from worker_service.startup.loader import load_worker
 
 CPU = torch.device("cpu")
@@ -197,7 +197,7 @@ def test_scales_of_caches_beside_weights_that_are_not_quantised(tmp_path):
     for group in ({}, {"group_0": {"targets": ["Linear"], "weights": None}}):
         changed = {**config, "quantization_config": {**section, "config_groups": group}}
         (path / "config.json").write_text(json.dumps(changed))
-        assert ModelConfig.load(path).quantization is None
+        assert load_config(path).quantization is None
         assert torch.equal(compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens()), expected)
 
 
@@ -222,7 +222,7 @@ def test_a_file_of_its_own_says_how_weights_are_quantised(tmp_path, name, file, 
     assert torch.equal(*(compute_logits(model, random_tokens()) for model in models))
     (quantized / file).write_text(json.dumps({**section, renamed.get("bits", "bits"): 3}))
     with pytest.raises(CheckpointError, match=rf"{file}: bits is 3, but must be 4"):
-        ModelConfig.load(quantized)
+        load_config(quantized)
 
 
 def test_both_services_tell_formats_apart_by_their_digest(tmp_path):

@@ -22,7 +22,8 @@ from tests.worker.model_logits import TOLERANCE, compute_logits
 from tests.worker.rotary_tables import SCALINGS, filled_tables
 from worker_service.config import WorkerConfig
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.config import MAX_SIZE, RopeConfig, parse_config
+from worker_service.models.config import MAX_SIZE, RopeConfig
+from worker_service.models.families import parse_config
 from worker_service.models.loading import load_model
 from worker_service.models.rope import inverse_frequencies
 from worker_service.startup import loader

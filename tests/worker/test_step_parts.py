@@ -19,8 +19,8 @@ from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.errors import is_fatal, is_out_of_memory
-from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
+from worker_service.models.source import load_config
 from worker_service.rows.parts import run_in_parts
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
@@ -215,7 +215,7 @@ def make_runner(
     kind: str, path: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch, *, splits_steps: bool = True
 ) -> ModelRunner:
     """That of a GPU carries operations out as they are launched: memory is taken then."""
-    config = ModelConfig.load(path)
+    config = load_config(path)
     model = load_model(path, dtype=torch.float32, device=CPU)
     limits = TableLimits(
         max_num_seqs=8,

@@ -15,8 +15,8 @@ from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.sampler import create_sampler
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.grammars import EpochGrammars
-from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
+from worker_service.models.source import load_config
 from worker_service.rows.table import TableLimits
 from worker_service.runner import ModelRunner
 from worker_service.startup.loader import attention_shape
@@ -55,7 +55,7 @@ def make_runner(
 ) -> ModelRunner:
     """Weights are random, and the cache holds 80 blocks of 16 positions."""
     path.joinpath("config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
-    config, dtype = ModelConfig.load(path), torch.bfloat16
+    config, dtype = load_config(path), torch.bfloat16
     options = {"operations": TritonOperations(CPU), "is_dummy": True, "quantization": quantization}
     model = load_model(path, dtype=dtype, device=CPU, **options)
     for rope in model.ropes:  # in the model's dtype, as on a GPU

@@ -17,8 +17,8 @@ from worker_service.attention.backends.triton import TritonAttention  # noqa: E4
 from worker_service.cache.cache_engine import CacheEngine, CacheShape  # noqa: E402
 from worker_service.device.sampler import create_sampler  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
-from worker_service.models.config import ModelConfig  # noqa: E402
 from worker_service.models.loading import load_model  # noqa: E402
+from worker_service.models.source import load_config  # noqa: E402
 from worker_service.rows.table import TableLimits  # noqa: E402
 from worker_service.startup.loader import attention_shape  # noqa: E402
 
@@ -41,7 +41,7 @@ SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
 def make_runner(path, backend="triton", device=None):
     """That of the host; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows that
     decode, and for 16 and 32 tokens of any."""
-    config = ModelConfig.load(path)
+    config = load_config(path)
     assert TritonOperations.refusal(config) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
     model = load_model(path, dtype=torch.float32, device=DEVICE, operations=TritonOperations(DEVICE))

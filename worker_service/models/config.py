@@ -5,12 +5,10 @@ What a family's files say is read in `worker_service/models/families`. Importing
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from pagewire.kernels.expert_routing import ExpertRouting
-from worker_service.models.checkpoint_files import CONFIG_FILE, read_json
-from worker_service.models.quantization import Quantization, with_quantization_file
+from worker_service.models.quantization import Quantization
 
 # Far above any model there is: what lies beyond is a mistake, and would be built before memory says so.
 MAX_LAYERS = 1 << 12
@@ -154,19 +152,3 @@ class ModelConfig:
         """Return the model where no sequence is longer than that, or than its positions."""
         served = self.max_position_embeddings if max_model_len is None else max_model_len
         return replace(self, ropes=tuple(rope and rope.serving(served) for rope in self.ropes))
-
-    @staticmethod
-    def load(path: Path) -> "ModelConfig":
-        """Reads config.json in a checkpoint directory, and a file beside it that says how weights are quantised.
-
-        Raises:
-            CheckpointError: the file is missing or broken, or asks for something that is not supported.
-        """
-        return parse_config(with_quantization_file(read_json(path / CONFIG_FILE), path))
-
-
-def parse_config(config: JsonObject) -> ModelConfig:
-    """The model that the contents of a config.json describe. See `ModelConfig.load`."""
-    from worker_service.models import families  # families make the classes of this module
-
-    return families.parse(config)

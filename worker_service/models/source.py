@@ -9,9 +9,11 @@ from pathlib import Path
 
 from pagewire.common.gguf import is_gguf
 from worker_service.models import checkpoint_files
-from worker_service.models.checkpoint_files import TensorHeader
+from worker_service.models.checkpoint_files import CONFIG_FILE, TensorHeader, read_json
 from worker_service.models.config import ModelConfig
+from worker_service.models.families import parse_config
 from worker_service.models.gguf.files import load_gguf_config, open_gguf, read_gguf_headers
+from worker_service.models.quantization import with_quantization_file
 
 # Of what `weights_digest` looks at.
 _SAMPLE_BYTES = 1 << 12
@@ -20,8 +22,12 @@ _MAX_SAMPLES = 1 << 12
 
 
 def load_config(path: Path) -> ModelConfig:
-    """Raises CheckpointError for a model that is broken or asks for something that is not supported."""
-    return load_gguf_config(path) if is_gguf(path) else ModelConfig.load(path)
+    """Return what a GGUF file describes, or config.json in a checkpoint directory, with a file beside it that says how
+    weights are quantised. Raises CheckpointError for a model that is broken or asks for something that is not
+    supported."""
+    if is_gguf(path):
+        return load_gguf_config(path)
+    return parse_config(with_quantization_file(read_json(path / CONFIG_FILE), path))
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:

@@ -18,9 +18,8 @@ from worker_service.models.families import (
     qwen,
     starcoder2,
 )
-from worker_service.models.families.family import Family
+from worker_service.models.families.family import Family, inside
 from worker_service.models.families.reading import check_names, unserved
-from worker_service.models.families.wrapped import inside
 
 _FAMILIES = (
     gpt.GPT2,
@@ -57,8 +56,12 @@ BY_ARCHITECTURE: dict[str, Family] = {
 }
 
 
-def parse(config: JsonObject) -> ModelConfig:
-    """The model that the contents of a config.json describe. See `ModelConfig.load`."""
+def parse_config(config: JsonObject) -> ModelConfig:
+    """The model that the contents of a config.json describe.
+
+    Raises:
+        CheckpointError: they are broken, or ask for something that is not supported.
+    """
     architecture = _architecture(config)
     check_names(config)
     model = BY_ARCHITECTURE[architecture].parse(config, architecture)

@@ -1,5 +1,6 @@
 """What a family is: the architectures it serves, how their config.json is read, and the names of their weights."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
@@ -11,9 +12,12 @@ from worker_service.models.families.positions import Ropes, read_no_windows, rea
 from worker_service.models.families.reading import (
     NUM_EXPERTS,
     activation,
+    check_names,
+    choice,
     dtype,
     first_key,
     flag,
+    json_object,
     num_layers_of,
     number,
     positive,
@@ -23,6 +27,10 @@ from worker_service.models.families.reading import (
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.shard import Split
 from worker_service.models.stacks import STACKS, Stacks
+
+_UNREAD = r"^(model\.)?(vision_tower|multi_modal_projector)\."  # of multimodal checkpoints
+# Of the whole checkpoint, if its config.json says them there.
+_OUTER = ("dtype", "torch_dtype", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +209,30 @@ def read_decoder(
         activation=activation(config, activation_key, activations[0], activations),
         **{"attention_scale": head_dim**-0.5, **flags},
     )
+
+
+def inside(family: Family, architecture: str, model_types: tuple[str, ...]) -> Family:
+    """Return the family of multimodal checkpoints that hold a model of another in their text_config, which is of one of
+    these types. Published files and those of transformers 5 name its weights differently."""
+    published = tuple(replace(weight, source=f"language_model.{weight.source}") for weight in family.weights)
+    renamed = tuple(
+        replace(weight, source=re.sub(r"^model\.", "model.language_model.", weight.source)) for weight in family.weights
+    )
+    return Family(
+        (architecture,),
+        lambda config, name: family.parse(_text_config(config, model_types), name),
+        published,
+        ignored=rf"{_UNREAD}|{family.ignored}",
+        alternatives=(renamed,),
+    )
+
+
+def _text_config(config: JsonObject, model_types: tuple[str, ...]) -> JsonObject:
+    text = json_object(config, "text_config")
+    if not text:
+        raise unserved("text_config", config.get("text_config"), "an object that describes the text model")
+    check_names(text)
+    choice(text, "model_type", model_types[0], model_types)
+    outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
+    # Whether weights are tied is a matter of the whole.
+    return {**text, **outer, "tie_word_embeddings": config.get("tie_word_embeddings", True)}

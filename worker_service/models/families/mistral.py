@@ -16,12 +16,12 @@ from worker_service.models.families.family import (
     ROUTER,
     Family,
     Weight,
+    inside,
     read_decoder,
     read_experts,
 )
 from worker_service.models.families.positions import read_equal_windows, read_rope, rope_settings
 from worker_service.models.families.reading import num_layers_of, number, positive
-from worker_service.models.families.wrapped import inside
 from worker_service.models.shard import Split
 
 _MOE, _MLP = f"{LAYER}.block_sparse_moe", f"{OURS}.mlp"

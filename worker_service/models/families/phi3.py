@@ -20,14 +20,12 @@ from worker_service.models.families.family import (
     read_decoder,
 )
 from worker_service.models.families.positions import (
-    Ropes,
     read_equal_windows,
     read_longrope,
     read_rope,
-    read_share,
     rope_settings,
 )
-from worker_service.models.families.reading import num_layers_of, positive, unserved
+from worker_service.models.families.reading import unserved
 from worker_service.models.shard import Split
 
 _QKV = Weight(
@@ -38,13 +36,10 @@ _QKV = Weight(
 
 
 def _read(config: JsonObject, architecture: str) -> ModelConfig:
-    num_positions = positive(config, "max_position_embeddings")
     settings = rope_settings(config, default_share=1.0)
     rope_type = settings.get("rope_type") or settings.get("type") or "default"
     if rope_type in ("longrope", "su", "yarn"):  # as transformers reads them
-        share = read_share(config, settings, "partial_rotary_factor", 1.0)
-        rope = read_longrope(config, settings, num_positions, share, head_dim_of(config))
-        ropes: Ropes = (rope,) * num_layers_of(config), num_positions
+        ropes = read_longrope(config, settings, head_dim_of(config))
     elif rope_type == "default":
         ropes = read_rope(config, default_share=1.0)
     else:

@@ -168,20 +168,20 @@ def sliding_window(config: JsonObject, default: int | None = 4096) -> int:
     return positive(config, "sliding_window", default)
 
 
-def read_longrope(
-    config: JsonObject, rope: JsonObject, max_position_embeddings: int, share: float, head_dim: int
-) -> RopeConfig:
+def read_longrope(config: JsonObject, rope: JsonObject, head_dim: int) -> Ropes:
     """LongRoPE (Ding et al., 2024, https://arxiv.org/abs/2402.13753). It has factors for sequences up to the original
     length and others for longer ones (`RopeConfig.serving`); the factor of attention is that of the whole stretch for
     both."""
+    num_positions = positive(config, "max_position_embeddings")
+    share = read_share(config, rope, "partial_rotary_factor", 1.0)
     short = _read_factors(rope, "short_factor", int(head_dim * share) // 2)
     original = positive(config, ORIGINAL, _LONGROPE_ORIGINAL)
     if rope.get(ORIGINAL) not in (None, original):
         raise unserved(f"rope_parameters.{ORIGINAL}", rope[ORIGINAL], f"{original}, as {ORIGINAL} beside it is")
-    factor = number(rope, "factor", max_position_embeddings / original)
+    factor = number(rope, "factor", num_positions / original)
     attention_factor = number(rope, "attention_factor", _longrope_attention_factor(factor, original))
-    is_stretched = max_position_embeddings > original
-    return RopeConfig(
+    is_stretched = num_positions > original
+    read = RopeConfig(
         theta=number(rope, "rope_theta", 10_000.0),
         original_max_position_embeddings=original if is_stretched else 0,
         attention_factor=attention_factor,
@@ -189,6 +189,7 @@ def read_longrope(
         short_divisors=short if is_stretched else (),
         rotary_share=share,
     )
+    return (read,) * num_layers_of(config), num_positions
 
 
 def _read_factors(rope: JsonObject, key: str, num_pairs: int) -> tuple[float, ...]:

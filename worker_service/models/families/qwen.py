@@ -64,7 +64,7 @@ def _read_qwen2_moe(config: JsonObject, architecture: str) -> ModelConfig:
         shared_intermediate_size=positive(config, "shared_expert_intermediate_size", 5632),
         has_shared_gate=True,
     )
-    expert_layers = _read_expert_layers(config, num_layers)
+    expert_layers = _read_expert_layers(config)
     has_bias = flag(config, "qkv_bias", True)
     return read_decoder(
         config, architecture, windows=windows, qkv_bias=has_bias, experts=experts, expert_layers=expert_layers
@@ -72,26 +72,25 @@ def _read_qwen2_moe(config: JsonObject, architecture: str) -> ModelConfig:
 
 
 def _read_qwen3_moe(config: JsonObject, architecture: str) -> ModelConfig:
-    num_layers = num_layers_of(config)
     window = sliding_window(config) if flag(config, "use_sliding_window", False) else 0
     return read_decoder(
         config,
         architecture,
-        windows=(window,) * num_layers,
+        windows=(window,) * num_layers_of(config),
         **attention_biases(config),
         qk_norm="head",
         experts=read_experts(config, renormalizes=flag(config, "norm_topk_prob", False)),
-        expert_layers=_read_expert_layers(config, num_layers),
+        expert_layers=_read_expert_layers(config),
     )
 
 
-def _read_expert_layers(config: JsonObject, num_layers: int) -> tuple[bool, ...]:
+def _read_expert_layers(config: JsonObject) -> tuple[bool, ...]:
     """Each layer whose number, from 1, decoder_sparse_step divides has experts, but those of mlp_only_layers."""
     step = positive(config, "decoder_sparse_step", 1)
     without = config.get("mlp_only_layers") or []
     if not isinstance(without, list) or not all(is_whole(layer) for layer in without):
         raise unserved("mlp_only_layers", without, "a list of numbers of layers")
-    return tuple(layer not in without and (layer + 1) % step == 0 for layer in range(num_layers))
+    return tuple(layer not in without and (layer + 1) % step == 0 for layer in range(num_layers_of(config)))
 
 
 QWEN2 = Family(("Qwen2ForCausalLM",), _read_qwen2, LLAMA_WEIGHTS)

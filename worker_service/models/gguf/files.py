@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pagewire.common.gguf import ROPE_FACTORS, GgufError, GgufFile, config_json
 from worker_service.models.checkpoint_files import CheckpointError, TensorHeader
-from worker_service.models.config import ModelConfig, parse_config
+from worker_service.models.config import ModelConfig
+from worker_service.models.families import parse_config
 
 _FREQUENCIES = "rope_freqs.weight"
 
