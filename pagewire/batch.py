@@ -17,7 +17,7 @@ from pagewire.completion import Completion, CompletionBuilder
 from pagewire.errors import PagewireError, ResourceExhausted
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import Attempts
-from pagewire.shared_stream import NotShared
+from pagewire.shared_call import NotShared
 
 # Samples in flight at most: enough for the server to have some waiting, few enough to leave room in its queue.
 MAX_IN_FLIGHT = 1024
@@ -36,7 +36,6 @@ class _Running:
 
     builder: CompletionBuilder
     num_samples: int
-    num_open: int
     abort: Callable[[], None] = lambda: None
 
 
@@ -90,9 +89,7 @@ class RequestBatch:
                     running.abort()
 
     def _submit(self, connection: Connection) -> None:
-        if connection.is_closed:
-            raise wire.closed()
-        if connection.shared is None:
+        if not connection.can_share:
             raise NotShared("the server is of a version that takes no lists", code=grpc.StatusCode.UNIMPLEMENTED)
         while self._waiting:
             index = self._waiting[0]
@@ -100,37 +97,33 @@ class RequestBatch:
             if self._running and self._num_samples + num_samples > self._max_samples:
                 return
             self._waiting.popleft()
-            builder = CompletionBuilder(num_samples, time.monotonic())
-            running = self._running[index] = _Running(builder, num_samples, num_samples)
+            running = self._running[index] = _Running(CompletionBuilder(num_samples, time.monotonic()), num_samples)
             self._num_samples += num_samples
-            put, fail = partial(self._put, index), partial(self._fail, index)
-            running.abort = connection.shared.submit(request, put, fail, self._attempts.timeout_s)
+            running.abort = connection.submit(request, partial(self._put, index), self._attempts.timeout_s)
 
-    def _drop(self, index: int) -> _Running | None:
-        running = self._running.pop(index, None)
-        self._num_samples -= 0 if running is None else running.num_samples
+    def _drop(self, index: int) -> _Running:
+        running = self._running.pop(index)
+        self._num_samples -= running.num_samples
         return running
 
-    def _put(self, index: int, response: pb.GenerateResponse) -> None:
-        """Takes a delta. One that cannot be ends its request, and all."""
-        running = self._running[index]
+    def _put(self, index: int, response: pb.GenerateResponse | PagewireError | None) -> None:
+        """Takes a delta, the end or the failure of a request. A delta that cannot be is a failure too."""
+        builder = self._running[index].builder
         try:
-            running.builder.add(wire.decode_output(response), time.monotonic())
-            running.num_open -= response.HasField("usage")
-            if running.num_open == 0:
-                self._completions[index] = running.builder.finish(time.monotonic())
+            if isinstance(response, PagewireError):
+                raise response
+            if response is None:
+                self._completions[index] = builder.finish(time.monotonic())
                 self._drop(index)
                 self._max_samples = min(self._max_samples + 1, MAX_IN_FLIGHT)
+                self._news.append((0, True))
+            else:
+                builder.add(wire.decode_output(response), time.monotonic())
+                self._news.append((len(response.token_ids), False))
         except PagewireError as error:
-            self._fail(index, error)
-        self._news.append((len(response.token_ids), running.num_open == 0))
+            self._drop(index).abort()
+            self._refused[index] = error
         self._has_news.set()
-
-    def _fail(self, index: int, failure: PagewireError) -> None:
-        if running := self._drop(index):
-            running.abort()
-            self._refused[index] = failure
-            self._has_news.set()
 
     async def _put_back(self, connection: Connection) -> None:
         """Lets requests that the server cannot take now wait until others of the list have ended, or else for as long

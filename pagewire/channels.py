@@ -8,13 +8,12 @@ open connections of their own afterwards. Where something else is open, calls in
 import asyncio
 import contextlib
 import ctypes
-import functools
 import gc
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 from weakref import WeakSet
@@ -27,8 +26,9 @@ from pagewire.common.transport.dialling import open_channel
 from pagewire.common.transport.http_proxy import http_proxy_of
 from pagewire.common.transport.tls import TlsFile, TlsFiles
 from pagewire.errors import PagewireError
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from pagewire.shared_stream import SharedStream
+from pagewire.shared_call import Put, SharedCall
 
 OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
@@ -40,6 +40,8 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+# Of a request that shares a call. A server refuses a message that is too large together with the call that brought it.
+MAX_SHARED_BYTES = 1 << 20
 Metadata = tuple[tuple[str, str], ...]
 _FORKED = (
     "this process was forked while a call of its parent ran, or an AsyncClient was open there, which gRPC does not "
@@ -57,7 +59,7 @@ class ConnectionOptions(TypedDict, total=False):
 
 
 class Connection:
-    """What the tasks of one event loop share. `shared` is None if the server does not know GenerateMany."""
+    """What the tasks of one event loop share. `can_share` is False for a server without GenerateMany."""
 
     def __init__(self, channel: Any, url: str, metadata: Metadata) -> None:
         self._channel = channel
@@ -66,11 +68,10 @@ class Connection:
         self._closed = asyncio.Event()
         self.loop = asyncio.get_running_loop()
         self.stub = pb_grpc.SchedulerServiceStub(channel)
-        self.shared: SharedStream | None = SharedStream(
-            functools.partial(self.stub.GenerateMany, metadata=metadata), url
-        )
+        self.can_share = True
+        self._shared_calls: list[SharedCall] = []
         self.num_calls = 0  # of the client's methods that run
-        self.num_in_flight = 0  # requests
+        self.num_requests = 0  # of them, those that stream one
 
     @property
     def is_closed(self) -> bool:
@@ -90,6 +91,43 @@ class Connection:
                 raise
             raise wire.closed() from None
 
+    def submit(self, request: pb.GenerateRequest, put: Put, timeout: float | None) -> Callable[[], None]:
+        """Sends a request on a call that is shared, and opened where there is none. Returns what aborts it if it has
+        not ended. Raises Cancelled once the connection is closed."""
+        if self.is_closed:
+            raise wire.closed()
+        is_alone = request.ByteSize() > MAX_SHARED_BYTES
+        self._shared_calls = [call for call in self._shared_calls if not call.is_over]
+        shared = next((call for call in self._shared_calls if not (is_alone or call.is_alone)), None)
+        if shared is None:
+            shared = SharedCall(self.stub.GenerateMany(metadata=self.metadata), self._url, is_alone=is_alone)
+            self._shared_calls.append(shared)
+        return shared.submit(request, put, timeout)
+
+    async def responses(
+        self, request: pb.GenerateRequest, timeout: float | None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yields the responses to a request that shares a call. Closing the generator aborts the request."""
+        inbox: asyncio.Queue[pb.GenerateResponse | PagewireError | None] = asyncio.Queue()
+        abort = self.submit(request, inbox.put_nowait, timeout)
+        try:
+            while (response := await inbox.get()) is not None:
+                if isinstance(response, PagewireError):
+                    raise response
+                yield response
+        finally:
+            abort()
+
+    async def read(self, method: str, request: object, timeout: float | None) -> AsyncGenerator[Any, None]:
+        """Yields the responses of a call of its own. Closing the generator cancels it."""
+        with self.translated():
+            call = getattr(self.stub, method)(request, timeout=timeout, metadata=self.metadata)
+            try:
+                async for response in call:
+                    yield response
+            finally:
+                call.cancel()
+
     async def wait(self, seconds: float) -> None:
         """Waits before the next attempt. Raises Cancelled once the connection is closed."""
         with contextlib.suppress(TimeoutError):
@@ -102,14 +140,15 @@ class Connection:
         if self._closed.is_set():
             return
         self._closed.set()
-        if self.shared is not None:
-            await self.shared.close()
+        for call in self._shared_calls:
+            await call.close()
         await self._channel.close()
         self.release()
 
     def release(self) -> None:
         """Lets go of a channel that was closed, or whose loop has ended, so that it can be collected."""
-        self._channel = self.stub = self.shared = None
+        self._channel = self.stub = None
+        self._shared_calls = []
         _open_connections.discard(self)
 
 
@@ -127,14 +166,16 @@ class Channels:
         self._connections: dict[asyncio.AbstractEventLoop, Connection] = {}
 
     @contextlib.contextmanager
-    def connected(self) -> Iterator[Connection]:
+    def connected(self, *, is_request: bool = False) -> Iterator[Connection]:
         """Gives a call the connection of the running event loop, for as long as it lasts."""
         connection = self._of_loop()
         connection.num_calls += 1
+        connection.num_requests += is_request
         try:
             yield connection
         finally:
             connection.num_calls -= 1
+            connection.num_requests -= is_request
 
     async def aclose(self) -> None:
         """Closes the connection of the running event loop."""

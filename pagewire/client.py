@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypedDi
 
 from pagewire import background_loop, conversation, wire
 from pagewire.arguments import as_list, as_prompts, as_seconds, split_prompt
-from pagewire.attachment import Attachment
 from pagewire.batch import RequestBatch
-from pagewire.channels import Channels, Connection, ConnectionOptions
-from pagewire.completion import Completion, CompletionBuilder, Output, PromptEmbedding, Result
+from pagewire.channels import MAX_SHARED_BYTES, Channels, ConnectionOptions
+from pagewire.completion import Attachment, Completion, CompletionBuilder, Output, PromptEmbedding, Result
 from pagewire.conversation import Message, Session
 from pagewire.errors import AlreadyExists, PagewireError, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import DELAYS_S, Attempts
 from pagewire.sampling import UNSET, SamplingFields, SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
-from pagewire.shared_stream import MAX_SHARED_BYTES, NotShared
+from pagewire.shared_call import NotShared
 
 # Of each attempt of a call that answers at once, where the caller sets no other time.
 UNARY_TIMEOUT_S = 10.0
@@ -382,7 +381,8 @@ class AsyncClient:
         token_ids: list[list[int]] = []
         for part in _parts(texts, MAX_TOKENIZED_CHARS):
             request = wire.message(pb.TokenizeRequest, texts=part, add_special_tokens=add_special_tokens)
-            token_ids += wire.decode_prompts(await self._call("Tokenize", request, attempts))
+            response = await self._call("Tokenize", request, attempts)
+            token_ids += (list(prompt.ids) for prompt in response.prompts)
         return token_ids
 
     async def _complete(
@@ -399,10 +399,15 @@ class AsyncClient:
     async def _stream(
         self, request: pb.GenerateRequest, attempts: Attempts, builder: CompletionBuilder
     ) -> AsyncGenerator[Output, None]:
-        with self._channels.connected() as connection:
+        is_small = request.ByteSize() <= MAX_SHARED_BYTES
+        with self._channels.connected(is_request=True) as connection:
             while True:
+                if is_small and connection.can_share and connection.num_requests >= MIN_SHARED:
+                    call = connection.responses(request, attempts.timeout_s)
+                else:
+                    call = connection.read("Generate", request, attempts.timeout_s)
                 try:
-                    async with contextlib.aclosing(_responses(connection, request, attempts.timeout_s)) as responses:
+                    async with contextlib.aclosing(call) as responses:
                         async for response in responses:
                             attempts.end()
                             output = wire.decode_output(response)
@@ -410,9 +415,10 @@ class AsyncClient:
                             yield output
                     builder.finish(time.monotonic())
                     return
+                except NotShared:
+                    connection.can_share = False
                 except PagewireError as error:
-                    delay_s = attempts.next_delay(error)
-                await connection.wait(delay_s)
+                    await connection.wait(attempts.next_delay(error))
 
     async def _attach(
         self, request: pb.AttachRequest, attempts: Attempts, max_reconnects: int
@@ -422,7 +428,7 @@ class AsyncClient:
         with self._channels.connected() as connection:
             while True:
                 request.from_tokens[:] = attachment.reconnect()
-                call = _read(connection, connection.stub.Attach, request, attempts.timeout_s)
+                call = connection.read("Attach", request, attempts.timeout_s)
                 try:
                     async with contextlib.aclosing(call) as responses:
                         async for response in responses:
@@ -436,9 +442,8 @@ class AsyncClient:
                     # What comes with a retry delay is the server's own word, not a broken connection.
                     if error.retry_delay is not None or num_failures == max_reconnects:
                         raise
-                    delay_s = attempts.bounded(DELAYS_S[min(num_failures, len(DELAYS_S) - 1)], error)
-                num_failures += 1
-                await connection.wait(delay_s)
+                    await connection.wait(attempts.bounded(DELAYS_S[min(num_failures, len(DELAYS_S) - 1)], error))
+                    num_failures += 1
 
     async def _call(
         self, method: str, request: object, attempts: Attempts, *, limit: float | None = UNARY_TIMEOUT_S
@@ -452,8 +457,7 @@ class AsyncClient:
                         timeout = limit if left is None else left
                         return await call(request, timeout=timeout, metadata=connection.metadata)
                 except PagewireError as error:
-                    delay_s = attempts.next_delay(error)
-                await connection.wait(delay_s)
+                    await connection.wait(attempts.next_delay(error))
 
 
 def _blocking(
@@ -531,46 +535,6 @@ class Client:
             raise TypeError("a Client is for `with`; for `async with` there is AsyncClient, which has the same calls")
 
         __aexit__ = __aenter__
-
-
-async def _responses(
-    connection: Connection,
-    request: pb.GenerateRequest,
-    timeout: float | None,
-) -> AsyncGenerator[pb.GenerateResponse, None]:
-    """Yields the responses to one request, on a call of its own, or on the call that requests in flight share."""
-    connection.num_in_flight += 1
-    may_share = connection.num_in_flight >= MIN_SHARED and request.ByteSize() <= MAX_SHARED_BYTES
-    try:
-        if connection.shared is not None and may_share:
-            try:
-                async with contextlib.aclosing(connection.shared.responses(request, timeout)) as responses:
-                    async for response in responses:
-                        yield response
-                return
-            except NotShared:
-                connection.shared = None
-        async with contextlib.aclosing(_read(connection, connection.stub.Generate, request, timeout)) as responses:
-            async for response in responses:
-                yield response
-    finally:
-        connection.num_in_flight -= 1
-
-
-async def _read(
-    connection: Connection,
-    method: Callable[..., Any],
-    request: object,
-    timeout: float | None,
-) -> AsyncGenerator[Any, None]:
-    """Yields the responses of a call of its own."""
-    with connection.translated():
-        call = method(request, timeout=timeout, metadata=connection.metadata)
-        try:
-            async for response in call:
-                yield response
-        finally:
-            call.cancel()
 
 
 def _builder(request: pb.GenerateRequest) -> CompletionBuilder:

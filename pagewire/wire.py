@@ -30,9 +30,17 @@ from pagewire.errors import (
     Unavailable,
 )
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams, is_integer, is_real
+from pagewire.sampling import (
+    BOOLEAN_FIELDS,
+    INTEGER_FIELDS,
+    REAL_FIELDS,
+    Default,
+    SamplingParams,
+    StructuredOutputs,
+    is_integer,
+    is_real,
+)
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
-from pagewire.structured_outputs import StructuredOutputs
 
 try:
     from google.rpc import error_details_pb2, status_pb2
@@ -145,10 +153,6 @@ def encode_detokenize(prompts: Iterable[Sequence[int]], skip_special_tokens: boo
     for index, prompt in enumerate(prompts):
         put(request.prompts.add(), "ids", prompt, f"prompts[{index}].ids")
     return request
-
-
-def decode_prompts(response: pb.TokenizeResponse) -> list[list[int]]:
-    return [list(prompt.ids) for prompt in response.prompts]
 
 
 def _encode_session(session: Session, request: pb.GenerateRequest) -> None:

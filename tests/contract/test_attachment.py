@@ -8,8 +8,7 @@ import pytest
 import pagewire
 from pagewire import AsyncClient, Output, SamplingParams
 from pagewire import client as client_module
-from pagewire.attachment import Attachment
-from pagewire.completion import TokenLogprobs, Usage
+from pagewire.completion import Attachment, TokenLogprobs, Usage
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract.cut_proxy import proxied
 

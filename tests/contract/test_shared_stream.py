@@ -13,10 +13,9 @@ import grpc
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, SamplingParams, shared_stream
+from pagewire import AsyncClient, SamplingParams, shared_call
+from pagewire.channels import Connection
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from pagewire.shared_stream import SharedStream
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving
@@ -195,7 +194,7 @@ async def test_what_has_ended_is_not_kept_until_its_timeout(checkpoint: Path) ->
 
 def readers() -> list[object]:
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) is shared_stream._Request]
+    return [found for found in gc.get_objects() if type(found) is shared_call._Request]
 
 
 async def test_a_server_without_it_is_called_as_before() -> None:
@@ -227,18 +226,17 @@ class CountingScheduler(ScriptedScheduler):
 
 def tasks_of_calls() -> list[asyncio.Task[Any]]:
     """Those of shared calls; gRPC may have some of its own that end a little later."""
-    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.startswith("_Connection.")]
+    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.startswith("SharedCall.")]
 
 
 async def test_nothing_runs_of_a_shared_call_that_was_closed() -> None:
     with serving(CountingScheduler()) as url:
-        async with grpc.aio.insecure_channel(url) as channel:
-            shared = SharedStream(pb_grpc.SchedulerServiceStub(channel).GenerateMany, url)
-            async with contextlib.aclosing(shared.responses(pb.GenerateRequest(), None)) as responses:
-                await anext(responses)
-            assert len(tasks_of_calls()) == 2
-            await shared.close()
-            assert tasks_of_calls() == []
+        connection = Connection(grpc.aio.insecure_channel(url), url, ())
+        async with contextlib.aclosing(connection.responses(pb.GenerateRequest(), None)) as responses:
+            await anext(responses)
+        assert len(tasks_of_calls()) == 2
+        await connection.close()
+        assert tasks_of_calls() == []
 
 
 async def test_a_request_alone_has_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
