@@ -45,9 +45,8 @@ if TYPE_CHECKING:
         TextPrompt,
         TokensPrompt,
     )
-    from pagewire.sampling import SamplingParams
+    from pagewire.sampling import SamplingParams, StructuredOutputs
     from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
-    from pagewire.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",

@@ -1,5 +1,6 @@
-"""The parameters by which tokens are chosen, with vLLM's names and defaults."""
+"""The parameters by which tokens are chosen, with vLLM's names and defaults, and what an output must match."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import Field, InitVar, dataclass, field, fields, replace
@@ -7,9 +8,8 @@ from numbers import Integral, Real
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES, Range
-from pagewire.compatibility import SAMPLING_FIELDS, judge, suggestion
+from pagewire.compatibility import SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, judge, suggestion
 from pagewire.errors import InvalidRequest
-from pagewire.structured_outputs import StructuredOutputs
 
 # Names of when a beam search ends, and transformers' values for the same.
 EARLY_STOPPING = ("heuristic", "first", "never", False, True)
@@ -27,6 +27,89 @@ def _flag(default: Value, help_text: str, *, is_benched: bool = False) -> Value:
     """
     metadata = {"help": help_text, "is_benched": is_benched}
     return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What each output of a request must match: exactly one of these is given.
+
+    Here types are checked alone (TypeError), and that there is one (ValueError). The server checks what it says.
+
+    Attributes:
+        json: A JSON Schema as a dict or as JSON, or a class with `model_json_schema()`, such as a pydantic model.
+        regex: A regular expression that the whole output matches.
+        choice: Texts, one of which the output is.
+        grammar: A context-free grammar, in llguidance's variant of Lark or in EBNF.
+        json_object: True for any JSON object.
+        structural_tag: A structural tag as a dict or as JSON.
+
+    Of vLLM's fields those that Pagewire does not have are taken too: ignored with a warning or refused (ValueError),
+    as `pagewire.compatibility` lists them.
+    """
+
+    json: str | Mapping[str, Any] | type | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    disable_fallback: InitVar[object] = None
+    disable_any_whitespace: InitVar[object] = None
+    disable_additional_properties: InitVar[object] = None
+    whitespace_pattern: InitVar[object] = None
+
+    def __post_init__(self, *foreign: object) -> None:
+        for name, value in zip(STRUCTURED_OUTPUTS_FIELDS, foreign, strict=True):
+            judge(STRUCTURED_OUTPUTS_FIELDS, name, value, stacklevel=3)
+        if callable(make_schema := getattr(self.json, "model_json_schema", None)):
+            object.__setattr__(self, "json", make_schema())
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured outputs take exactly one of {', '.join(STRUCTURES)}; got {' and '.join(given) or 'none'}"
+            )
+        is_legal, what = STRUCTURES[self.kind]
+        if not is_legal(self._value):
+            raise TypeError(f"{self.kind} must be {what}, got {self._value!r:.80}")
+        self.text  # noqa: B018  # raises what JSON cannot write at the call, not when the request is sent
+
+    @staticmethod
+    def of(given: "StructuredOutputs | Mapping[str, Any]") -> "StructuredOutputs":
+        """Returns what a dict of the same names says. Raises TypeError, ValueError."""
+        if isinstance(given, StructuredOutputs):
+            return given
+        if not isinstance(given, Mapping):
+            raise TypeError(f"structured_outputs must be StructuredOutputs or a dict or None, got {given!r:.80}")
+        names = (*STRUCTURES, *STRUCTURED_OUTPUTS_FIELDS)
+        for name in given:
+            if name not in names:
+                hint = suggestion(str(name), names) or f"; there are {', '.join(STRUCTURES)}"
+                raise TypeError(f"structured_outputs have no {name!r}{hint}")
+        return StructuredOutputs(**given)
+
+    @property
+    def kind(self) -> str:
+        """The one that is given."""
+        return next(name for name in STRUCTURES if getattr(self, name) is not None)
+
+    @property
+    def text(self) -> str | None:
+        """The schema, regular expression, grammar or tag as a text; None for a choice and for any JSON object.
+
+        Raises TypeError, ValueError.
+        """
+        if isinstance(self._value, Mapping):
+            try:
+                return json.dumps(self._value, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self.kind} cannot be written as JSON: {error}") from None
+        return self._value if isinstance(self._value, str) else None
+
+    @property
+    def _value(self) -> Any:
+        return getattr(self, self.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +183,7 @@ class SamplingParams:
             for name in names:
                 self._require(name, is_legal(getattr(self, name)), kind)
         stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
-        self._require("stop", is_list(stop, lambda text: isinstance(text, str)) or isinstance(stop, str), "texts")
+        self._require("stop", is_list(stop, _is_text) or _is_text(stop), "texts")
         self._require("stop_token_ids", is_list(ids, is_integer), "a list of integers")
         is_bias = isinstance(bias, Mapping) and all(is_integer(i) and is_real(v) for i, v in bias.items())
         self._require("logit_bias", is_bias, "a mapping from token ids to numbers")
@@ -146,6 +229,25 @@ def is_real(value: object) -> bool:
 
 def is_list(value: object, is_element: Callable[[object], bool]) -> bool:
     return isinstance(value, list | tuple) and all(map(is_element, value))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_json(value: object) -> bool:
+    return isinstance(value, str | Mapping)
+
+
+# What structured outputs take: exactly one of these, of such a value.
+STRUCTURES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "json": (_is_json, "a JSON Schema: a dict, JSON, or a class with model_json_schema()"),
+    "regex": (_is_text, "a text"),
+    "choice": (lambda value: bool(value) and is_list(value, _is_text), "a list of texts, at least one"),
+    "grammar": (_is_text, "a text"),
+    "json_object": (lambda value: value is True, "True, or left out"),
+    "structural_tag": (_is_json, "a dict or JSON"),
+}
 
 
 class SamplingFields(TypedDict, total=False):

@@ -13,8 +13,15 @@ from typing import Any
 from pagewire.common.option_limits import flag
 from pagewire.compatibility import suggestion
 from pagewire.errors import InvalidRequest
-from pagewire.sampling import BOOLEAN_FIELDS, EARLY_STOPPING, FLAGS, INTEGER_FIELDS, SamplingParams
-from pagewire.structured_outputs import KINDS, StructuredOutputs
+from pagewire.sampling import (
+    BOOLEAN_FIELDS,
+    EARLY_STOPPING,
+    FLAGS,
+    INTEGER_FIELDS,
+    STRUCTURES,
+    SamplingParams,
+    StructuredOutputs,
+)
 
 
 def count(text: str) -> int:
@@ -160,7 +167,7 @@ def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
 
 def _structured_outputs(arguments: argparse.Namespace) -> StructuredOutputs | None:
     """Returns what the one flag that is given says."""
-    given = {kind: getattr(arguments, "json_schema" if kind == "json" else kind, None) for kind in KINDS}
+    given = {kind: getattr(arguments, "json_schema" if kind == "json" else kind, None) for kind in STRUCTURES}
     return None if set(given.values()) == {None} else StructuredOutputs(**given)
 
 

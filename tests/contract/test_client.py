@@ -20,8 +20,7 @@ import pagewire
 from pagewire import AsyncClient, Client, Output, SamplingParams, Session, StructuredOutputs, wire
 from pagewire.common.sampling_ranges import RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling import INTEGER_FIELDS, SamplingFields
-from pagewire.structured_outputs import KINDS
+from pagewire.sampling import INTEGER_FIELDS, STRUCTURES, SamplingFields
 from tests.contract import scripted_scheduler
 from tests.contract.certificates import self_signed
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
@@ -121,8 +120,8 @@ def test_sampling_params_have_every_field_of_the_proto() -> None:
     kinds = {field.name for field in pb.SamplingParams.DESCRIPTOR.oneofs_by_name["structured_output"].fields}
     names = {field.name for field in fields(SamplingParams)}
     assert names == set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - kinds | {"structured_outputs"}
-    assert kinds == {"json_schema" if kind == "json" else kind for kind in KINDS}
-    assert {field.name for field in fields(StructuredOutputs)} == set(KINDS)
+    assert kinds == {"json_schema" if kind == "json" else kind for kind in STRUCTURES}
+    assert {field.name for field in fields(StructuredOutputs)} == set(STRUCTURES)
 
 
 class Cat:
