@@ -44,6 +44,7 @@ _FORMER_NAMES = {
 }
 _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
+_Value = TypeVar("_Value")
 
 
 class QueueOptions(TypedDict, total=False):
@@ -578,15 +579,13 @@ def _request(
     return wire.encode_request(prompt, merged, prompt_token_ids=prompt_token_ids, **named)
 
 
-def one_each(
-    sampling: SamplingParams | Sequence[SamplingParams | None] | None, num_prompts: int
-) -> Sequence[SamplingParams | None]:
-    """Returns sampling parameters for each of a number of prompts."""
-    if not isinstance(sampling, Sequence):
-        return [sampling] * num_prompts
-    if len(sampling) != num_prompts:
-        raise ValueError(f"there are {num_prompts} prompts and {len(sampling)} sampling parameters; give one for each")
-    return sampling
+def one_each(given: _Value | Sequence[_Value], num_prompts: int, kind: str = "sampling parameters") -> Sequence[_Value]:
+    """Returns a value for each of a number of prompts, of one for all or a list."""
+    if not isinstance(given, Sequence):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts and {len(given)} {kind}; give one for each")
+    return given
 
 
 def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:

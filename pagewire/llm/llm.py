@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -14,11 +15,11 @@ from pagewire.arguments import are_token_ids, as_list, check_text, split_prompt
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
 from pagewire.client import Client, one_each
+from pagewire.compatibility import FOREIGN, IN_PYTHON, MAPPED, suggestion, translate
 from pagewire.completion import Completion
 from pagewire.conversation import Message
 from pagewire.errors import Cancelled, StartError, Unavailable
 from pagewire.hosting.local_server import LocalServer
-from pagewire.llm.options import serve_flags
 from pagewire.llm.progress import ForeignProgress, Progress
 from pagewire.llm.request_output import (
     EmbeddingRequestOutput,
@@ -28,7 +29,7 @@ from pagewire.llm.request_output import (
     token_ids_of,
 )
 from pagewire.retry import Attempts
-from pagewire.sampling import UNSET, SamplingParams
+from pagewire.sampling import UNSET, SamplingParams, is_real
 
 # Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
 DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
@@ -62,8 +63,8 @@ class LLM:
 
     `model` is what `pagewire serve` takes. `options` are those of `pagewire serve` under the names of its YAML keys,
     such as `max_model_len=4096`, and those of vLLM and nano-vllm: an option that means the same becomes ours, one that
-    makes no difference is ignored with a warning, and any other is refused with ValueError (`pagewire.llm.options` and
-    `pagewire.compatibility` list them). With `seed`, equal programs give equal outputs.
+    makes no difference is ignored with a warning, and any other is refused with ValueError, as
+    `pagewire.compatibility` lists them. With `seed`, equal programs give equal outputs.
 
     Raises StartError, with the services' reason, if they do not come up, and ImportError, in one line, without torch.
     Any thread may make an LLM and use it, also at the same time.
@@ -118,7 +119,7 @@ class LLM:
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
         texts, token_ids = _split(prompts)
-        return self._run(texts, token_ids, sampling_params, use_tqdm, priority, add_special_tokens=True)
+        return self._generate(texts, token_ids, sampling_params, use_tqdm, priority, add_special_tokens=True)
 
     def chat(
         self,
@@ -142,7 +143,8 @@ class LLM:
         with self._telling_of_the_end():
             info = self.client.info()
         texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, chat_template_kwargs)
-        return self._run(texts, [None] * len(texts), sampling_params, use_tqdm, None, add_special_tokens=False)
+        given = [None] * len(texts)
+        return self._generate(texts, given, sampling_params, use_tqdm, None, add_special_tokens=False)
 
     def embed(
         self,
@@ -158,20 +160,9 @@ class LLM:
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
-        texts, given = _split(prompts)
-        priorities = _one_each(priority, len(texts))
-        if not texts:
-            return []
-        with self._telling_of_the_end():
-            token_ids = self._tokens(texts, given, add_special_tokens=True)
-            requests = _requests(token_ids, [None] * len(texts), priorities)
-            for request in requests:
-                request.embed = True
-            completions = self._complete(requests, use_tqdm)
-        return [
-            embedding_output(completion, list(map(int, prompt)))
-            for completion, prompt in zip(completions, token_ids, strict=True)
-        ]
+        texts, token_ids = _split(prompts)
+        results = self._run(texts, token_ids, [None] * len(texts), use_tqdm, priority, embed=True)
+        return [embedding_output(completion, prompt) for prompt, completion in results]
 
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer as transformers loads it. Raises ImportError, in one line, without that."""
@@ -181,7 +172,7 @@ class LLM:
 
         return AutoTokenizer.from_pretrained(self.model)
 
-    def _run(
+    def _generate(
         self,
         texts: Sequence[str | None],
         token_ids: Sequence[Sequence[int] | None],
@@ -191,25 +182,45 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        samplings = one_each(sampling_params, len(texts))
-        priorities = _one_each(priority, len(texts))
+        given = one_each(sampling_params, len(texts))
+        samplings = [DEFAULT_SAMPLING if sampling is None else sampling for sampling in given]
+        arrival_time = time.time()
+        results = self._run(texts, token_ids, samplings, use_tqdm, priority, add_special_tokens=add_special_tokens)
+        with self._telling_of_the_end():
+            names = self._names([completion for _, completion in results])
+        return [
+            request_output(completion, text, prompt, names, arrival_time)
+            for text, (prompt, completion) in zip(texts, results, strict=True)
+        ]
+
+    def _run(
+        self,
+        texts: Sequence[str | None],
+        given: Sequence[Sequence[int] | None],
+        samplings: Sequence[SamplingParams | None],
+        use_tqdm: bool | Callable[..., Any],
+        priority: Sequence[int] | None,
+        *,
+        add_special_tokens: bool = True,
+        embed: bool | None = None,
+    ) -> list[tuple[list[int], Completion]]:
+        """Returns the token ids and the result of each prompt, which is a text or token ids that are `given`."""
+        given_priorities = 0 if priority is None else as_list("priority", priority, "a list of integers")
+        priorities = one_each(given_priorities, len(texts), "priorities")
         if not texts:
             return []
-        arrival_time = time.time()
         with self._telling_of_the_end():
-            prompts = self._tokens(texts, token_ids, add_special_tokens)
+            prompts = self._tokens(texts, given, add_special_tokens)
             max_tokens = self.client.info().max_sequence_tokens
-            resolved = [
-                self._resolve(sampling, max_tokens - len(prompt))
-                for prompt, sampling in zip(prompts, samplings, strict=True)
-            ]
-            requests = _requests(prompts, resolved, priorities)
+            requests = []
+            for index, (prompt, sampling, number) in enumerate(zip(prompts, samplings, priorities, strict=True)):
+                resolved = self._resolve(sampling, max_tokens - len(prompt))
+                with wire.at_place(index):
+                    requests.append(
+                        wire.encode_request(None, resolved, prompt_token_ids=prompt, priority=number, embed=embed)
+                    )
             completions = self._complete(requests, use_tqdm)
-            names = self._names(completions)
-        return [
-            request_output(completion, text, list(map(int, prompt)), names, arrival_time)
-            for completion, text, prompt in zip(completions, texts, prompts, strict=True)
-        ]
+        return [(list(map(int, prompt)), result) for prompt, result in zip(prompts, completions, strict=True)]
 
     @contextmanager
     def _telling_of_the_end(self) -> Iterator[None]:
@@ -236,9 +247,10 @@ class LLM:
         made = iter(self.client.tokenize(unknown, add_special_tokens=add_special_tokens) if unknown else [])
         return [next(made) if ids is None else ids for ids in token_ids]
 
-    def _resolve(self, sampling: SamplingParams | None, num_free: int) -> SamplingParams:
+    def _resolve(self, sampling: SamplingParams | None, num_free: int) -> SamplingParams | None:
         """Returns the parameters of a request whose prompt leaves room for `num_free` tokens."""
-        sampling = DEFAULT_SAMPLING if sampling is None else sampling
+        if sampling is None:
+            return None
         if not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling_params must be pagewire.SamplingParams, got {sampling!r:.80}")
         if sampling.max_tokens is not None and sampling.max_tokens > num_free >= 1:
@@ -277,23 +289,6 @@ def _close(server: LocalServer, client: Client, channels: Channels) -> None:
     server.stop()
 
 
-def _one_each(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
-    priorities = [0] * num_prompts if priority is None else as_list("priority", priority, "a list of integers")
-    if len(priorities) != num_prompts:
-        raise ValueError(f"there are {num_prompts} prompts and {len(priorities)} priorities; give one for each")
-    return priorities
-
-
-def _requests(
-    prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams | None], priorities: Sequence[int]
-) -> list[Any]:
-    requests = []
-    for index, (prompt, sampling, priority) in enumerate(zip(prompts, samplings, priorities, strict=True)):
-        with wire.at_place(index):
-            requests.append(wire.encode_request(None, sampling, prompt_token_ids=prompt, priority=priority))
-    return requests
-
-
 def _split(prompts: Any) -> tuple[list[str | None], list[Sequence[int] | None]]:
     """Returns the text and the token ids of each prompt, also where only one is given. One of both may be None."""
     if isinstance(prompts, str | Mapping):
@@ -324,3 +319,35 @@ def _split_one(prompt: Any, index: int) -> tuple[str | None, Sequence[int] | Non
     if text is not None:
         check_text(f"prompts[{index}]", text)
     return text, token_ids
+
+
+def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
+    """Returns the flags of `pagewire serve` for options of either kind. Warns of those that are ignored.
+
+    Raises TypeError for an unknown name, and ValueError for a value that cannot be.
+    """
+    from pagewire.cli.services import serve_options
+
+    known = serve_options().keys() - {"model"}
+    for name in given:
+        if not (name in known or name in MAPPED or name in FOREIGN):
+            near = suggestion(name, [*known, *MAPPED, *FOREIGN])
+            raise TypeError(f"LLM has no option {name!r}{near}")
+    wanted = translate({"model": model} | {name: _in_gib(name, value) for name, value in given.items()}, IN_PYTHON)
+    for line in wanted.ignored:
+        warnings.warn(line, stacklevel=3)
+    return [_flag(name, value) for name, value in wanted.values.items() if name != "model" and value is not None]
+
+
+def _in_gib(name: str, value: Any) -> Any:
+    """Returns the text of a number of GiB, which `swap_space` is in Python; 0 is none."""
+    return f"{value}GiB" if name == "swap_space" and is_real(value) else value
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"{name} must be a text, a number or a bool, got {value!r:.80}")
+    return f"--{flag}={value}"

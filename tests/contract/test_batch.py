@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, Client, SamplingParams
+from pagewire import AsyncClient, Client, SamplingParams, wire
 from pagewire.batch import RequestBatch
-from pagewire.llm.llm import _requests
 from pagewire.retry import Attempts
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract.cut_proxy import proxied
@@ -46,7 +45,7 @@ async def test_results_come_in_order(checkpoint: Path) -> None:
 async def test_tokens_are_told_as_they_come(checkpoint: Path) -> None:
     """Before the first request has ended, and each once."""
     prompts = prompts_of(random.Random(4), 5)
-    requests = _requests(prompts, [replace(SAMPLING, n=2)] * 5, [0] * 5)
+    requests = [wire.encode_request(None, replace(SAMPLING, n=2), prompt_token_ids=prompt) for prompt in prompts]
     news: list[tuple[int, bool]] = []
     async with serve(checkpoint) as stack, AsyncClient(stack.url) as client:
         batch = RequestBatch(requests, client._channels, Attempts(0.0))

@@ -11,7 +11,7 @@ import pytest
 from pagewire import compatibility, options
 from pagewire.cli import services
 from pagewire.compatibility import FOREIGN, LISTS, MAPPED, SWITCHES, SYNONYMS, suggestion
-from pagewire.llm.options import serve_flags
+from pagewire.llm.llm import serve_flags
 
 MODEL = "/models/some"
 # Those of `vllm serve`, as its releases since 0.6 publish them.

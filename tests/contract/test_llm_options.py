@@ -8,7 +8,7 @@ import pytest
 
 from pagewire import LLM, SamplingParams, StructuredOutputs, compatibility
 from pagewire.cli import services
-from pagewire.llm.options import serve_flags
+from pagewire.llm.llm import serve_flags
 
 MODEL = "/models/some"
 # What vLLM 0.11's LLM takes by name, and nano-vllm's Config.
