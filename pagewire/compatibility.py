@@ -39,24 +39,16 @@ def _refused(text: str, *harmless: object) -> Foreign:
 
 
 _NO_CODE = "Pagewire runs no code of checkpoints, and needs none for the architectures it knows"
-_ONE_MODEL = "Pagewire serves one model as it is, without adapters"
 _TEXT_ONLY = "Pagewire generates text, and makes embeddings, of text"
-_POOLING = "embeddings are pooled as the checkpoint's own modules.json says, else by the last token"
 _OWN_CONFIG = "config.json is the checkpoint's own: change it in a copy of the directory"
 _RANKS = "models are shared out by `tensor_parallel_size` only"
 _ON_THIS_MACHINE = "ranks are processes on this machine, which meet over NCCL, or gloo on CPUs"
 _MORE_SERVERS = "make an LLM for each, or put a gateway before several servers"
 _ON_DEVICE = "all weights are on the device; `swap_space` is for the KV cache"
-_GRAPHS = "see `max_graph_batch_size`"
-_METRICS = "what is counted stands in docs/metrics.md, always"
-_LOGS = "logs are chosen by `log_level`, `log_format` and `log_requests`"
-_GATEWAY = "the gateway is smg, which has no such option: put a proxy before it"
 _PARSERS = "the gateway knows by the model how calls of tools and reasoning are written"
 _TEMPLATE = "the chat template is the checkpoint's own: put another chat_template.jinja into a copy of its directory"
 _GUIDANCE = "grammars are read by llguidance"
 _STATES = "no architecture that keeps a state is served"
-_SPECULATION = "there is no speculative decoding"
-_REQUESTS_SAY = "requests say it themselves, as parameters of theirs"
 _DISK = "weights are mapped from the files, by each rank for itself"
 _KERNELS = "see `attention_backend` and `cpu_products`"
 
@@ -70,14 +62,14 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     (
         "max_log_len log_config_file uvicorn_log_level disable_uvicorn_access_log! disable_access_log_for_endpoints "
         "enable_log_outputs! enable_log_deltas! log_error_stack! enable_logging_iteration_details! verbose!",
-        Foreign(_LOGS, (None, False)),
+        Foreign("logs are chosen by `log_level`, `log_format` and `log_requests`", (None, False)),
     ),
     (
         "aggregate_engine_logging! show_hidden_metrics_for_version collect_detailed_traces* kv_cache_metrics! "
         "kv_cache_metrics_sample cudagraph_metrics! enable_mfu_metrics! enable_layerwise_nvtx_tracing! "
         "per_request_spec_decode_metrics! enable_per_request_metrics! enable_server_load_tracking! jit_monitor_mode "
         "jit_monitor_verbose! metrics! slots!",
-        Foreign(_METRICS, (None, False, True)),
+        Foreign("what is counted stands in docs/metrics.md, always", (None, False, True)),
     ),
     ("disable_custom_all_reduce!", Foreign(_ON_THIS_MACHINE, (None, False, True))),
     ("distributed_executor_backend data_parallel_backend", Foreign(_ON_THIS_MACHINE, (None, "mp"))),
@@ -105,7 +97,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "enable_flashinfer_autotune! additional_config override_neuron_config",
         Foreign("nothing is compiled by torch.compile", (None, False, {})),
     ),
-    ("max_seq_len_to_capture cuda_graph_sizes* cudagraph_capture_sizes*", Foreign(_GRAPHS)),
+    ("max_seq_len_to_capture cuda_graph_sizes* cudagraph_capture_sizes*", Foreign("see `max_graph_batch_size`")),
     ("model_impl", Foreign("models are Pagewire's own", (None, "auto", "vllm"))),
     ("use_v2_block_manager!", Foreign("there is one block manager", (None, False, True))),
     ("disable_hybrid_kv_cache_manager!", Foreign("there is one block manager", (None, False, True))),
@@ -139,7 +131,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     (
         "enable_prompt_tokens_details! enable_force_include_usage! enable_request_id_headers! "
         "return_tokens_as_token_ids!",
-        Foreign(_REQUESTS_SAY),
+        Foreign("requests say it themselves, as parameters of theirs"),
     ),
     (
         "enable_auto_tool_choice! tool_call_parser tool_parser_plugin reasoning_parser reasoning_parser_plugin "
@@ -231,7 +223,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "spec_tokens spec_decoding_acceptance_method typical_acceptance_sampler_posterior_threshold "
         "typical_acceptance_sampler_posterior_alpha disable_logprobs_during_spec_decoding! use_fp64_gumbel! "
         "model_draft draft_max draft_min",
-        _refused(_SPECULATION),
+        _refused("there is no speculative decoding"),
     ),
     (
         "enable_lora! lora_modules* max_loras max_lora_rank lora_extra_vocab_size lora_dtype long_lora_scaling_factors "
@@ -239,7 +231,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "lora_target_modules* specialize_active_lora! enable_mixed_moe_lora_format! enable_moe_shared_loras! "
         "qlora_adapter_name_or_path enable_prompt_adapter! prompt_adapters* max_prompt_adapters "
         "max_prompt_adapter_token lora lora_scaled control_vector",
-        _refused(_ONE_MODEL),
+        _refused("Pagewire serves one model as it is, without adapters"),
     ),
     ("runner", _refused(_TEXT_ONLY, "auto", "generate", "pooling")),
     ("task", _refused(_TEXT_ONLY, "auto", "generate", "embed", "embedding")),
@@ -248,7 +240,10 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     ("io_processor_plugin diffusion_config ec_transfer_config ec_manager_config tool_server", _refused(_TEXT_ONLY)),
     ("reranking! enable_flash_late_interaction!", _refused(_TEXT_ONLY)),
     ("embedding!", Foreign("embeddings are always served", (None, True))),
-    ("pooler_config override_pooler_config pooling", _refused(_POOLING)),
+    (
+        "pooler_config override_pooler_config pooling",
+        _refused("embeddings are pooled as the checkpoint's own modules.json says, else by the last token"),
+    ),
     (
         "logits_processors* logits_processor_pattern",
         _refused("tokens are chosen by SamplingParams alone; it has logit_bias", []),
@@ -288,7 +283,10 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "ssl_cert_file",
         _refused("the gateway speaks plaintext: put a proxy before it; for gRPC see `tls_cert` and `tls_key`", 0),
     ),
-    ("root_path middleware* allow_credentials! allowed_origins allowed_methods allowed_headers", _refused(_GATEWAY)),
+    (
+        "root_path middleware* allow_credentials! allowed_origins allowed_methods allowed_headers",
+        _refused("the gateway is smg, which has no such option: put a proxy before it"),
+    ),
     ("enable_tokenizer_info_endpoint! tokens_only!", _refused("over gRPC, ServerInfo, Tokenize and Generate do it")),
     ("uds", _refused("services listen on ports; see `host`, `port` and `gateway_port`")),
 )  # fmt: skip
@@ -495,10 +493,12 @@ def _wanted(name: str, value: Any) -> dict[str, Any]:
     return {name: CONVERTED[name](value) if name in CONVERTED and value is not None else value}
 
 
-def judge(table: Mapping[str, Foreign], name: str, value: Any, stacklevel: int) -> None:
-    """Ignores an option of another engine, with a warning where that matters. Raises ValueError if it is refused."""
-    for line in _judged(table[name], value, IN_PYTHON.given(name, value), str):
-        warnings.warn(line, stacklevel=stacklevel + 1)
+def judge(table: Mapping[str, Foreign], values: Iterable[object], stacklevel: int) -> None:
+    """Ignores options of other engines, given in a table's order, with a warning where that matters. Raises ValueError
+    for one that is refused."""
+    for name, value in zip(table, values, strict=True):
+        for line in _judged(table[name], value, IN_PYTHON.given(name, value), str):
+            warnings.warn(line, stacklevel=stacklevel + 1)
 
 
 def _judged(foreign: Foreign, value: Any, shown: str, spelled: Callable[[str], str]) -> list[str]:

@@ -59,8 +59,7 @@ class StructuredOutputs:
     whitespace_pattern: InitVar[object] = None
 
     def __post_init__(self, *foreign: object) -> None:
-        for name, value in zip(STRUCTURED_OUTPUTS_FIELDS, foreign, strict=True):
-            judge(STRUCTURED_OUTPUTS_FIELDS, name, value, stacklevel=3)
+        judge(STRUCTURED_OUTPUTS_FIELDS, foreign, stacklevel=3)
         if callable(make_schema := getattr(self.json, "model_json_schema", None)):
             object.__setattr__(self, "json", make_schema())
         if self.json_object is False:
@@ -177,24 +176,17 @@ class SamplingParams:
     extra_args: InitVar[object] = None
 
     def __post_init__(self, *foreign: object) -> None:
-        for name, value in zip(SAMPLING_FIELDS, foreign, strict=True):
-            judge(SAMPLING_FIELDS, name, value, stacklevel=3)
-        for names, is_legal, kind in _KINDS:
-            for name in names:
-                self._require(name, is_legal(getattr(self, name)), kind)
-        stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
-        self._require("stop", is_list(stop, _is_text) or _is_text(stop), "texts")
-        self._require("stop_token_ids", is_list(ids, is_integer), "a list of integers")
-        is_bias = isinstance(bias, Mapping) and all(is_integer(i) and is_real(v) for i, v in bias.items())
-        self._require("logit_bias", is_bias, "a mapping from token ids to numbers")
+        judge(SAMPLING_FIELDS, foreign, stacklevel=3)
+        for name, (is_legal, kind) in _LEGAL.items():
+            value = getattr(self, name)
+            if value is not None and not is_legal(value):
+                raise TypeError(f"{name} must be {kind} or None, got {value!r}")
         for name, legal in RANGES.items():
             self._check(name, getattr(self, name), legal)
-        for token_id, value in (bias or {}).items():
+        for token_id, value in (self.logit_bias or {}).items():
             self._check(f"logit_bias[{token_id}]", value, LOGIT_BIAS)
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
-        is_known = isinstance(self.early_stopping, str | bool) and self.early_stopping in EARLY_STOPPING
-        self._require("early_stopping", is_known, f"one of {', '.join(map(repr, EARLY_STOPPING))}")
 
     def _check(self, name: str, value: float | None, legal: Range) -> None:
         if value is None or legal.holds(value) or (name == "top_k" and value == -1):
@@ -213,11 +205,6 @@ class SamplingParams:
         """Returns a copy that shares no list with these."""
         return deepcopy(self)
 
-    def _require(self, name: str, holds: bool, kind: str) -> None:
-        value = getattr(self, name)
-        if value is not None and not holds:
-            raise TypeError(f"{name} must be {kind} or None, got {value!r}")
-
 
 def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -229,6 +216,14 @@ def is_real(value: object) -> bool:
 
 def is_list(value: object, is_element: Callable[[object], bool]) -> bool:
     return isinstance(value, list | tuple) and all(map(is_element, value))
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, Mapping) and all(is_integer(key) and is_real(value[key]) for key in value)
+
+
+def _is_early_stopping(value: object) -> bool:
+    return isinstance(value, str | bool) and value in EARLY_STOPPING
 
 
 def _is_text(value: object) -> bool:
@@ -283,11 +278,15 @@ def _of_type(hint: object) -> tuple[str, ...]:
 
 
 INTEGER_FIELDS, REAL_FIELDS, BOOLEAN_FIELDS = _of_type(int | None), _of_type(float | None), _of_type(bool | None)
-_KINDS: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
-    (INTEGER_FIELDS, is_integer, "an integer"),
-    (REAL_FIELDS, is_real, "a number"),
-    (BOOLEAN_FIELDS, lambda value: isinstance(value, bool), "a bool"),
-)
+_LEGAL: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(INTEGER_FIELDS, (is_integer, "an integer")),
+    **dict.fromkeys(REAL_FIELDS, (is_real, "a number")),
+    **dict.fromkeys(BOOLEAN_FIELDS, (lambda value: isinstance(value, bool), "a bool")),
+    "stop": (lambda value: _is_text(value) or is_list(value, _is_text), "texts"),
+    "stop_token_ids": (lambda value: is_list(value, is_integer), "a list of integers"),
+    "logit_bias": (_is_bias, "a mapping from token ids to numbers"),
+    "early_stopping": (_is_early_stopping, f"one of {', '.join(map(repr, EARLY_STOPPING))}"),
+}
 # Those that flags of the client verbs set, and of them those that flags of the bench verbs set.
 FLAGS: tuple[Field, ...] = tuple(field for field in fields(SamplingParams) if field.metadata)
 BENCH_FIELDS = tuple(field.name for field in FLAGS if field.metadata["is_benched"])
