@@ -249,11 +249,10 @@ def add_flags(
         if option.name not in grouped:
             _add_flag(parser, option, is_positional=option.name == positional)
     for title, names in groups.items():
-        members = [options[name] for name in names if name in options]
-        if members:
-            group = parser.add_argument_group(title)
-            for option in members:
-                _add_flag(group, option, is_positional=option.name == positional)
+        group = parser.add_argument_group(title)  # help leaves out one without flags
+        for name in names:
+            if name in options:
+                _add_flag(group, options[name], is_positional=name == positional)
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
@@ -426,18 +425,14 @@ def _convert(option: Option, given: Any, source: str) -> Any:
 
 def _parse(value_type: type, given: Any) -> Any:
     if value_type is bool:
-        return given if isinstance(given, bool) else _parse_bool(str(given))
-    if isinstance(given, bool) or not isinstance(given, str | int | float):
-        raise ValueError
-    if value_type is int and isinstance(given, float):
+        word = str(given).lower()
+        if word not in TRUE_WORDS + FALSE_WORDS:
+            raise ValueError
+        return word in TRUE_WORDS
+    is_rounded = value_type is int and isinstance(given, float)
+    if isinstance(given, bool) or not isinstance(given, str | int | float) or is_rounded:
         raise ValueError
     return value_type(given)
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in TRUE_WORDS + FALSE_WORDS:
-        raise ValueError
-    return text.lower() in TRUE_WORDS
 
 
 def to_flags(config: Any) -> list[str]:
