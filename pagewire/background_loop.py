@@ -28,11 +28,6 @@ _current: asyncio.Task[None] | None = None
 _starting = threading.Lock()
 
 
-def current_loop() -> asyncio.AbstractEventLoop | None:
-    """Returns the loop, or None as long as nothing has run on it in this process."""
-    return None if _current is None else _current.get_loop()
-
-
 def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Runs a coroutine on the loop. An exception in this thread cancels it."""
 
