@@ -207,16 +207,8 @@ def put(message: Message, name: str, value: Any, path: str = "") -> None:
     Raises TypeError for a value of another kind, and InvalidRequest for one that the field cannot hold: protobuf's own
     errors name no field, and the server never sees the value.
     """
-    held = getattr(message, name)
     try:
-        if hasattr(held, "extend"):
-            held.extend(value)
-        elif hasattr(held, "update"):
-            held.update(value)
-        elif hasattr(held, "CopyFrom"):
-            held.CopyFrom(value)
-        else:
-            setattr(message, name, value)
+        message.MergeFrom(type(message)(**{name: value}))
     except (TypeError, ValueError) as error:
         field, path = message.DESCRIPTOR.fields_by_name[name], path or name
         for place, part, part_path in _parts(field, value, path):
