@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pagewire.common.option_limits import flag as flag_of
 from pagewire.compatibility import FOREIGN, LISTS, MAPPED, SWITCHES, SYNONYMS, Spelling, suggestion, translate
 
 ENV_PREFIX = "PAGEWIRE_"
@@ -48,7 +49,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return _flag_of(self.name)
+        return flag_of(self.name)
 
     @property
     def variable(self) -> str:
@@ -257,7 +258,7 @@ def add_flags(
 
 def add_foreign_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
     """Adds the flags of other engines, which no help shows, after those of some options."""
-    flags: dict[str, list[str]] = {name: [_flag_of(name)] for name in (*MAPPED, *FOREIGN)}
+    flags: dict[str, list[str]] = {name: [flag_of(name)] for name in (*MAPPED, *FOREIGN)}
     for flag, name in SYNONYMS.items():
         flags.setdefault(name, []).append(flag)
     for name, names in flags.items():
@@ -271,10 +272,6 @@ def add_foreign_flags(parser: argparse.ArgumentParser, options: Mapping[str, Opt
 
 def _variable_of(name: str) -> str:
     return ENV_PREFIX + name.upper()
-
-
-def _flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_positional: bool) -> None:
@@ -320,7 +317,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
     for layer, origin, spelling in (
         (_read_yaml(path, options) if path else {}, path, Spelling(str, partial(_in_file, path))),
         (variables, "environment", Spelling(_variable_of, lambda name, _: _variable_of(name))),
-        (flags, "flags", Spelling(_flag_of, _in_flags)),
+        (flags, "flags", Spelling(flag_of, _in_flags)),
     ):
         try:
             translation = translate(layer, spelling)
@@ -349,10 +346,10 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
 def _in_flags(name: str, value: Any) -> str:
     """Write a flag as it is given, or only its name for None."""
     if value is False:
-        return f"--no{_flag_of(name)[1:]}"
+        return f"--no{flag_of(name)[1:]}"
     if value is None or value is True:
-        return _flag_of(name)
-    return f"{_flag_of(name)} {' '.join(map(str, value)) if isinstance(value, list) else value!s:.80}"
+        return flag_of(name)
+    return f"{flag_of(name)} {' '.join(map(str, value)) if isinstance(value, list) else value!s:.80}"
 
 
 def _in_file(path: str, name: str, value: Any) -> str:
@@ -445,7 +442,7 @@ def to_flags(config: Any) -> list[str]:
         if value is None:
             raise ValueError(f"no flag sets {option.name} to None")
         if option.value_type is bool:
-            flags.append(option.flag if value else option.flag.replace("--", "--no-", 1))
+            flags.append(flag_of(option.name if value else f"no_{option.name}"))
         else:
             flags.append(f"{option.flag}={value}")
     return flags

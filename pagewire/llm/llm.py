@@ -15,6 +15,7 @@ from pagewire.arguments import are_token_ids, as_list, check_text, split_prompt
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
 from pagewire.client import Client, one_each
+from pagewire.common.option_limits import flag
 from pagewire.compatibility import FOREIGN, IN_PYTHON, MAPPED, suggestion, translate
 from pagewire.completion import Completion
 from pagewire.conversation import Message
@@ -55,6 +56,8 @@ class TokensPrompt(TypedDict):
 
 # A mapping is one of the two above; literals of them are easier to type so.
 Prompt = str | Sequence[int] | Mapping[str, object]
+# The text and the token ids of a prompt, one of which may be None.
+_SplitPrompt = tuple[str | None, Sequence[int] | None]
 
 
 class LLM:
@@ -118,8 +121,7 @@ class LLM:
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
-        texts, token_ids = _split(prompts)
-        return self._generate(texts, token_ids, sampling_params, use_tqdm, priority, add_special_tokens=True)
+        return self._generate(_split(prompts), sampling_params, use_tqdm, priority, add_special_tokens=True)
 
     def chat(
         self,
@@ -143,8 +145,8 @@ class LLM:
         with self._telling_of_the_end():
             info = self.client.info()
         texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, chat_template_kwargs)
-        given = [None] * len(texts)
-        return self._generate(texts, given, sampling_params, use_tqdm, None, add_special_tokens=False)
+        prompts: list[_SplitPrompt] = [(text, None) for text in texts]
+        return self._generate(prompts, sampling_params, use_tqdm, None, add_special_tokens=False)
 
     def embed(
         self,
@@ -160,8 +162,8 @@ class LLM:
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
-        texts, token_ids = _split(prompts)
-        results = self._run(texts, token_ids, [None] * len(texts), use_tqdm, priority, embed=True)
+        given = _split(prompts)
+        results = self._run(given, [None] * len(given), use_tqdm, priority, embed=True)
         return [embedding_output(completion, prompt) for prompt, completion in results]
 
     def get_tokenizer(self) -> Any:
@@ -174,29 +176,27 @@ class LLM:
 
     def _generate(
         self,
-        texts: Sequence[str | None],
-        token_ids: Sequence[Sequence[int] | None],
+        prompts: Sequence[_SplitPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None,
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        given = one_each(sampling_params, len(texts))
+        given = one_each(sampling_params, len(prompts))
         samplings = [DEFAULT_SAMPLING if sampling is None else sampling for sampling in given]
         arrival_time = time.time()
-        results = self._run(texts, token_ids, samplings, use_tqdm, priority, add_special_tokens=add_special_tokens)
+        results = self._run(prompts, samplings, use_tqdm, priority, add_special_tokens=add_special_tokens)
         with self._telling_of_the_end():
             names = self._names([completion for _, completion in results])
         return [
-            request_output(completion, text, prompt, names, arrival_time)
-            for text, (prompt, completion) in zip(texts, results, strict=True)
+            request_output(completion, text, token_ids, names, arrival_time)
+            for (text, _), (token_ids, completion) in zip(prompts, results, strict=True)
         ]
 
     def _run(
         self,
-        texts: Sequence[str | None],
-        given: Sequence[Sequence[int] | None],
+        prompts: Sequence[_SplitPrompt],
         samplings: Sequence[SamplingParams | None],
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None,
@@ -204,23 +204,23 @@ class LLM:
         add_special_tokens: bool = True,
         embed: bool | None = None,
     ) -> list[tuple[list[int], Completion]]:
-        """Returns the token ids and the result of each prompt, which is a text or token ids that are `given`."""
+        """Returns the token ids and the result of each prompt."""
         given_priorities = 0 if priority is None else as_list("priority", priority, "a list of integers")
-        priorities = one_each(given_priorities, len(texts), "priorities")
-        if not texts:
+        priorities = one_each(given_priorities, len(prompts), "priorities")
+        if not prompts:
             return []
         with self._telling_of_the_end():
-            prompts = self._tokens(texts, given, add_special_tokens)
+            token_ids = self._tokens(prompts, add_special_tokens)
             max_tokens = self.client.info().max_sequence_tokens
             requests = []
-            for index, (prompt, sampling, number) in enumerate(zip(prompts, samplings, priorities, strict=True)):
-                resolved = self._resolve(sampling, max_tokens - len(prompt))
+            for index, (ids, sampling, number) in enumerate(zip(token_ids, samplings, priorities, strict=True)):
+                resolved = self._resolve(sampling, max_tokens - len(ids))
                 with wire.at_place(index):
                     requests.append(
-                        wire.encode_request(None, resolved, prompt_token_ids=prompt, priority=number, embed=embed)
+                        wire.encode_request(None, resolved, prompt_token_ids=ids, priority=number, embed=embed)
                     )
             completions = self._complete(requests, use_tqdm)
-        return [(list(map(int, prompt)), result) for prompt, result in zip(prompts, completions, strict=True)]
+        return [(list(map(int, ids)), completion) for ids, completion in zip(token_ids, completions, strict=True)]
 
     @contextmanager
     def _telling_of_the_end(self) -> Iterator[None]:
@@ -239,13 +239,11 @@ class LLM:
         reason = f": {self._server.reason}" if self._server.reason else ""
         return f"the services of this LLM have ended ({self._server.exit}){reason}"
 
-    def _tokens(
-        self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int] | None], add_special_tokens: bool
-    ) -> list[Sequence[int]]:
+    def _tokens(self, prompts: Sequence[_SplitPrompt], add_special_tokens: bool) -> list[Sequence[int]]:
         """Returns the token ids of each prompt: those that were given, or those of its text."""
-        unknown = [text for text, ids in zip(texts, token_ids, strict=True) if ids is None and text is not None]
+        unknown = [text for text, token_ids in prompts if token_ids is None and text is not None]
         made = iter(self.client.tokenize(unknown, add_special_tokens=add_special_tokens) if unknown else [])
-        return [next(made) if ids is None else ids for ids in token_ids]
+        return [next(made) if token_ids is None else token_ids for _, token_ids in prompts]
 
     def _resolve(self, sampling: SamplingParams | None, num_free: int) -> SamplingParams | None:
         """Returns the parameters of a request whose prompt leaves room for `num_free` tokens."""
@@ -289,29 +287,26 @@ def _close(server: LocalServer, client: Client, channels: Channels) -> None:
     server.stop()
 
 
-def _split(prompts: Any) -> tuple[list[str | None], list[Sequence[int] | None]]:
-    """Returns the text and the token ids of each prompt, also where only one is given. One of both may be None."""
+def _split(prompts: Any) -> list[_SplitPrompt]:
+    """Returns the text and the token ids of each prompt, also where only one is given."""
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
     given = as_list("prompts", prompts, "a text, token ids, a mapping, or a list of those")
     if given and are_token_ids(given):
         given = [given]
-    split = [_split_one(prompt, index) for index, prompt in enumerate(given)]
-    return [text for text, _ in split], [token_ids for _, token_ids in split]
+    return [_split_one(prompt, index) for index, prompt in enumerate(given)]
 
 
-def _split_one(prompt: Any, index: int) -> tuple[str | None, Sequence[int] | None]:
-    text, token_ids = (
-        (prompt.get("prompt"), prompt.get("prompt_token_ids"))
-        if isinstance(prompt, Mapping)
-        else split_prompt(prompt, index, "prompts: ")
-    )
+def _split_one(prompt: Any, index: int) -> _SplitPrompt:
     if isinstance(prompt, Mapping):
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         more = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key] is not None]
         if more:
             raise ValueError(f"prompt {index}'s {more[0]} is not supported: give prompt or prompt_token_ids")
         if text is None and token_ids is None:
             raise ValueError(f"prompt {index} is a mapping without prompt and prompt_token_ids")
+    else:
+        text, token_ids = split_prompt(prompt, index, "prompts: ")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"prompt {index}'s text must be a text, got {text!r:.80}")
     if token_ids is not None and not are_token_ids(token_ids):
@@ -345,9 +340,8 @@ def _in_gib(name: str, value: Any) -> Any:
 
 
 def _flag(name: str, value: Any) -> str:
-    flag = name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
+        return flag(name if value else f"no_{name}")
     if not isinstance(value, str | int | float):
         raise ValueError(f"{name} must be a text, a number or a bool, got {value!r:.80}")
-    return f"--{flag}={value}"
+    return f"{flag(name)}={value}"
