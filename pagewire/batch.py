@@ -12,12 +12,11 @@ from functools import partial
 import grpc
 
 from pagewire import wire
-from pagewire.channels import Channels, Connection
+from pagewire.channels import Channels, Connection, NotShared
 from pagewire.completion import Completion, CompletionBuilder
 from pagewire.errors import PagewireError, ResourceExhausted
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import Attempts
-from pagewire.shared_call import NotShared
 
 # Samples in flight at most: enough for the server to have some waiting, few enough to leave room in its queue.
 MAX_IN_FLIGHT = 1024

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypedDi
 from pagewire import background_loop, conversation, wire
 from pagewire.arguments import as_list, as_prompts, as_seconds, split_prompt
 from pagewire.batch import RequestBatch
-from pagewire.channels import MAX_SHARED_BYTES, Channels, ConnectionOptions
+from pagewire.channels import MAX_SHARED_BYTES, Channels, ConnectionOptions, NotShared
 from pagewire.completion import Attachment, Completion, CompletionBuilder, Output, PromptEmbedding, Result
 from pagewire.conversation import Message, Session
 from pagewire.errors import AlreadyExists, PagewireError, Unavailable
@@ -20,7 +20,6 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import DELAYS_S, Attempts
 from pagewire.sampling import UNSET, SamplingFields, SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
-from pagewire.shared_call import NotShared
 
 # Of each attempt of a call that answers at once, where the caller sets no other time.
 UNARY_TIMEOUT_S = 10.0

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, SamplingParams, shared_call
+from pagewire import AsyncClient, SamplingParams, channels
 from pagewire.channels import Connection
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
@@ -194,7 +194,7 @@ async def test_what_has_ended_is_not_kept_until_its_timeout(checkpoint: Path) ->
 
 def readers() -> list[object]:
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) is shared_call._Request]
+    return [found for found in gc.get_objects() if type(found) is channels._Request]
 
 
 async def test_a_server_without_it_is_called_as_before() -> None:
