@@ -120,9 +120,11 @@ class SharedCall:
     def _end(self, stream_id: int) -> _Request | None:
         """Forgets a request, which ends a call that was its own."""
         request = self._requests.pop(stream_id, None)
-        if request is not None and request.timer is not None:
+        if request is None:
+            return None
+        if request.timer is not None:
             request.timer.cancel()
-        if request is not None and self.is_alone:
+        if self.is_alone:
             self._call.cancel()
         return request
 
@@ -309,7 +311,7 @@ class Channels:
     def _open(self) -> Connection:
         global _has_opened
         is_proxied = http_proxy_of(self._target) is not None
-        channel = open_channel(grpc.aio, self._target, self._credentials, OPTIONS, uses_http_proxy=is_proxied)
+        channel = open_channel(self._target, self._credentials, OPTIONS, uses_http_proxy=is_proxied)
         connection = Connection(channel, self._url, self._metadata)
         _open_connections.add(connection)
         _has_opened = True

@@ -1,8 +1,6 @@
 """The way to another service, with TLS where the files for it are given. No other module makes channels."""
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -12,21 +10,20 @@ from pagewire.common.transport.tls import Credentials, TlsFiles
 
 
 def open_channel(
-    api: ModuleType,
     address: str,
     credentials: grpc.ChannelCredentials | None,
     options: Sequence[tuple[str, int | str]],
     *,
     uses_http_proxy: bool,
-) -> Any:
-    """Open a channel of `grpc` or of `grpc.aio`, which `api` is, to a target of gRPC; in plaintext without credentials.
+) -> grpc.aio.Channel:
+    """Open a channel to a target of gRPC; in plaintext without credentials.
 
     The variables of the environment that name an HTTP proxy count only where `uses_http_proxy` is set.
     """
     options = (*options, ("grpc.enable_http_proxy", int(uses_http_proxy)))
     if credentials is None:
-        return api.insecure_channel(address, options=options)
-    return api.secure_channel(address, credentials, options=options)
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class Dialler:
@@ -70,4 +67,4 @@ class Dialler:
     def _open(self) -> grpc.aio.Channel:
         self._credentials = None if self._tls is None else self._tls.current()
         credentials = None if self._credentials is None else self._credentials.for_channel()
-        return open_channel(grpc.aio, self._target, credentials, self._options, uses_http_proxy=self._uses_http_proxy)
+        return open_channel(self._target, credentials, self._options, uses_http_proxy=self._uses_http_proxy)
