@@ -1,10 +1,12 @@
 """Both backends of a CPU against the reference kernels, over a cache that holds NaN wherever nothing was written."""
 
+import os
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring
@@ -123,6 +125,26 @@ def test_slopes_and_sinks_over_caches_in_16_bits(cache_dtype):
 def test_chunk_longer_than_what_attends_at_once():
     lengths = [(37, 600), (500, 257), (5, 3), (300, 1), (0, 300)]
     check(Rows(random.Random(1), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32))
+
+
+def test_masks_are_aligned_and_rows_past_each_other_dense(monkeypatch):
+    """Torch's attention on a GPU reads a mask in vectors of 16 bytes, wherever it begins."""
+    if os.environ["PAGEWIRE_CPU_KERNELS"] != "off":
+        pytest.skip("the kernels take no masks")
+    masks = []
+    attention = F.scaled_dot_product_attention
+
+    def watched(*arguments, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return attention(*arguments, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    lengths = [(37, 600), (500, 257), (5, 3), (301, 1), (300, 1)]
+    check(Rows(random.Random(1), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32), windows=(0, 50))
+    given = [mask for mask in masks if mask is not None]
+    assert len(given) > 8
+    assert [mask.data_ptr() % 16 for mask in given] == [0] * len(given)
+    assert all(mask.is_contiguous() for mask in given)
 
 
 def test_decode_rows_of_very_different_lengths():

@@ -163,7 +163,8 @@ class _LaterChunk:
         for chunk in queries.split(MAX_CHUNK_QUERIES):
             first = max(0, end - scoring.window + 1) if scoring.window else 0
             end += len(chunk)
-            mask = self.mask[-len(chunk) :, first - end :]
+            # A copy is aligned: where a mask lies at any address, torch's attention on a GPU reads past its alignment.
+            mask = self.mask[-len(chunk) :, first - end :].clone(memory_format=torch.contiguous_format)
             outputs.append(_attend_chunk(chunk, keys[first:end], values[first:end], mask, scoring))
         return torch.cat(outputs)
 
