@@ -51,7 +51,9 @@ class Float8Weight:
         """Return the weight in float32, [out, in]."""
         scale = self.scale.repeat_interleave(self.block_size, 1) if self.scale.shape[1] > 1 else self.scale
         codes = self.values.view(torch.uint8).int()
-        return _FLOATS.index_select(0, codes.flatten()).view(codes.shape).mul_(scale[:, : codes.shape[1]])
+        return (
+            _FLOATS.to(codes.device).index_select(0, codes.flatten()).view(codes.shape).mul_(scale[:, : codes.shape[1]])
+        )
 
     def __getitem__(self, rows: Tensor) -> "Float8Weight":
         """Return the weight that has these outputs, in this order."""
