@@ -155,7 +155,8 @@ def specify(inputs: Inputs, step: Step) -> tuple[Tensor, Tensor]:
     """What the results should be, and how far from it they may be, [S, num_heads, head_dim] float32.
 
     A result is rounded to its dtype, the weights to that of the products' operands, and so are queries where those are
-    float16 and the queries were not; sums are float32.
+    float16 and the queries were not; sums are float32. A device's exp2 makes 0 of what is less than float32's normal
+    numbers, which weights are where slopes or sinks leave a position next to nothing.
     """
     num_rows = len(step.seq_lens)
     rows = (inputs.block_tables, list(step.seq_lens), [*range(num_rows + 1)])
@@ -166,7 +167,7 @@ def specify(inputs: Inputs, step: Step) -> tuple[Tensor, Tensor]:
     operand = attention_arguments.operand(step.dtype, inputs.key_cache.dtype)
     rounding = 0.0 if operand.name == "fp32" else {"fp16": 2.0**-10, "bf16": 2.0**-8}[operand.name]
     limit = torch.finfo(step.dtype).eps / 2 * expected.abs() + (rounding + 64 * 2.0**-24) * spread
-    return expected, limit
+    return expected, limit + torch.finfo(torch.float32).tiny * value_cache.abs().nan_to_num().max()
 
 
 def check_decode(device: torch.device, step: Step, versions: Sequence[str] = VERSIONS, seed: int = 0) -> None:
@@ -183,7 +184,8 @@ def compare(actual: Tensor, expected: Tensor, limit: Tensor, case: str) -> None:
     if is_off.any():
         rows, heads, _ = is_off.nonzero(as_tuple=True)
         raise AssertionError(
-            f"{int(is_off.sum())} of {is_off.numel()} elements are off, by at most {difference.nan_to_num(1e9).max()}, "
+            f"{int(is_off.sum())} of {is_off.numel()} elements are off, by at most "
+            f"{difference[is_off].nan_to_num(1e9).max()}, "
             f"in rows {rows.unique().tolist()[:20]} and heads {heads.unique().tolist()[:20]}: {case}"
         )
 

@@ -49,11 +49,14 @@ MAX_NEAR_TIES = 0.02  # of the sequences, that may part at one
 # bundled model may lie this far below the best logit of float32, teacher-forced.
 BF16_MARGIN = 0.25
 # Of random weights, whose logits are spread over several units, as BF16_MARGIN is of the bundled model: twice what
-# bfloat16 on a CPU falls short.
+# bfloat16 on a CPU falls short. Where random experts part, or scores grow with positions, rounding moves logits much
+# further, those of transformers in bfloat16 too: then a token may lie as far below the best as it moves these.
 RANDOM_BF16_MARGIN = 0.5
 # With keys and values in 8 bits: the largest shortfall of a token, and the mean of all; about three times as much as
 # transformers falls short of itself with keys and values rounded so. A token at random would be worse than the largest.
 FP8_MARGIN, FP8_MEAN = 6.0, 0.15
+# Three times what a CPU falls short, of the family whose scores grow with positions.
+SENSITIVE_FP8 = {"ministral3": (18.0, 0.42)}
 # Over random weights of 8 and 4 bits: twice what a CPU falls short (this part with `--device cpu`), which rounds inputs
 # to 8 bits with a scale for each 32 of them. Inputs in FP8 are as coarse as a cache in FP8, and have its margin.
 CODES_MARGIN = 2.3
@@ -186,15 +189,17 @@ def fp8(setting: Setting) -> Iterator[Case]:
     """Checks that a KV cache in 8 bits runs, and that its tokens stay near."""
     flags = ["--kv-cache-dtype", "fp8"]
 
-    def check(run: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
+    def check(family: str | None) -> dict[str, Any]:
         setting.require_cuda()
-        figures = run(setting, *arguments, flags, FP8_MARGIN)
-        assert figures["mean_shortfall"] <= FP8_MEAN, f"the mean shortfall is {figures['mean_shortfall']:.3f}"
+        margin, mean = SENSITIVE_FP8.get(family or "", (FP8_MARGIN, FP8_MEAN))
+        run = check_storyteller if family is None else partial(check_random, family=family)
+        figures = run(setting, flags=flags, margin=margin)
+        assert figures["mean_shortfall"] <= mean, f"the mean shortfall is {figures['mean_shortfall']:.3f}"
         return figures
 
-    yield Case("fp8 cache: the bundled model", partial(check, check_storyteller))
+    yield Case("fp8 cache: the bundled model", partial(check, None))
     for family in FAMILIES:
-        yield Case(f"fp8 cache: {family}, random", partial(check, check_random, family))
+        yield Case(f"fp8 cache: {family}, random", partial(check, family))
 
 
 def check_storyteller(setting: Setting, flags: Sequence[object], margin: float) -> dict[str, Any]:
@@ -218,7 +223,8 @@ def check_margin(
     margin: float,
     meant: Path | None = None,
 ) -> dict[str, Any]:
-    """`meant`: the model whose best tokens count, if it is another one."""
+    """`meant`: the model whose best tokens count, if it is another one. Without flags, which may ask for coarser keys and
+    values, a token may lie as far below the best as rounding to bfloat16 moves logits of transformers."""
     with setting.running(model, worker=["--dtype", "bfloat16", *flags]) as system:
         served = tokens_of(asyncio.run(generate_all(system.url, prompts, NUM_BF16_TOKENS)))
     exact = oracle.load(meant or model)
@@ -227,7 +233,11 @@ def check_margin(
         for prompt, tokens in zip(prompts, served, strict=True)
         for shortfall in oracle.shortfalls(exact, prompt, tokens).tolist()
     ]
-    assert max(shortfalls) <= margin, f"a token lies {max(shortfalls):.3f} below the best; at most {margin} may be"
+    if max(shortfalls) > margin and not flags:
+        rounded = oracle.load_rounded(meant or model)
+        texts = [prompt + tokens for prompt, tokens in zip(prompts, served, strict=True)]
+        margin = max(margin, *(oracle.rounding_error(rounded, exact, text) for text in texts))
+    assert max(shortfalls) <= margin, f"a token lies {max(shortfalls):.3f} below the best; at most {margin:.3f} may be"
     return {
         "tokens": len(shortfalls),
         "best_tokens": sum(shortfall == 0 for shortfall in shortfalls),
