@@ -223,8 +223,8 @@ def check_margin(
     margin: float,
     meant: Path | None = None,
 ) -> dict[str, Any]:
-    """`meant`: the model whose best tokens count, if it is another one. Without flags, which may ask for coarser keys and
-    values, a token may lie as far below the best as rounding to bfloat16 moves logits of transformers."""
+    """`meant`: the model whose best tokens count, if it is another one. Without flags, which may ask for coarser keys
+    and values, a token may lie as far below the best as rounding to bfloat16 moves logits of transformers."""
     with setting.running(model, worker=["--dtype", "bfloat16", *flags]) as system:
         served = tokens_of(asyncio.run(generate_all(system.url, prompts, NUM_BF16_TOKENS)))
     exact = oracle.load(meant or model)

@@ -127,7 +127,7 @@ def test_chunk_longer_than_what_attends_at_once():
     check(Rows(random.Random(1), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32))
 
 
-def test_masks_are_aligned_and_rows_past_each_other_dense(monkeypatch):
+def test_masks_are_dense_at_aligned_addresses(monkeypatch):
     """Torch's attention on a GPU reads a mask in vectors of 16 bytes, wherever it begins."""
     if os.environ["PAGEWIRE_CPU_KERNELS"] != "off":
         pytest.skip("the kernels take no masks")
