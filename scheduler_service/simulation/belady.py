@@ -1,7 +1,9 @@
 """Eviction that knows the trace, as a bound for what can be learned."""
 
+from collections.abc import Callable
+
 from scheduler_service.core.retention import Expectation, Session
-from scheduler_service.simulation.trace import Trace
+from scheduler_service.simulation.trace import Trace, TraceRequest
 
 _NEVER = -1e18
 
@@ -13,9 +15,9 @@ class Belady(Expectation):
     It knows when a session's next request comes, not how long that will wait.
     """
 
-    def __init__(self, trace: Trace, max_think_s: float | None) -> None:
+    def __init__(self, trace: Trace, think_s: Callable[[TraceRequest], float]) -> None:
         self._sessions = {session.name: session for session in trace.sessions}
-        self._max_think_s = max_think_s
+        self._think_s = think_s
         self._last_index: dict[str, int] = {}
 
     def began(self, name: str, index: int) -> None:
@@ -26,7 +28,4 @@ class Belady(Expectation):
         requests, index = self._sessions[session.name].requests, self._last_index[session.name]
         if index + 1 >= len(requests):
             return _NEVER
-        think_s = requests[index + 1].think_s
-        if self._max_think_s is not None:
-            think_s = min(think_s, self._max_think_s)
-        return -(session.last_used_at + think_s)
+        return -(session.last_used_at + self._think_s(requests[index + 1]))

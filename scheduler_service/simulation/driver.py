@@ -4,6 +4,7 @@ A step begins when the one before has ended: as it stands for `scale` steps of a
 would delay requests by far more than it does there. What happens during a step enters the core at its own time.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from scheduler_service.core.request import (
 from scheduler_service.core.retention import EXPECTATIONS, Expectation
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.simulation.belady import Belady
-from scheduler_service.simulation.trace import Trace, TraceContent
+from scheduler_service.simulation.trace import Trace, TraceContent, TraceRequest
 from scheduler_service.simulation.trace_worker import TraceWorker, WorkerSpeed
 
 NO_LIMIT = 2**62
@@ -64,6 +65,10 @@ class SimulationSettings:
                 f"the step overhead, {self.speed.step_overhead_s:g} s, leaves no time for prompts beside a token at "
                 f"{self.speed.decode_rate:g} per second: give the tokens of a step, --max-num-batched-tokens"
             )
+
+    def think_s(self, request: TraceRequest) -> float:
+        """The seconds between the answer before and a request."""
+        return min(request.think_s, math.inf if self.max_think_s is None else self.max_think_s)
 
     def tenant(self, session: int, name: str) -> str:
         """The tenant of a session, by its index and name."""
@@ -124,17 +129,11 @@ class _SessionUnderWay:
 
 @dataclass(slots=True)
 class _RequestUnderWay:
-    """A request under way, and when its last token came."""
+    """A request that is to arrive or has arrived, and when its last token came."""
 
     session: _SessionUnderWay
     index: int
     last_token_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    session: _SessionUnderWay
-    index: int
 
 
 class Simulation:
@@ -148,9 +147,10 @@ class Simulation:
         self._speed = settings.speed
         self._content = TraceContent(trace, self._speed.scale)
         self._worker = TraceWorker(self._speed, settings.block_size // self._speed.scale)
-        self._belady = Belady(trace, settings.max_think_s) if settings.retention == "belady" else None
+        self._belady = Belady(trace, settings.think_s) if settings.retention == "belady" else None
         self._scheduler = _scheduler(policy, settings, self._belady)
-        self._events: list[tuple[float, int, _Arrival | int]] = []  # time, number, an arrival or moves that are done
+        # Time, number, and a request that arrives or the step whose moves are done.
+        self._events: list[tuple[float, int, _RequestUnderWay | int]] = []
         self._num_events = 0
         self._unstarted = deque(range(len(trace.sessions)))
         self._open: dict[int, _RequestUnderWay] = {}  # by sequence
@@ -188,7 +188,7 @@ class Simulation:
 
     # Events
 
-    def _add_event(self, at: float, event: _Arrival | int) -> None:
+    def _add_event(self, at: float, event: _RequestUnderWay | int) -> None:
         self._num_events += 1
         heappush(self._events, (at, self._num_events, event))
 
@@ -204,9 +204,9 @@ class Simulation:
     def _start_session(self, now: float) -> None:
         index = self._unstarted.popleft()
         started_at = max(now, self._trace.sessions[index].start_s)
-        self._add_event(started_at, _Arrival(_SessionUnderWay(index, started_at), 0))
+        self._add_event(started_at, _RequestUnderWay(_SessionUnderWay(index, started_at), 0))
 
-    def _arrive(self, arrival: _Arrival, now: float) -> None:
+    def _arrive(self, arrival: _RequestUnderWay, now: float) -> None:
         session = arrival.session
         source = self._trace.sessions[session.session]
         prompt, output = self._content.tokens(session.session, arrival.index)
@@ -226,23 +226,22 @@ class Simulation:
             if error.reason is not AdmissionReason.INVALID:
                 raise
             self._run.num_rejected += 1
-            self._go_on(session, arrival.index, now)
+            self._go_on(arrival, now)
             return
         traced = source.requests[arrival.index]
         self._run.num_needed_tokens += traced.num_needed_tokens
         session.alone_s += self._speed.alone_s(traced.num_needed_tokens, traced.num_output_tokens)
         self._worker.expect(sequence_id, output)
-        self._open[sequence_id] = _RequestUnderWay(session, arrival.index)
+        self._open[sequence_id] = arrival
 
-    def _go_on(self, session: _SessionUnderWay, index: int, now: float) -> None:
+    def _go_on(self, request: _RequestUnderWay, now: float) -> None:
         """A request of a session is over: the next one comes when the thinking is, or the next session begins."""
+        session, index = request.session, request.index + 1
         requests = self._trace.sessions[session.session].requests
-        if index + 1 < len(requests):
-            think_s = requests[index + 1].think_s
-            if self._settings.max_think_s is not None:
-                think_s = min(think_s, self._settings.max_think_s)
+        if index < len(requests):
+            think_s = self._settings.think_s(requests[index])
             session.alone_s += think_s
-            self._add_event(now + think_s, _Arrival(session, index + 1))
+            self._add_event(now + think_s, _RequestUnderWay(session, index))
             return
         self._run.sessions.append(ServedSession(session.session, session.started_at, now, session.alone_s))
         if self._unstarted:
@@ -274,7 +273,7 @@ class Simulation:
                 now,
             )
         )
-        self._go_on(request.session, request.index, now)
+        self._go_on(request, now)
 
 
 def _scheduler(policy: Policy, settings: SimulationSettings, belady: Belady | None) -> Scheduler:

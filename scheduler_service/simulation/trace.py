@@ -102,12 +102,9 @@ class TraceContent:
         num_prompt = max(1, round(request.num_prompt_tokens / self._scale))
         # The first token comes with the prompt; the others are as many as take the time of the trace's.
         num_output = 1 + round((request.num_output_tokens - 1) / self._scale)
-        tokens = self._tokens_of(base, request.block_runs)
-        num_known = len(tokens)
-        if index + 1 < len(requests) and _goes_on(request, requests[index + 1]):
-            tokens = self._tokens_of(base, requests[index + 1].block_runs)
-            num_known = len(tokens)
-        num_fresh = num_prompt + num_output - num_known
+        goes_on = index + 1 < len(requests) and _goes_on(request, requests[index + 1])
+        tokens = self._tokens_of(base, requests[index + 1 if goes_on else index].block_runs)
+        num_fresh = num_prompt + num_output - len(tokens)
         if num_fresh > 0:
             self._num_contents += 1
             tokens += [self._num_contents] * num_fresh
