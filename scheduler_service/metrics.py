@@ -6,11 +6,11 @@ many equal observations at once, which keeps the cost of a step independent of i
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from operator import add
 from typing import Any
 
 from prometheus_client.metrics_core import (
@@ -25,6 +25,9 @@ from pagewire.common.messages import GrammarKind, RowStatus, StepParts, StepResu
 from pagewire.common.transport.tls import Life
 from scheduler_service.core.request import (
     SESSION_AGES_S,
+    BlockRemoved,
+    BlockStored,
+    CacheCleared,
     EndReason,
     KvEventCounts,
     Request,
@@ -206,7 +209,7 @@ class Metrics(Observer):
         self.num_ended = dict.fromkeys(EndReason, 0)
         self.num_worker_losses = 0
         self.num_epochs = 0
-        self.num_kv_events = KvEventCounts()
+        self.num_kv_events: KvEventCounts = Counter()
         self.num_invariant_failures = 0
         self.mask_seconds = 0.0
         self.num_late_rows = 0
@@ -268,7 +271,7 @@ class Metrics(Observer):
             self.capacity = capacity
 
     def kv_events_happened(self, counts: KvEventCounts) -> None:
-        self.num_kv_events = KvEventCounts(*map(add, self.num_kv_events, counts))
+        self.num_kv_events.update(counts)
 
     def invariant_failed(self) -> None:
         self.num_invariant_failures += 1
@@ -386,7 +389,12 @@ class MetricsCollector(Labelled, Collector):
         yield from self._told(CounterMetricFamily, _COUNTERS, stats)
         yield from self._told(CounterMetricFamily, _TOKEN_COUNTERS, service.tokens)
         yield from self._shares(stats)
-        kv_events = dict(zip(("stored", "removed", "cleared"), metrics.num_kv_events, strict=True))
+        num_kv_events = metrics.num_kv_events
+        kv_events = {
+            "stored": num_kv_events[BlockStored],
+            "removed": num_kv_events[BlockRemoved],
+            "cleared": num_kv_events[CacheCleared],
+        }
         yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
         kinds, results = metrics.num_grammar_requests, metrics.num_grammar_checks
         yield self._counters("pagewire:grammar_requests", "Requests taken with a grammar, by its kind.", "kind", kinds)

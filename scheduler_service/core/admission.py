@@ -1,7 +1,7 @@
 """Which requests are taken at all: those that can run on what is there, while the queue has room."""
 
 from pagewire.common.messages import WorkerCapacity
-from scheduler_service.core.cache_manager import Allocation, CacheManager
+from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
 
@@ -125,7 +125,7 @@ class Admission:
             )
         cache = epoch.cache if epoch else None
         num_blocks = cache.num_most_blocks(request) if cache else 0
-        if cache is None or cache.can_allocate(0, num_blocks, alone=True) is not Allocation.NEVER:
+        if cache is None or num_blocks <= cache.pool.num_blocks:
             return "", ""
         what = "beam_width" if request.beam else "n"
         return (

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from itertools import islice
 
 from pagewire.common.messages import WorkerCapacity
@@ -31,14 +30,6 @@ _DEMOTION_WINDOW = 64
 # Blocks a plan may order to be copied back before a request asks for them, and the free lists it looks at for such.
 _MAX_PROMOTIONS = 64
 _PROMOTION_WINDOW = 16
-
-
-class Allocation(Enum):
-    """Whether a group may have the blocks that it asks for."""
-
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +79,6 @@ class CacheManager:
             order.priority_of, order.owner_of = priority_of, owner_of
         self._is_expected = is_expected
 
-    def expose_below(self, horizon: RetentionPriority) -> None:
-        """Let no tenant's share of the cache protect what has a lower priority than this."""
-        self.order.horizon = self.host_order.horizon = horizon
-
     def dissolve(self) -> None:
         """The cache is needed no more: see `PrefixIndex.dissolve`. Nor does it hold what gave its lists priorities."""
         self.index.dissolve()
@@ -138,13 +125,11 @@ class CacheManager:
     def _num_blocks_of_all(self, request: Request) -> int:
         return self.num_blocks_for(len(request.prompt_token_ids) + max(0, request.max_tokens - 1))
 
-    def can_allocate(self, num_blocks: int, num_most_blocks: int, *, alone: bool) -> Allocation:
+    def can_allocate(self, num_blocks: int, *, alone: bool) -> bool:
         """Whether a group that takes `num_blocks` off the free list may have them now. The watermark does not bind one
         that is `alone`."""
-        if num_most_blocks > self.pool.num_blocks:
-            return Allocation.NEVER
         num_reserved = 0 if alone else self._num_watermark_blocks
-        return Allocation.OK if num_blocks + num_reserved <= self.pool.num_free else Allocation.LATER
+        return num_blocks + num_reserved <= self.pool.num_free
 
     # Opening
 
@@ -193,9 +178,9 @@ class CacheManager:
         """Return the index of the first block that is read by a row that computes from this position on."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
-    def open(self, sequence: Sequence, match: Match, step: int) -> list[tuple[int, int]]:
-        """Give a sequence the blocks that it opens with, the matched ones first. Returns the loads that the plan of
-        `step` must order: (host block, device block)."""
+    def open(self, sequence: Sequence, match: Match, step: int) -> None:
+        """Give a sequence the blocks that it opens with, the matched ones first. The plan of `step` loads those that
+        are on the host: the last of them always, which no window has passed."""
         num_passed = self._num_passed(match)
         for node in match.device:  # also what the window has passed: it was used just now
             self.pool.share(node.blocks[0])
@@ -208,14 +193,10 @@ class CacheManager:
         sequence.node = nodes[-1] if nodes else None
         sequence.num_matched_blocks = sequence.num_published_blocks = len(nodes)
         sequence.start_from(len(nodes) * self.block_size)
-        loads = []
         for i, node in enumerate(match.host, start=len(match.device)):
             block = sequence.block_table[i]
-            if not block:
-                continue
-            self.moves.add(Move(step, block, node.host_block, False, node, sequence.group.free_list))
-            loads.append((node.host_block, block))
-        return loads
+            if block:
+                self.moves.add(Move(step, block, node.host_block, False, node, sequence.group.free_list))
 
     def num_forked_tokens(self, sequence: Sequence, relative: Sequence) -> int:
         """Count the positions that the sequence can have from a relative whose prompt is computed, but none that this
@@ -292,18 +273,14 @@ class CacheManager:
 
     def append(self, sequence: Sequence, num_blocks: int) -> list[int]:
         """Give the sequence so many more blocks, and return these."""
-        blocks = [self.pool.allocate() for _ in range(num_blocks)]
-        for block in blocks:
-            self.index.forget(block)
+        blocks = [self._allocate() for _ in range(num_blocks)]
         sequence.block_table.extend(blocks)
         return blocks
 
     def append_next(self, sequence: Sequence) -> int:
         """Give a row the one block that it begins now."""
-        if self.window:
-            self.slide(sequence)
-        block = self._allocate()
-        sequence.block_table.append(block)
+        self.slide(sequence)
+        [block] = self.append(sequence, 1)
         return block
 
     def shared_tail(self, sequence: Sequence) -> int:
@@ -387,19 +364,18 @@ class CacheManager:
         copies = [self._host_copy(block) for block in self._computed_blocks(group)]
         return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
-    def swap_out(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
-        """Put what the group's rows have computed into host blocks, a shared block once. Returns the moves that the
-        plan of `step` must order: (device block, host block)."""
+    def swap_out(self, group: SequenceGroup, step: int) -> bool:
+        """Have the plan of `step` put what the group's rows have computed into host blocks, a shared block once.
+
+        Returns False if nothing moves, as the host has all of it."""
         blocks = self._computed_blocks(group)
         host_blocks = {block: self._host_copy(block) for block in blocks if self._host_copy(block)}
         for host_block in host_blocks.values():  # before an allocation can take one that is idle
             self.host_pool.share(host_block)
-        swaps = []
-        for block in blocks:
-            if block not in host_blocks:
-                host_block = host_blocks[block] = self._allocate_host()
-                self.moves.add(Move(step, block, host_block, True, None))
-                swaps.append((block, host_block))
+        missing = [block for block in blocks if block not in host_blocks]
+        for block in missing:
+            host_blocks[block] = self._allocate_host()
+            self.moves.add(Move(step, block, host_blocks[block], True, None))
         for sequence in group.open_sequences:
             for block in sequence.block_table[: self.num_blocks_for(sequence.num_computed_tokens)]:
                 sequence.host_table.append(host_blocks[block] if block else 0)
@@ -412,7 +388,7 @@ class CacheManager:
             sequence.node, sequence.num_published_blocks = None, 0
         for host_block in host_blocks.values():  # the tables hold them now
             self._free_host(host_block, group.sequences[0])
-        return swaps
+        return bool(missing)
 
     def num_swapped_blocks(self, group: SequenceGroup) -> int:
         """Count the device blocks that a swapped group needs to be back where it was."""
@@ -426,17 +402,14 @@ class CacheManager:
             max(0, self.num_opening_entries(row, row.num_freed_blocks) - len(row.host_table)) for row in rows
         )
 
-    def swap_in(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
-        """Give the group's rows the blocks again that they had before `swap_out`. Returns the moves that the plan of
-        `step` must order: (host block, device block)."""
+    def swap_in(self, group: SequenceGroup, step: int) -> None:
+        """Give the group's rows the blocks again that they had before `swap_out`, which the plan of `step` loads."""
         blocks: dict[int, int] = {}
-        swaps = []
         for sequence in group.live_sequences:
             for host_block in sequence.host_table:
                 if host_block and host_block not in blocks:
                     blocks[host_block] = self._allocate()
                     self.moves.add(Move(step, blocks[host_block], host_block, False, None))
-                    swaps.append((host_block, blocks[host_block]))
                 elif host_block:
                     self.pool.share(blocks[host_block])
                 sequence.block_table.append(blocks[host_block] if host_block else 0)
@@ -444,7 +417,6 @@ class CacheManager:
                 if host_block:
                     self._free_host(host_block, sequence)
             sequence.host_table.clear()
-        return swaps
 
     def num_lost_tokens(self, group: SequenceGroup) -> int:
         """Count the tokens to compute again if the group's blocks are lost, those that the window has passed too."""
@@ -467,16 +439,16 @@ class CacheManager:
 
     # The host tier
 
-    def demote(self, step: int, num_tokens: int) -> list[tuple[int, int]]:
-        """Copy the oldest idle cached blocks to the host before they are needed for something else. Returns the moves
-        that the plan of `step`, which computes `num_tokens`, must order: (device block, host block). Every block there
-        is to demote was computed once, so plans that copy more than they compute keep ahead of any load."""
+    def demote(self, step: int, num_tokens: int) -> None:
+        """Have the plan of `step`, which computes `num_tokens`, copy the oldest idle cached blocks to the host before
+        they are needed for something else. Every block there is to demote was computed once, so plans that copy more
+        than they compute keep ahead of any load."""
         pool = self.pool
         num_lossless = pool.num_free - pool.num_idle_cached + pool.num_spare + len(self.moves)
         num_wanted = max(_MIN_DEMOTION_RESERVE, pool.num_blocks // _DEMOTION_SHARE) - num_lossless
         max_chosen = min(num_wanted, _MAX_DEMOTIONS + 2 * self.num_blocks_for(num_tokens), self.host_pool.num_free)
         if max_chosen <= 0 or not pool.num_idle_cached:
-            return []
+            return
         chosen: list[tuple[Node, int]] = []  # with its free list
         spare: list[int] = []
         for free_list, block in islice(pool.idle_blocks(), max_chosen + _DEMOTION_WINDOW):
@@ -491,34 +463,27 @@ class CacheManager:
                 break
         for block in spare:
             pool.spare(block)
-        swaps = []
         for node, free_list in chosen:
             host_block = self._allocate_host()
             self.moves.add(Move(step, node.blocks[0], host_block, True, node, free_list))
             self.host_pool.free(host_block, cached=False)  # the move holds it
-            swaps.append((node.blocks[0], host_block))
-        return swaps
 
-    def promote(self, step: int) -> list[tuple[int, int]]:
-        """Copy what sessions will come back for from the host while nothing else moves, over device blocks of
-        lower priority with which nothing is lost. Returns the moves that the plan of `step` must order: (host block,
-        device block)."""
-        swaps: list[tuple[int, int]] = []
+    def promote(self, step: int) -> None:
+        """Have the plan of `step` copy what sessions will come back for from the host while nothing else moves, over
+        device blocks of lower priority with which nothing is lost."""
         if len(self.moves):
-            return swaps
+            return
         for free_list in self.host_order.best(_PROMOTION_WINDOW):
             if not self._is_expected(free_list) or not self._has_room(free_list):
                 continue
             for node in self._missing_nodes(self.host_pool.next_of(free_list)):
-                if len(swaps) == _MAX_PROMOTIONS:
-                    return swaps
+                if len(self.moves) == _MAX_PROMOTIONS:
+                    return
                 if not self._has_room(free_list):
                     break
                 host_block, block = node.host_block, self._allocate()
                 self.moves.add(Move(step, block, host_block, False, node, free_list))
                 self.pool.free(block, cached=False)  # the move holds it
-                swaps.append((host_block, block))
-        return swaps
 
     def _has_room(self, free_list: int) -> bool:
         """Whether a block of a free list may come to the device: over what has a lower priority there, and is not

@@ -82,8 +82,7 @@ class Epoch:
         request = sequence.group.request
         grammar = request.grammar
         sampling = request.sampling
-        sequence.reports_prompt_logprobs = sequence.wants_prompt_logprobs
-        if sampling.num_prompt_logprobs is not None and not sequence.reports_prompt_logprobs:
+        if sampling.num_prompt_logprobs is not None and not sequence.wants_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=None)
         return RowOpening(
             slot=sequence.slot,
@@ -165,9 +164,8 @@ class Epoch:
             return match
         return match.without_host()
 
-    def num_missing_blocks(self, rows: Iterable[tuple[Sequence, int]]) -> int:
+    def num_missing_blocks(self, rows: list[tuple[Sequence, int]]) -> int:
         """Count the blocks that a group must get before its rows can compute so many tokens each."""
-        rows = list(rows)
         num_missing = sum(self.cache.num_missing_blocks(sequence, num_tokens) for sequence, num_tokens in rows)
         return num_missing + len(self._tails_to_copy(rows))
 
@@ -178,10 +176,8 @@ class Epoch:
             draft.copies.append((source, target))
             draft.set_blocks.append((sequence.slot, index, target))
         for sequence, num_tokens in rows:
-            num_missing = self.cache.num_missing_blocks(sequence, num_tokens)
-            if num_missing > 0:
-                for block in self.cache.append(sequence, num_missing):
-                    draft.appended_blocks.append((sequence.slot, block))
+            for block in self.cache.append(sequence, self.cache.num_missing_blocks(sequence, num_tokens)):
+                draft.appended_blocks.append((sequence.slot, block))
 
     def _tails_to_copy(self, rows: list[tuple[Sequence, int]]) -> list[Sequence]:
         """Find the beams that must have a copy of the block they write to next, because another one writes there
@@ -197,11 +193,6 @@ class Epoch:
         return copying
 
     # Plans
-
-    def tell_beams(self, group: SequenceGroup, draft: PlanDraft) -> None:
-        """Put what the last selection of a search changed into the plan."""
-        if group.beam is not None:
-            self.num_rows += group.beam.tell(draft)
 
     def rows_to_plan(self, draft: PlanDraft) -> Iterator[tuple[SequenceGroup, list[Sequence]]]:
         """Go through the rows that need a decision, by group, in order: those with tokens to compute, and decoding ones
@@ -269,7 +260,8 @@ class Epoch:
         start = sequence.num_computed_tokens
         samples = num_tokens == sequence.num_uncomputed_tokens
         num_owed = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
-        num_prompt_logprobs = num_owed if sequence.reports_prompt_logprobs else 0
+        # It wants them as when its row was opened, which has reported no position from `start` on.
+        num_prompt_logprobs = num_owed if sequence.wants_prompt_logprobs else 0
         num_tokens_next = int(not sequence.is_gated) if samples else num_tokens
         draft.work(
             PlannedRow(sequence.slot, sequence, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs)
@@ -287,7 +279,7 @@ class Epoch:
             return None
         self.steps.num_steps += 1
         self.cache.copied(draft.copies)
-        rows = tuple(draft.rows)
+        rows, moves = tuple(draft.rows), self.cache.moves.ordered_by(draft.step)
         self.unacknowledged.append(
             Dispatch(
                 step=draft.step,
@@ -299,11 +291,13 @@ class Epoch:
                 num_prompt_tokens=sum(
                     row.num_tokens for row in rows if row.start + row.num_tokens <= row.sequence.num_prompt_tokens
                 ),
-                has_moves=bool(draft.swaps_out or draft.swaps_in),
+                has_moves=bool(moves),
             )
         )
         plan = draft.freeze(
             self.number,
+            swaps_out=[(move.device_block, move.host_block) for move in moves if move.is_out],
+            swaps_in=[(move.host_block, move.device_block) for move in moves if not move.is_out],
             released_slots=self.slots.take_released(),
             released_grammar_ids=self.grammars.take_released(),
             patches_of_work=self.slots.patch(rows),

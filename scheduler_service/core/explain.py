@@ -108,7 +108,7 @@ def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
     cache = epoch.cache
     if group.state is GroupState.RUNNING:
         lacking = [row for row in group.open_sequences if row in epoch.active]
-        return max(0, epoch.num_missing_blocks((row, min(1, row.num_uncomputed_tokens)) for row in lacking))
+        return max(0, epoch.num_missing_blocks([(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))
     if group.state in SWAPPED:
         return cache.num_swapped_blocks(group)
     if group.state is GroupState.WAITING and group.unopened_sequences:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from pagewire.common.messages import AddedGrammar
 from scheduler_service.core.request import Grammar
@@ -11,22 +10,13 @@ from scheduler_service.core.request import Grammar
 _MAX_PLAN_BYTES = 4 * 1024 * 1024
 
 
-class GrammarState(Enum):
-    """How far the worker is with a grammar."""
-
-    UNTOLD = "untold"  # no plan has named it
-    PREPARING = "preparing"
-    READY = "ready"
-    FAILED = "failed"  # those that need it end
-
-
 @dataclass(slots=True)
 class _Need:
     """A grammar that requests need."""
 
     num_requests: int = 0
-    progress: GrammarState = GrammarState.UNTOLD
     grammar_id: int = 0  # from the plan on that names it
+    is_ready: bool = False  # a worker that cannot prepare it ends those that need it
 
 
 class NeededGrammars:
@@ -45,7 +35,7 @@ class NeededGrammars:
             need = self._needs[grammar] = _Need()
             self._num_untold += 1
         need.num_requests += 1
-        return need.progress is GrammarState.READY
+        return need.is_ready
 
     def give_up(self, grammar: Grammar) -> None:
         """A request that needed a grammar is gone. The worker forgets what is not needed."""
@@ -63,22 +53,18 @@ class NeededGrammars:
         return self._needs[grammar].grammar_id
 
     def is_ready(self, grammar: Grammar) -> bool:
-        return self._needs[grammar].progress is GrammarState.READY
+        return self._needs[grammar].is_ready
 
     def is_preparing(self, grammar: Grammar | None) -> bool:
         """Whether the worker has been told of a grammar that is needed, and has not told what came of it."""
-        return grammar is not None and self._needs[grammar].progress is GrammarState.PREPARING
-
-    def num_needing(self, grammar: Grammar) -> int:
-        """Count the requests that need a grammar."""
-        return self._needs[grammar].num_requests if grammar in self._needs else 0
+        return grammar is not None and self.id_of(grammar) > 0 and not self.is_ready(grammar)
 
     def report(self, grammar_id: int, *, is_ready: bool) -> Grammar | None:
         """The worker has prepared a grammar, or cannot. Returns it, or None if it is not needed any more or the worker
         has told of it before."""
         for grammar, need in self._needs.items():
-            if need.grammar_id == grammar_id and need.progress is GrammarState.PREPARING:
-                need.progress = GrammarState.READY if is_ready else GrammarState.FAILED
+            if need.grammar_id == grammar_id and not need.is_ready:
+                need.is_ready = is_ready
                 return grammar
         return None
 
@@ -89,18 +75,18 @@ class NeededGrammars:
         num_bytes = 0
         if self._num_untold:
             for grammar, need in self._needs.items():
-                if need.progress is not GrammarState.UNTOLD or not admits(grammar):
+                if need.grammar_id or not admits(grammar):
                     continue
                 num_bytes += 4 * len(grammar.text)
                 if added and num_bytes > _MAX_PLAN_BYTES:
                     break
                 self.last_id += 1
-                need.progress, need.grammar_id = GrammarState.PREPARING, self.last_id
+                need.grammar_id = self.last_id
                 added.append(AddedGrammar(self.last_id, grammar.kind, grammar.text, grammar.end_token_ids))
             self._num_untold -= len(added)
         return added
 
-    def take_released(self) -> tuple[int, ...]:
+    def take_released(self) -> list[int]:
         """Return the numbers that the next plan releases; that plan must be sent."""
-        released, self._released = tuple(self._released), []
+        released, self._released = self._released, []
         return released

@@ -57,33 +57,28 @@ def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) ->
 
 
 def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
-    running = list(state.running)
-    for earlier, later in pairwise(running):
+    for earlier, later in pairwise(state.running):
         assert earlier.order < later.order
     waiting = set(state.waiting.held)
     for queued in state.waiting._groups.values():
         waiting.update(queued)
-    num_running = num_loading = num_samples = 0
+    places = (
+        (waiting, QUEUED),
+        (state.waiting.held, (GroupState.PREPARING,)),
+        (state.running, (GroupState.RUNNING,)),
+        (state.loading, (GroupState.SWAPPING_IN,)),
+        (state.swapped, SWAPPED),
+    )
+    for place, states in places:
+        assert set(place) == {group for group, _ in groups if group.state in states}, f"{states} and the place disagree"
+    assert len(waiting) + len(state.running) + len(state.loading) == len(groups), "S8"
+    assert len(waiting) == len(state.waiting), "S8: the queue is counted wrong"
     for group, live in groups:
-        where = group.state
-        assert (group in waiting) == (where in QUEUED), f"{where} and the queue disagree"
-        assert (group in state.waiting.held) == (where is GroupState.PREPARING), f"{where} and its grammar disagree"
-        assert (group in state.loading) == (where is GroupState.SWAPPING_IN), f"{where} and those that load disagree"
-        assert (group in state.swapped) == (where in SWAPPED), f"{where} and those that are swapped disagree"
         assert group.num_lone_crashes < 2, "S10: a request that must fail is still there"
         assert group.num_unfinished > 0, "S8: a request outlived itself"
-        num_running += where is GroupState.RUNNING
-        num_loading += where is GroupState.SWAPPING_IN
-        if group.beam is None:
-            assert len(live) == group.num_unfinished
-            num_samples += len(live)
-    assert len(waiting) + len(running) + num_loading == len(groups), "S8"
-    assert len(waiting) == len(state.waiting), "S8: the queue is counted wrong"
+        assert group.beam is not None or len(live) == group.num_unfinished
     _check_grammars(state, groups)
-    assert len(running) == num_running
-    for group in running:
-        assert group.state is GroupState.RUNNING
-    assert len(state.loading) == num_loading
+    num_samples = sum(len(live) for group, live in groups if group.beam is None)
     assert len(state.samples) == num_samples, "S8: a sequence is in no request, or in one too many"
     assert sum(state.num_tenant_requests.values()) == len(groups), "S8: a tenant is counted wrong"
 
@@ -95,8 +90,8 @@ def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
         return
     grammars = state.epoch.grammars
     num_needing = Counter(group.request.grammar for group, _ in groups if group.request.grammar is not None)
-    for needed, num in num_needing.items():
-        assert grammars.num_needing(needed) == num, "S8: a grammar is counted wrong"
+    counted = {grammar: need.num_requests for grammar, need in grammars._needs.items()}
+    assert counted == num_needing, "S8: a grammar is counted wrong"
     for group, _ in groups:
         grammar = group.request.grammar
         if grammar is not None:

@@ -15,8 +15,9 @@ are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts tha
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from operator import attrgetter
 
 from scheduler_service.core.beam import BeamSearch
@@ -47,6 +48,7 @@ SWAPPED = (GroupState.SWAPPING_OUT, GroupState.SWAPPED)
 _COMPLETE = (EndReason.STOP, EndReason.LENGTH)
 # Different root keys, and stop sets, that are remembered to be shared.
 _MAX_SHARED = 1024
+_order = attrgetter("order")
 
 
 @dataclass(slots=True)
@@ -78,8 +80,8 @@ class Lifecycle:
         # Every sequence has a root key and a stop set, and most have equal ones, which are one object.
         self._shared_key = lru_cache(_MAX_SHARED)(RootKey)
         self._stop_set = lru_cache(_MAX_SHARED)(frozenset[int])
-        self._num_arrivals = 0
-        self._num_sequences = 0
+        self._arrivals = count(1)
+        self._sequence_ids = count()
         self.epoch: Epoch | None = None
         self.groups: dict[tuple[str, str], SequenceGroup] = {}  # by tenant and request id
         self.samples: dict[int, Sequence] = {}  # by sequence id
@@ -101,7 +103,7 @@ class Lifecycle:
             self.waiting.remove(group)
             self.standings.leave(group)
         if before is GroupState.RUNNING:
-            self.running.remove(group)
+            del self.running[bisect_left(self.running, group.order, key=_order)]
             self.unopened.pop(group, None)
         elif before is GroupState.SWAPPING_IN:
             del self.loading[group]
@@ -110,7 +112,7 @@ class Lifecycle:
         elif before in SWAPPED and state not in SWAPPED:
             del self.swapped[group]
         if state is GroupState.RUNNING:
-            insort(self.running, group, key=attrgetter("order"))
+            insort(self.running, group, key=_order)
         elif state is GroupState.SWAPPING_IN:
             self.loading[group] = None
         elif state is GroupState.PREPARING:
@@ -125,8 +127,7 @@ class Lifecycle:
 
     def add(self, request: Request, now: float) -> list[int]:
         """Queue a request; the ids of its outputs, one per sample or hypothesis."""
-        self._num_arrivals += 1
-        arrival = self._num_arrivals
+        arrival = next(self._arrivals)
         group = SequenceGroup(request, arrival, self._policy.running_key(request, arrival), now)
         group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
         output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]
@@ -151,9 +152,8 @@ class Lifecycle:
 
     def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
         request = group.request
-        self._num_sequences += 1
         sequence = Sequence(
-            sequence_id=self._num_sequences - 1,
+            sequence_id=next(self._sequence_ids),
             group=group,
             sample_index=sample_index,
             token_ids=list(request.prompt_token_ids),
@@ -191,7 +191,7 @@ class Lifecycle:
     def next_waiting(self, now: float) -> SequenceGroup | None:
         """Choose the group that is next to run, for the first time or again."""
         self.standings.update(now)
-        if self.quarantine.is_empty:
+        if not self.quarantine.suspects:
             return self.waiting.next()
         return next((group for group in self.waiting if self.quarantine.admits(group)), None)
 
@@ -262,11 +262,10 @@ class Lifecycle:
             return
         self.counters.num_swap_preemptions += 1
         self._interrupt(group, epoch, draft.now)
-        moves = epoch.cache.swap_out(group, draft.step)
-        draft.swaps_out.extend(moves)
+        is_moving = epoch.cache.swap_out(group, draft.step)
         epoch.vacate_group(group)
-        group.moved_step = draft.step if moves else 0
-        self._enter(group, GroupState.SWAPPING_OUT if moves else GroupState.SWAPPED)
+        group.moved_step = draft.step if is_moving else 0
+        self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)
 
     def discard(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
         """Take everything that a group has on the worker, in whatever state: it will be computed again."""
@@ -334,18 +333,26 @@ class Lifecycle:
         group, epoch = sequence.group, self.epoch
         sequence.finish()
         if epoch is not None:
-            has_row = sequence.slot >= 0
-            if has_row and reason in _COMPLETE:
-                epoch.cache.publish(sequence)
-            if has_row:
+            if sequence.slot >= 0:
+                if reason in _COMPLETE:
+                    epoch.cache.publish(sequence)
                 epoch.vacate(sequence)
             epoch.cache.release(sequence)
         if num_output_tokens is not None:
             del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
         self.charge((sequence,))
         del self.samples[sequence.sequence_id]
-        end = _sequence_end(sequence, sequence.sequence_id, reason, sequence.num_output_tokens, stop_token_id, message)
-        outputs.ended.append(replace(end, embedding=embedding) if embedding else end)
+        outputs.ended.append(
+            _sequence_end(
+                sequence,
+                sequence.sequence_id,
+                reason,
+                sequence.num_output_tokens,
+                stop_token_id,
+                message=message,
+                embedding=embedding,
+            )
+        )
         group.num_unfinished -= 1
         if group.num_unfinished == 0:
             self._leave(group)
@@ -450,7 +457,9 @@ def _sequence_end(
     reason: EndReason,
     num_output_tokens: int,
     stop_token_id: int | None = None,
+    *,
     message: str = "",
+    embedding: bytes = b"",
 ) -> SequenceEnd:
     return SequenceEnd(
         sequence_id=sequence_id,
@@ -464,4 +473,5 @@ def _sequence_end(
         first_scheduled_at=sequence.first_scheduled_at,
         first_token_at=sequence.first_token_at,
         pauses=sequence.group.pauses,
+        embedding=embedding,
     )

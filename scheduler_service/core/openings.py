@@ -1,7 +1,7 @@
 """Chooses who gets rows on the worker in a plan: groups whose blocks have come in, samples beside the first, waiting
 groups."""
 
-from scheduler_service.core.cache_manager import Allocation, Match
+from scheduler_service.core.cache_manager import Match
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import PlanDraft
@@ -64,7 +64,7 @@ class Openings:
         )
         is_alone = epoch.num_rows == len(group.open_sequences) and not self._state.loading
         is_alone = is_alone or (draft.is_empty and epoch.is_idle)
-        if cache.can_allocate(num_blocks, 0, alone=is_alone) is not Allocation.OK:
+        if not cache.can_allocate(num_blocks, alone=is_alone):
             return False
         if relative is not None:
             draft.copies.extend(cache.fork(sequence, relative))
@@ -106,11 +106,10 @@ class Openings:
         match = self._startable(group, draft)
         if match is None:
             return False
-        loads = cache.open(sequence, match, draft.step)
+        cache.open(sequence, match, draft.step)
         epoch.reserve_slots(group, group.num_first_slots)
         state.first_scheduled(sequence, len(match.host) * cache.block_size, draft.now)
-        if loads:
-            draft.swaps_in.extend(loads)
+        if match.host:
             state.load(group, draft.step)
         else:
             state.run(group, [sequence], epoch, draft)
@@ -128,8 +127,7 @@ class Openings:
         if match is None:
             return None
         num_blocks = cache.num_opening_blocks(sequence, match)
-        num_most_blocks = cache.num_most_blocks(group.request)
-        if cache.can_allocate(num_blocks, num_most_blocks, alone=is_alone) is not Allocation.OK:
+        if not cache.can_allocate(num_blocks, alone=is_alone):
             self._lacking = (group, cache.pool.num_free)
             return None
         return match
@@ -142,9 +140,9 @@ class Openings:
         if epoch.slots.num_free < num_slots:
             return False
         is_alone = not state.running and not state.loading
-        if cache.can_allocate(cache.num_swap_in_blocks(group), 0, alone=is_alone) is not Allocation.OK:
+        if not cache.can_allocate(cache.num_swap_in_blocks(group), alone=is_alone):
             return False
-        draft.swaps_in.extend(cache.swap_in(group, draft.step))
+        cache.swap_in(group, draft.step)
         epoch.reserve_slots(group, num_slots)
         for row in rows:
             row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))

@@ -18,18 +18,9 @@ class Quarantine:
     """Which groups are suspects, and which of them are tried now."""
 
     def __init__(self) -> None:
-        self._suspects: list[SequenceGroup] = []  # in order of arrival
+        self.suspects: list[SequenceGroup] = []  # in order of arrival
         self._trial: set[SequenceGroup] = set()
-        self._charged: set[SequenceGroup] = set()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._suspects
-
-    @property
-    def has_charges(self) -> bool:
-        """Whether a confirmed token may clear a suspect."""
-        return bool(self._charged)
+        self.charged: set[SequenceGroup] = set()  # a confirmed token clears them
 
     def admits(self, request: SequenceGroup) -> bool:
         """Whether the request may run beside what runs now."""
@@ -43,28 +34,28 @@ class Quarantine:
         failed = []
         for request in charged:
             request.num_crashes += 1
-            self._charged.add(request)
+            self.charged.add(request)
             if len(causes) == 1:
                 request.num_lone_crashes += 1
                 if request.num_lone_crashes >= _MAX_LONE_CRASHES:
                     failed.append(request)
         # The culprit is among those that were there: one that was not is no suspect for now.
         suspects = [request for request in charged if request.num_crashes >= 2 and request not in failed]
-        self._suspects = suspects or [request for request in self._suspects if request not in failed]
+        self.suspects = suspects or [request for request in self.suspects if request not in failed]
         self._start_trial()
         return failed
 
     def cleared(self, request: SequenceGroup) -> None:
         """Take back the charges: a token of the request was confirmed, or it ended."""
-        if request not in self._charged:
+        if request not in self.charged:
             return
-        self._charged.remove(request)
+        self.charged.remove(request)
         request.num_crashes = request.num_lone_crashes = 0
-        if request in self._suspects:
-            self._suspects.remove(request)
+        if request in self.suspects:
+            self.suspects.remove(request)
             self._trial.discard(request)
             if not self._trial:
                 self._start_trial()
 
     def _start_trial(self) -> None:
-        self._trial = set(self._suspects[: max(1, len(self._suspects) // 2)])
+        self._trial = set(self.suspects[: max(1, len(self.suspects) // 2)])

@@ -1,8 +1,8 @@
 """The data that goes into the core and comes out of it."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import NamedTuple
 
 from pagewire.common.messages import GrammarKind, SamplingParams
 
@@ -277,19 +277,4 @@ class CacheCleared:
 
 
 KvEvent = BlockStored | BlockRemoved | CacheCleared
-
-
-class KvEventCounts(NamedTuple):
-    """The number of events of each kind."""
-
-    num_stored: int = 0
-    num_removed: int = 0
-    num_cleared: int = 0
-
-
-def count_kv_events(events: list[KvEvent]) -> KvEventCounts:
-    return KvEventCounts(
-        sum(isinstance(event, BlockStored) for event in events),
-        sum(isinstance(event, BlockRemoved) for event in events),
-        sum(isinstance(event, CacheCleared) for event in events),
-    )
+KvEventCounts = Counter[type[KvEvent]]

@@ -157,7 +157,7 @@ class Results:
         """Take one token for each decoding row. This is the hot loop of the scheduler: it looks at nothing but the
         token and its stop set, unless any sample was dropped, or a first one late, since the plan was sent."""
         columns, quarantine = dispatch.columns, self._state.quarantine
-        if dispatch.num_drops != epoch.drops.num_drops or quarantine.has_charges:
+        if dispatch.num_drops != epoch.drops.num_drops or quarantine.charged:
             kept = [i for i, row in enumerate(columns.sequences) if row.counts(dispatch.step)]
             columns, token_ids = columns.take(kept), [token_ids[i] for i in kept]
             for sequence in columns.sequences:

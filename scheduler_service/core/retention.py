@@ -103,8 +103,8 @@ class Retention:
         cache.set_priorities(self._priority_of, self._tenant_of, self._is_expected)
 
     def update(self, now: float) -> None:
-        """Let sessions that were not used for long go before those that are used."""
-        self.cache.expose_below((IDLE, now - _SHARED_S))
+        """Let sessions that were not used for long go before those that are used: no tenant's share protects them."""
+        self.cache.order.horizon = self.cache.host_order.horizon = (IDLE, now - _SHARED_S)
 
     def arrived(self, group: SequenceGroup, now: float) -> None:
         """A group is there that this worker has not seen. Its cursor, if it may have one, has its place."""

@@ -14,6 +14,7 @@ Here is what happens at each event. `lifecycle.py` knows the groups and changes 
 requests are taken, `openings.py` who gets rows, `results.py` what comes of a result, `epoch.py` what is on the worker.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
@@ -35,7 +36,6 @@ from scheduler_service.core.request import (
     KvEventCounts,
     Request,
     TokenOutputs,
-    count_kv_events,
 )
 from scheduler_service.core.results import Results
 from scheduler_service.core.retention import Expectation
@@ -120,9 +120,9 @@ class Scheduler:
         state, epoch, openings = self._state, self._state.epoch, self._openings
         if epoch is None or openings is None or len(epoch.unacknowledged) >= self._pipeline_depth:
             return None
-        if not state.quarantine.is_empty and not self._isolate_trial(epoch, now):
+        if state.quarantine.suspects and not self._isolate_trial(epoch, now):
             return None
-        draft = PlanDraft(epoch.num_steps + 1, self._draft_tokens(epoch), epoch.decoding, now)
+        draft = PlanDraft(epoch.num_steps + 1, self._draft_tokens(epoch), epoch.decoding, epoch.cache.moves, now)
         draft.added_grammars.extend(epoch.grammars.take_added(self._may_prepare))
         if self._policy.moves_keys and epoch.active:
             max_wait_s = self._policy.max_wait_s
@@ -134,7 +134,8 @@ class Scheduler:
             work = epoch.share_tokens(rows, draft)
             if not self._make_room(epoch, draft, group, work):
                 continue
-            epoch.tell_beams(group, draft)
+            if group.beam is not None:
+                epoch.num_rows += group.beam.tell(draft)
             epoch.give_blocks(work, draft)
             for sequence, num_tokens in work:
                 if sequence.is_decoding:
@@ -147,9 +148,9 @@ class Scheduler:
         if (draft.is_empty or not draft.has_preempted) and openings.open_siblings(draft):
             while openings.admit(draft):
                 pass
-        draft.swaps_in.extend(epoch.cache.promote(draft.step))
+        epoch.cache.promote(draft.step)
         if draft.num_tokens:
-            draft.swaps_out.extend(epoch.cache.demote(draft.step, draft.num_tokens))
+            epoch.cache.demote(draft.step, draft.num_tokens)
         return epoch.dispatch(draft)
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:
@@ -241,7 +242,7 @@ class Scheduler:
     def _may_prepare(self, grammar: Grammar) -> bool:
         """Whether a request that may run needs the grammar."""
         quarantine = self._state.quarantine
-        return quarantine.is_empty or any(
+        return not quarantine.suspects or any(
             group.request.grammar == grammar and quarantine.admits(group) for group in self._state.waiting.held
         )
 
@@ -346,11 +347,10 @@ class Scheduler:
         """Forget what `take_kv_events` would say, where there is no subscriber, and return how many events these
         were."""
         events, self._events = self._events, []
-        counts = count_kv_events(events)
-        if self._state.epoch is None:
-            return counts
-        num_stored, num_removed = self._state.epoch.cache.index.drop_events()
-        return counts._replace(num_stored=counts.num_stored + num_stored, num_removed=counts.num_removed + num_removed)
+        counts = Counter(map(type, events))
+        if self._state.epoch is not None:
+            counts.update(self._state.epoch.cache.index.drop_events())
+        return counts
 
     def kv_snapshot(self) -> list[BlockStored]:
         """Say what is cached, parents first."""

@@ -143,13 +143,11 @@ class SequenceGroup:
     def dissolve(self) -> None:
         """Let go of its sequences, the last of which has ended: a group and its sequences no longer hold each other, so
         that both are freed when the last plan that knows them is, without a garbage collection."""
-        self.num_unfinished = 0
         for sequence in self.sequences:
             sequence.finish()
         self.sequences.clear()
         if self.beam is not None:
             self.beam.beams.clear()
-            self.beam.forget_step()
 
     def reset(self) -> None:
         """Forget everything that it had on the worker, which is lost."""
@@ -157,8 +155,7 @@ class SequenceGroup:
         self.reserved_slots.clear()
         self.cursor, self.session, self.free_list = None, None, 0
         for sequence in self.sequences:
-            if sequence.is_decoding:
-                sequence.leave_decoding()
+            sequence.leave_decoding()
             sequence.slot = -1
             sequence.forget_cache()
             sequence.forget_epoch()
@@ -196,7 +193,6 @@ class Sequence:
     num_cached_tokens: int = 0
     num_charged_tokens: int = 0  # of its tokens, those that the policy need not be told of: its prompt, to begin with
     num_prompt_logprobs_sent: int = 0
-    reports_prompt_logprobs: bool = False  # whether its row was opened with them
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
     _first_step: int = 0  # the first step of the epoch whose sample counts; earlier ones were dropped

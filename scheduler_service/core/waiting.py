@@ -29,14 +29,13 @@ class WaitingQueue:
         self._policy = policy
         self._groups: dict[str, list[SequenceGroup]] = {}  # by tenant, in order; none is empty
         self.held: dict[SequenceGroup, None] = {}
-        self._num_groups = 0
         self._num_sequences: dict[str, int] = {}  # by tenant, where there are any
         self.num_sequences = 0
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
         """How many groups wait, also of those that are held."""
-        return self._num_groups
+        return len(self.held) + sum(map(len, self._groups.values()))
 
     def add(self, group: SequenceGroup) -> None:
         """Let a group wait, for the first time or again: its order says where it belongs."""
@@ -127,7 +126,6 @@ class WaitingQueue:
 
     def _count(self, group: SequenceGroup, sign: int) -> None:
         tenant, num_sequences = group.request.tenant, sign * group.num_waiting_sequences
-        self._num_groups += sign
         self.num_sequences += num_sequences
         self._num_sequences[tenant] = self._num_sequences.get(tenant, 0) + num_sequences
         if not self._num_sequences[tenant]:

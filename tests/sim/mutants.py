@@ -93,8 +93,8 @@ MUTANTS = (
     _mutant(
         "an admission is given one block too many",
         "cache_manager",
-        "if num_blocks + num_reserved <= self.pool.num_free else",
-        "if num_blocks + num_reserved <= self.pool.num_free + 1 else",
+        "return num_blocks + num_reserved <= self.pool.num_free\n",
+        "return num_blocks + num_reserved <= self.pool.num_free + 1\n",
     ),
     _mutant(
         "the watermark binds a request that is alone",
@@ -322,7 +322,7 @@ MUTANTS = (
     _mutant(
         "a preempted group still stands among those that run",
         "lifecycle",
-        "            self.running.remove(group)\n",
+        "            del self.running[bisect_left(self.running, group.order, key=_order)]\n",
         "",
     ),
     _mutant(
@@ -447,7 +447,7 @@ MUTANTS = (
     _mutant(
         "the newest running group is served first",
         "lifecycle",
-        'insort(self.running, group, key=attrgetter("order"))',
+        "insort(self.running, group, key=_order)",
         "self.running.insert(0, group)",
     ),
     _mutant(
@@ -479,8 +479,8 @@ MUTANTS = (
     _mutant(
         "a plan that only opens a row is dropped",
         "plans/draft",
-        " or self.swaps_in or self.openings or self.added_grammars)",
-        " or self.swaps_in or self.added_grammars)",
+        "self.num_tokens or self.openings or",
+        "self.num_tokens or",
     ),
     _mutant(
         "crashes are charged to no request",
@@ -556,8 +556,8 @@ MUTANTS = (
     _mutant(
         "a grammar is named in no plan of its own",
         "plans/draft",
-        " or self.openings or self.added_grammars)",
-        " or self.openings)",
+        " or self.openings or self.added_grammars or",
+        " or self.openings or",
     ),
     _mutant(
         "an end token is ignored with ignore_eos",
@@ -612,7 +612,7 @@ MUTANTS = (
     _mutant(
         "grammars of others are prepared beside suspects",
         "scheduler",
-        "        return quarantine.is_empty or any(\n",
+        "        return not quarantine.suspects or any(\n",
         "        return True or any(\n",
     ),
     # Late rows

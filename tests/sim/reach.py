@@ -179,7 +179,7 @@ class Reach:
             count["a sample waits for room"] += 1
         if epoch.cache.window:
             self._see_windows(epoch, plan)
-        if not self._simulation.scheduler.state.quarantine.is_empty:
+        if self._simulation.scheduler.state.quarantine.suspects:
             count["suspects of a crash are tried"] += 1
         for client in self._simulation.clients.values():
             group = self._group(client)

@@ -341,7 +341,7 @@ class Simulation:
     def _check_no_other_waits_for_grammars(self) -> None:
         """A worker with nothing to do is one that prepares the grammars of all who wait."""
         state, epoch = self.scheduler.state, self.scheduler.state.epoch
-        if epoch is None or epoch.unacknowledged or len(epoch.cache.moves) or not state.quarantine.is_empty:
+        if epoch is None or epoch.unacknowledged or len(epoch.cache.moves) or state.quarantine.suspects:
             return
         for group in state.groups.values():
             assert group.state is GroupState.PREPARING, "L1: it could run, and waits for another one's grammar"

@@ -65,7 +65,9 @@ class BlockPool:
             self._free_list_of[block] = free_list
             self._link_spare(block)
         else:
-            self._link_idle(block, free_list)
+            self._link(block, before=self._sentinel(free_list), cached=True)
+            self._free_list_of[block] = free_list
+            self._order.added(free_list)
 
     def spare(self, block: int) -> None:
         """An idle block's content can be had elsewhere too."""
@@ -140,17 +142,6 @@ class BlockPool:
         self._link(block, before=0, cached=True)
         self._is_spare[block] = True
         self.num_spare += 1
-
-    def _link_idle(self, block: int, free_list: int) -> None:
-        sentinel = self._sentinel(free_list)
-        last = self._previous[sentinel]
-        self._next[last] = self._previous[sentinel] = block
-        self._previous[block], self._next[block] = last, sentinel
-        self._free_list_of[block] = free_list
-        self._is_idle_cached[block] = True
-        self.num_free += 1
-        self.num_idle_cached += 1
-        self._order.added(free_list)
 
     def _link(self, block: int, *, before: int, cached: bool) -> None:
         previous = self._previous[before]

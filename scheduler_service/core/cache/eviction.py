@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 
 RetentionPriority = tuple[float, ...]
@@ -19,15 +20,13 @@ def no_owner(free_list: int) -> str:
     return ""
 
 
+@dataclass(slots=True, eq=False)
 class _Owner:
     """The free lists with blocks of one owner."""
 
-    __slots__ = ("free_lists", "name", "num_blocks")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.free_lists: list[tuple[RetentionPriority, int]] = []  # sorted
-        self.num_blocks = 0  # on all of them
+    name: str
+    free_lists: list[tuple[RetentionPriority, int]] = field(default_factory=list)  # sorted
+    num_blocks: int = 0  # on all of them
 
 
 class EvictionOrder:

@@ -51,6 +51,10 @@ class MoveLedger:
         num_device = sum(self._pool.ref_count(move.device_block) == 1 for move in copies)
         return num_device, sum(self._host_pool.ref_count(move.host_block) == 1 for move in copies)
 
+    def ordered_by(self, step: int) -> list[Move]:
+        """The moves that the plan of `step` orders, in this order."""
+        return [move for move in self._pending if move.step == step]
+
     def add(self, move: Move) -> None:
         """Hold both ends of a move that a plan orders."""
         self._pool.share(move.device_block)
@@ -65,9 +69,8 @@ class MoveLedger:
             move = self._pending.popleft()
             if move.node is not None:
                 self._copied(move, move.node)
-            is_copied = move.node is not None  # then both tiers have the content
             cached = self._index.is_cached(move.device_block)
-            self._pool.free(move.device_block, cached=cached, spare=is_copied, free_list=move.free_list)
+            self._pool.free(move.device_block, cached=cached, spare=move.node is not None, free_list=move.free_list)
             cached = self._index.node_of_host(move.host_block) is not None
             self._host_pool.free(move.host_block, cached=cached, free_list=move.free_list)
             self.num_moved_out += move.is_out

@@ -5,13 +5,17 @@ lives while it or a descendant has one. A child is looked up under its parent by
 collision can serve a wrong block. The chained xxh3_64 is only the block's public name, for events and routing.
 """
 
+from __future__ import annotations
+
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import xxhash
 
-from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
+from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, KvEventCounts, Tier
 
 
 class RootKey(NamedTuple):
@@ -27,20 +31,18 @@ class RootKey(NamedTuple):
         return xxhash.xxh3_64_intdigest(repr(tuple(self)).encode())
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Cursor:
     """The place of a waiting prompt in the index: behind the blocks that it begins with and that are cached.
 
     It moves with what is published and forgotten, so the prompt need not be matched again to know what is left of it.
     """
 
-    __slots__ = ("_token_ids", "block_size", "max_blocks", "node", "num_blocks")
-
-    def __init__(self, root: "Node", token_ids: Sequence[int], block_size: int, max_blocks: int) -> None:
-        self._token_ids = token_ids
-        self.block_size = block_size
-        self.max_blocks = max_blocks
-        self.node = root  # of the last block that is cached
-        self.num_blocks = 0  # that are cached, in either tier
+    node: Node  # of the last block that is cached; to begin with the root
+    token_ids: Sequence[int]
+    block_size: int
+    max_blocks: int
+    num_blocks: int = 0  # that are cached, in either tier
 
     @property
     def num_missing_blocks(self) -> int:
@@ -53,9 +55,9 @@ class Cursor:
         if self.num_blocks == self.max_blocks:
             return b""
         start = self.num_blocks * self.block_size
-        return array("I", self._token_ids[start : start + self.block_size]).tobytes()
+        return array("I", self.token_ids[start : start + self.block_size]).tobytes()
 
-    def chain(self) -> list["Node"]:
+    def chain(self) -> list[Node]:
         """The nodes of the cached blocks, first ones first."""
         nodes = []
         node = self.node
@@ -66,43 +68,26 @@ class Cursor:
         return nodes
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One block's worth of content after a given prefix."""
 
-    __slots__ = (
-        "block_hash",
-        "blocks",
-        "children",
-        "cursors",
-        "host_block",
-        "is_moving",
-        "num_cursors",
-        "parent",
-        "root_key",
-        "token_bytes",
-    )
-
-    def __init__(self, root_key: RootKey, parent: "Node | None", token_bytes: bytes, block_hash: int) -> None:
-        self.root_key = root_key
-        self.parent = parent
-        self.token_bytes = token_bytes
-        self.block_hash = block_hash
-        self.blocks: tuple[int, ...] = ()  # of numbers alone: the garbage collector need not look at it
-        self.host_block = 0  # 0: none
-        self.is_moving = False  # a demotion or promotion of this content is under way
-        self.children: dict[bytes, Node] = {}
-        # The cursors that stand here, by the tokens that they would go on with. None: there never were any.
-        self.cursors: dict[bytes, dict[Cursor, None]] | None = None
-        self.num_cursors = 0  # here and on what follows it; a root's are not counted
+    root_key: RootKey
+    parent: Node | None
+    token_bytes: bytes
+    block_hash: int
+    blocks: tuple[int, ...] = ()  # of numbers alone: the garbage collector need not look at it
+    host_block: int = 0  # 0: none
+    is_moving: bool = False  # a demotion or promotion of this content is under way
+    children: dict[bytes, Node] = field(default_factory=dict)
+    # The cursors that stand here, by the tokens that they would go on with. None: there never were any.
+    cursors: dict[bytes, dict[Cursor, None]] | None = None
+    num_cursors: int = 0  # here and on what follows it; a root's are not counted
 
     @property
     def is_cached(self) -> bool:
         """Whether either tier has a copy."""
         return bool(self.blocks or self.host_block)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(array("I", self.token_bytes))
 
 
 class PrefixIndex:
@@ -287,13 +272,9 @@ class PrefixIndex:
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
         """Forget every copy of this content and of all that follows it; the device and host blocks they were in."""
-        blocks: list[int] = []
-        nodes, host_blocks = [node], []
-        for visited in nodes:
-            nodes.extend(visited.children.values())
-            blocks.extend(visited.blocks)
-            if visited.host_block:
-                host_blocks.append(visited.host_block)
+        nodes = _with_descendants([node])
+        blocks = [block for visited in nodes for block in visited.blocks]
+        host_blocks = [visited.host_block for visited in nodes if visited.host_block]
         for block in reversed(blocks):  # leaves first, so that a cursor moves a step at a time
             self.forget(block)
         for host_block in reversed(host_blocks):
@@ -323,18 +304,14 @@ class PrefixIndex:
             for node, tier, is_stored in changes
         ]
 
-    def drop_events(self) -> tuple[int, int]:
-        """Forget what `take_events` would say, and return how often something was stored, and removed."""
+    def drop_events(self) -> KvEventCounts:
+        """Forget what `take_events` would say, and return how many events these were."""
         changes, self._changes = self._changes, []
-        num_stored = sum(is_stored for _, _, is_stored in changes)
-        return num_stored, len(changes) - num_stored
+        return Counter(BlockStored if is_stored else BlockRemoved for _, _, is_stored in changes)
 
     def nodes(self) -> list[Node]:
         """Every node, parents before children, roots included."""
-        nodes = list(self._roots.values())
-        for node in nodes:
-            nodes.extend(node.children.values())
-        return nodes
+        return _with_descendants(self._roots.values())
 
     def snapshot(self) -> list[BlockStored]:
         """Say what is cached to a new subscriber, parents first."""
@@ -372,12 +349,20 @@ class PrefixIndex:
         return array("I", token_ids[start : start + self._block_size]).tobytes()
 
 
+def _with_descendants(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes and all that follows them, parents before children."""
+    found = list(nodes)
+    for node in found:
+        found.extend(node.children.values())
+    return found
+
+
 def _stored(node: Node, tier: Tier) -> BlockStored:
     assert node.parent is not None
     return BlockStored(
         node.block_hash,
         node.parent.block_hash,
-        node.token_ids,
+        tuple(array("I", node.token_bytes)),
         tier,
         is_first=node.parent.parent is None,
         tenant=node.root_key.tenant,

@@ -5,7 +5,6 @@ which it needs a block, or samples its last token, is known when it joins; and t
 row joins or leaves.
 """
 
-from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -35,10 +34,6 @@ class DecodeColumns:
             any_stop=self.any_stop,
             has_logprobs=self.has_logprobs,
         )
-
-    def index_of(self, slot: int) -> int:
-        """Count the rows that stand before this slot."""
-        return bisect_left(self.slots, slot)
 
 
 class DecodeBatch:

@@ -3,6 +3,7 @@
 A result's rows are resolved here and never by slot alone: by the time it arrives, a slot may have a new owner.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -92,7 +93,7 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
         samples = _read_samples(dispatch, everybody, token_ids, result, vocab_size)
         return ResolvedResult(samples, [], prompt_logprobs, mask_times)
     choosing = [row for row in rows if row.sequence.group.request.sampling.chooses_tokens]
-    positions = [dispatch.columns.index_of(row.slot) + i for i, row in enumerate(choosing)]
+    positions = [bisect_left(dispatch.columns.slots, row.slot) + i for i, row in enumerate(choosing)]
     _check_count(dispatch.step, len(dispatch.columns.slots) + len(positions), len(token_ids))
     decoded = list(token_ids)
     chosen = tuple(reversed([decoded.pop(position) for position in reversed(positions)]))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagewire.common.messages import PHASES, AddedGrammar, RowOpening, StepPlan
+from scheduler_service.core.cache import MoveLedger
 from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import PlannedRow
 from scheduler_service.core.sequence import Sequence
@@ -15,19 +16,19 @@ _MAX_OPENING_VALUES = 2 * 1024 * 1024
 
 @dataclass(slots=True)
 class PlanDraft:
-    """A draft of the plan of `step`. The decoding rows are in it without being named."""
+    """A draft of the plan of `step`. The decoding rows are in it without being named, and so are the moves of this step
+    in the ledger."""
 
     step: int
     max_tokens: int
     decoding: DecodeBatch
+    moves: MoveLedger
     now: float
     num_row_tokens: int = 0  # of the rows that are planned one by one
     num_opening_values: int = 0
     # Tokens that rows which do not decode may compute; None: each takes what those before it leave.
     shares: dict[Sequence, int] | None = None
     has_preempted: bool = False
-    swaps_out: list[tuple[int, int]] = field(default_factory=list)  # device block, host block
-    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # host block, device block
     copies: list[tuple[int, int]] = field(default_factory=list)  # source, target
     added_grammars: list[AddedGrammar] = field(default_factory=list)
     openings: list[RowOpening] = field(default_factory=list)
@@ -49,7 +50,7 @@ class PlanDraft:
     @property
     def is_empty(self) -> bool:
         """There is nothing that the worker must do. Rows that end can wait for another plan."""
-        return not (self.num_tokens or self.swaps_out or self.swaps_in or self.openings or self.added_grammars)
+        return not (self.num_tokens or self.openings or self.added_grammars or self.moves.ordered_by(self.step))
 
     def can_open(self, sequence: Sequence) -> bool:
         """Whether the plan may become as large as a row's opening makes it. It always may have one opening."""
@@ -67,8 +68,8 @@ class PlanDraft:
         self.num_row_tokens += row.num_tokens
 
     def freeze(self, epoch: int, **others: Collection[Any]) -> StepPlan:
-        """Make the plan of it. `others` are the phases that are known last: the slots of rows that end, the grammars
-        that no request needs, and the (slot, number of tokens) that change."""
+        """Make the plan of it. `others` are the phases that are known last: moves between device and host, the slots of
+        rows that end, the grammars that no request needs, and the (slot, number of tokens) that change."""
         columns: dict[str, tuple[Any, ...]] = {}
         for phase, names in PHASES.items():
             entries = others[phase] if phase in others else getattr(self, phase)

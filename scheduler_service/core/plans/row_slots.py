@@ -34,10 +34,9 @@ class RowSlots:
         """The slot, without a row, may be any sequence's."""
         heappush(self._free, slot)
 
-    def take_released(self) -> tuple[int, ...]:
+    def take_released(self) -> list[int]:
         """Take the slots whose rows the plan that is made now must end."""
-        released = tuple(self._released)
-        self._released.clear()
+        released, self._released = self._released, []
         return released
 
     def decodes(self, slot: int) -> None:
