@@ -1,0 +1,101 @@
+"""Measures a scheduler's memory, and its pauses for garbage, beside a collector of traces that is dead or silent.
+
+    python -m bench collector
+
+A scheduler with a worker that computes nothing traces 100,000 requests, four of five on one call, the others each on a
+call of its own, to an address where nothing listens, and to one where something does that never answers. Raw numbers go
+to bench/results/collector.json.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import closing
+
+import grpc.aio
+
+from bench.goals import verdict
+from bench.services.front_end import MODEL, Child
+from bench.services.garbage import GOAL_MS, pauses, submission
+from pagewire.cli import GRPC_EXPERIMENTS
+from pagewire.hosting.supervisor import free_port
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+
+NUM_RUNNING, NUM_TOKENS = 64, 3
+MANY, SINGLE = 800, 200  # requests on one call, and on calls of their own, in turns
+WARM_UP = 5_000  # requests after which memory is to stay as it is
+GOAL_MIB = 5.0
+
+
+async def measure(arguments: argparse.Namespace) -> dict:
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    figures = {}
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        for name, port in (("dead", free_port("127.0.0.1")), ("silent", silent.getsockname()[1])):
+            figures[name] = await _serve_beside(name, port, arguments.num_requests)
+    return figures
+
+
+def report(figures: dict) -> None:
+    for name in ("dead", "silent"):
+        memory, counts = figures[name]["resident_mib"], figures[name]["pauses"]
+        grown = memory[-1][1] - memory[0][1]
+        print(f"{name}: {memory[0][1]:.1f} MiB after {memory[0][0]} requests, {grown:+.1f} after {memory[-1][0]}")
+        print(verdict(grown, GOAL_MIB, at_least=False))
+        num_long = counts["+Inf"] - counts[str(GOAL_MS / 1000)]
+        print(f"{num_long:.0f} of {counts['+Inf']:.0f} garbage collections took longer than {GOAL_MS:g} ms")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-requests", type=int, default=100_000, help="beside each collector (default: 100000)")
+
+
+async def _serve_beside(name: str, port: int, num_requests: int) -> dict:
+    worker = Child("bench.services.scripted_worker", MODEL, "--num-device-blocks", "8000")
+    metrics_port = free_port("127.0.0.1")
+    flags = ["--max-num-seqs", str(NUM_RUNNING), "--log-level", "error", "--metrics-port", str(metrics_port)]
+    flags += ["--otlp-traces-endpoint", f"http://127.0.0.1:{port}"]
+    scheduler = Child("pagewire", "scheduler", "--model", MODEL, "--worker", worker.address, "--port", "0", *flags)
+    memory: list[tuple[int, float]] = []  # requests, MiB
+    rng = random.Random(0)
+    try:
+        async with grpc.aio.insecure_channel(scheduler.address) as channel:
+            stub = pb_grpc.SchedulerServiceStub(channel)
+            for num_served in range(MANY + SINGLE, num_requests + 1, MANY + SINGLE):
+                await _serve_many(stub, rng)
+                await asyncio.gather(*(_serve_one(stub, rng) for _ in range(SINGLE)))
+                if num_served % WARM_UP == 0:
+                    memory.append((num_served, scheduler.resident_bytes() / 2**20))
+                    print(f"{name}: {num_served} requests, {memory[-1][1]:.1f} MiB", flush=True)
+            return {"resident_mib": memory, "pauses": pauses(metrics_port)}
+    finally:
+        scheduler.stop()
+        worker.stop()
+
+
+async def _serve_many(stub: pb_grpc.SchedulerServiceStub, rng: random.Random) -> None:
+    room = asyncio.Semaphore(NUM_RUNNING)
+
+    async def requests() -> AsyncIterator[pb.GenerateManyRequest]:
+        for stream_id in range(MANY):
+            await room.acquire()
+            yield submission(stream_id, _prompt(rng), NUM_TOKENS)
+
+    async for message in stub.GenerateMany(requests()):
+        assert not message.failures, message.failures[0].message
+        for delta in message.deltas:
+            if delta.delta.HasField("usage"):
+                room.release()
+
+
+async def _serve_one(stub: pb_grpc.SchedulerServiceStub, rng: random.Random) -> None:
+    async for _ in stub.Generate(submission(0, _prompt(rng), NUM_TOKENS).submit.request):
+        pass
+
+
+def _prompt(rng: random.Random) -> list[int]:
+    return rng.choices(range(300, 1000), k=40)
