@@ -13,12 +13,9 @@ import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import tiles
 from pagewire.kernels.triton.cache import check_caches
-from pagewire.kernels.triton.repeated_launch import ALIGNMENT, RepeatedLaunch
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import ALIGNMENT, FLOATS, RepeatedLaunch, Strided, check_tensor, operand
 
 LOG2_E = 1.4426950408889634
-FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _LOG2_E = tl.constexpr(LOG2_E)
 # Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
 LOWEST = tl.constexpr(-3.0e38)
@@ -102,13 +99,13 @@ class LayerGroup:
         What lies by row stands alone: of what is in a tuple, Triton compiles a kernel again for other alignments.
         Raises ValueError unless it is of so many rows.
         """
-        check_integers("block_tables", block_tables, (num_rows, block_tables.shape[-1]))
-        check_integers("seq_lens", seq_lens, (num_rows,))
+        check_tensor("block_tables", block_tables, (num_rows, "max_blocks"), torch.int32, is_strided=True)
+        check_tensor("seq_lens", seq_lens, (num_rows,), torch.int32)
         selected = None
         if selection is not None:
             num_kv_heads = self.cache_shape[2]
-            check_integers("selected_blocks", selection.blocks, (num_rows, num_kv_heads, selection.blocks.shape[-1]))
-            check_integers("num_selected", selection.num_blocks, (num_rows, num_kv_heads))
+            check_tensor("selected_blocks", selection.blocks, (num_rows, num_kv_heads, "max_selected"), torch.int32)
+            check_tensor("num_selected", selection.num_blocks, (num_rows, num_kv_heads), torch.int32)
             selected = (Strided.of(selection.blocks), selection.num_blocks)
         return block_tables, block_tables.stride(0), seq_lens, window, selected
 
@@ -120,11 +117,6 @@ class LayerGroup:
         `sinks`: of this layer, [num_heads] float32; None: those of `scoring`.
         """
         cache, others = caches[0].data, caches[1].data
-        if query.shape != self.query_shape or query.dtype != self.query_dtype:
-            raise ValueError(
-                f"queries are {list(query.shape)} {query.dtype}; these layers were prepared for "
-                f"{list(self.query_shape)} {self.query_dtype}"
-            )
         if cache.shape != self.cache_shape or others.shape != self.cache_shape or cache.dtype != self.cache_dtype:
             raise ValueError(
                 f"the caches are {list(cache.shape)} {cache.dtype}; these layers were prepared for "
@@ -132,21 +124,13 @@ class LayerGroup:
             )
         if output is None:
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        elif output.shape != self.query_shape or output.dtype != self.query_dtype:
-            raise ValueError(
-                f"the output is {list(output.shape)} {output.dtype}; make it {list(query.shape)} {query.dtype}, like "
-                "the queries"
-            )
+        for name, tensor in (("query", query), ("output", output)):
+            check_tensor(name, tensor, self.query_shape, self.query_dtype, is_strided=True)
         query_strides, output_strides = query.stride(), output.stride()
-        if query_strides[2] != 1 or output_strides[2] != 1:
-            raise ValueError(
-                f"the last dimension of queries and output has strides {query_strides[2]} and {output_strides[2]}; "
-                "make it dense"
-            )
         addresses = query.data_ptr() | output.data_ptr() | cache.data_ptr() | others.data_ptr()
         weighing = self.weighing
         if sinks is not None:
-            _check_numbers("sinks", sinks, self.query_shape[1])
+            check_tensor("sinks", sinks, (self.query_shape[1],), torch.float32)
             weighing = weighing._replace(sinks=sinks)
             addresses |= sinks.data_ptr()
         kind = None
@@ -156,21 +140,13 @@ class LayerGroup:
         return LayerTensors(output_argument, query_argument, caches, weighing, kind)
 
 
-def attend_layer(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    scoring: Scoring,
-    output: Tensor | None,
-    launching: Callable[[LayerGroup], Callable[[LayerTensors], None]],
-) -> Tensor:
-    """Attention of one layer alone, by what `launching` makes for it. Raises ValueError unless the arguments fit."""
+def one_layer(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, scoring: Scoring, output: Tensor | None
+) -> tuple[LayerGroup, LayerTensors]:
+    """A layer that is a group of its own. Raises ValueError unless the arguments fit."""
     caches = paged_caches(key_cache, value_cache)
     group = LayerGroup.of(query.shape, query.dtype, caches, scoring)
-    launch = launching(group)
-    tensors = group.tensors(query, caches, None, output)
-    launch(tensors)
-    return tensors.output.data
+    return group, group.tensors(query, caches, output=output)
 
 
 def paged_caches(key_cache: Tensor, value_cache: Tensor) -> PagedCaches:
@@ -188,33 +164,14 @@ def score_factor(scoring: Scoring) -> float:
     return scoring.scale * LOG2_E * (2 / scoring.softcap if scoring.softcap else 1)
 
 
-def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
-    """The type of the operands of products.
-
-    8-bit floats become float16, exactly and in fewer instructions than bfloat16 takes. The interpreter cannot multiply
-    bfloat16.
-    """
-    if query_dtype == torch.bfloat16 and cache_dtype == torch.float8_e4m3fn:
-        return tl.float16
-    if query_dtype == torch.bfloat16 and _INTERPRETED:
-        return tl.float32
-    return FLOATS[query_dtype]
-
-
 def check_scoring(scoring: Scoring, num_heads: int) -> None:
     """Raises ValueError unless it is for so many heads."""
     for name, numbers in (("alibi_slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
-        if numbers is not None:
-            _check_numbers(name, numbers, num_heads)
+        check_tensor(name, numbers, (num_heads,), torch.float32)
     if not scoring.scale > 0:
         raise ValueError(f"scale is {scoring.scale}; it must be greater than 0")
     if scoring.window < 0 or scoring.softcap < 0:
         raise ValueError(f"window is {scoring.window} and softcap {scoring.softcap}; neither may be negative")
-
-
-def _check_numbers(name: str, numbers: Tensor, num_heads: int) -> None:
-    if numbers.shape != (num_heads,) or numbers.dtype != torch.float32 or not numbers.is_contiguous():
-        raise ValueError(f"{name} are {list(numbers.shape)} {numbers.dtype}; make them [{num_heads}] float32, dense")
 
 
 def _check_queries(query_shape: tuple[int, ...], query_dtype: torch.dtype, cache: Tensor) -> None:
@@ -231,16 +188,6 @@ def _check_queries(query_shape: tuple[int, ...], query_dtype: torch.dtype, cache
         raise ValueError(
             f"queries hold {query_dtype} and the caches {cache.dtype}; make queries float16, bfloat16 or float32, "
             "and the caches the same or float8_e4m3fn"
-        )
-
-
-def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless the tensor is int32, of this shape and dense; a block table's rows may lie apart."""
-    is_dense = tensor.stride(-1) == 1 if name == "block_tables" else tensor.is_contiguous()
-    if tuple(tensor.shape) != shape or tensor.dtype != torch.int32 or not is_dense:
-        raise ValueError(
-            f"{name} are {list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}; "
-            f"make them {list(shape)} torch.int32, dense"
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from pagewire.kernels.triton.launching import INTEGERS, check_tensor
 
 _WORD = torch.int32
 CHUNK_WORDS = 2048  # of a program: with 128 threads, four loads of 16 bytes each
@@ -30,8 +31,8 @@ def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     Raises:
         ValueError: a block is laid out otherwise, its pieces are no multiple of 16 bytes, or the ids are none.
     """
-    _check_ids(source_ids, source_ids.numel())
-    _check_ids(target_ids, source_ids.numel())
+    for ids in (source_ids, target_ids):
+        check_tensor("block ids", ids, (source_ids.numel(),), *INTEGERS)
     _launch(cache, source_ids, cache, target_ids)
 
 
@@ -47,13 +48,13 @@ def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
     Raises:
         ValueError: as `copy_blocks`, or the two tensors do not fit each other.
     """
-    _check_ids(block_ids, staging.shape[0])
+    check_tensor("block ids", block_ids, (staging.shape[0],), *INTEGERS)
     _launch(cache, block_ids, staging, None)
 
 
 def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
     """Copies staging[i] to block block_ids[i] of the cache, for all i; no id twice. Arguments as in `gather_blocks`."""
-    _check_ids(block_ids, staging.shape[0])
+    check_tensor("block ids", block_ids, (staging.shape[0],), *INTEGERS)
     _launch(staging, None, cache, block_ids)
 
 
@@ -119,13 +120,6 @@ def _words(blocks: Tensor) -> Tensor:
     if blocks.data_ptr() % _ALIGNMENT:
         raise ValueError(f"blocks begin at address {blocks.data_ptr():#x}; make it a multiple of {_ALIGNMENT}")
     return blocks.as_strided((_ALIGNMENT // blocks.dtype.itemsize,), (1,)).view(_WORD)
-
-
-def _check_ids(block_ids: Tensor, num_blocks: int) -> None:
-    if block_ids.dtype not in (torch.int32, torch.int64) or not block_ids.is_contiguous():
-        raise ValueError(f"block ids are {block_ids.dtype}; make them torch.int32 or torch.int64, contiguous")
-    if block_ids.shape != (num_blocks,):
-        raise ValueError(f"block ids are {list(block_ids.shape)}; there must be one for each of {num_blocks} blocks")
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import FLOATS, INTEGERS, Strided, check_tensor
 
 BLOCK_SIZES = range(8, 256 + 1, 8)
 HEAD_DIMS = range(16, 256 + 1, 8)
@@ -51,44 +51,23 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     """Raises ValueError unless these are the two caches of a layer, as the kernels of this package read them."""
-    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
-        raise ValueError(
-            f"the caches are {list(key_cache.shape)} and {list(value_cache.shape)}; "
-            "make both [num_blocks, block_size, num_kv_heads, head_dim]"
-        )
-    if key_cache.dtype != value_cache.dtype:
-        raise ValueError(f"the caches hold {key_cache.dtype} and {value_cache.dtype}; make both hold the same")
+    sizes = ("num_blocks", "block_size", "num_kv_heads", "head_dim")
+    check_tensor("key_cache", key_cache, sizes, key_cache.dtype, is_strided=True)
+    check_tensor("value_cache", value_cache, tuple(key_cache.shape), key_cache.dtype, is_strided=True)
     _, block_size, _, head_dim = key_cache.shape
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size is {block_size}; choose a multiple of 8 from 8 to 256")
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim is {head_dim}; the kernels take multiples of 8 from 16 to 256")
-    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
-        raise ValueError(
-            f"the last dimension of the caches has strides {key_cache.stride(3)} and {value_cache.stride(3)}; "
-            "lay each head's vector out densely"
-        )
 
 
 def _check(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     check_caches(key_cache, value_cache)
-    expected = (slot_mapping.numel(), *key_cache.shape[2:])
-    if slot_mapping.dim() != 1 or key.shape != expected or value.shape != expected:
-        raise ValueError(
-            f"keys are {list(key.shape)}, values {list(value.shape)}, slots {list(slot_mapping.shape)}; the caches "
-            f"take keys and values of {list(expected)}, one slot each"
-        )
-    if slot_mapping.dtype not in (torch.int32, torch.int64) or not slot_mapping.is_contiguous():
-        raise ValueError(f"slots are {slot_mapping.dtype}; make them torch.int32 or torch.int64, contiguous")
-    if key.dtype != value.dtype or key_cache.dtype not in (key.dtype, torch.float8_e4m3fn):
-        raise ValueError(
-            f"keys hold {key.dtype}, values {value.dtype}, the caches {key_cache.dtype}; the caches take their own "
-            "dtype, and those of torch.float8_e4m3fn any"
-        )
-    if key.stride(2) != 1 or value.stride(2) != 1:
-        raise ValueError(
-            f"the last dimension of keys and values has strides {key.stride(2)} and {value.stride(2)}; make it dense"
-        )
+    check_tensor("slot_mapping", slot_mapping, ("T",), *INTEGERS)
+    held = key_cache.dtype
+    dtypes = FLOATS if held == torch.float8_e4m3fn else (held,)
+    check_tensor("key", key, (len(slot_mapping), *key_cache.shape[2:]), *dtypes, is_strided=True)
+    check_tensor("value", value, tuple(key.shape), key.dtype, is_strided=True)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

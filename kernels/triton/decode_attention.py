@@ -9,7 +9,6 @@ Specification: `pagewire.kernels.reference.paged_attention`, with one query per 
 """
 
 from collections import namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,13 @@ from pagewire.kernels.triton.attention_arguments import (
     LOWEST,
     LayerGroup,
     LayerTensors,
-    attend_layer,
     bend,
     count_sinks,
     load_slopes,
+    one_layer,
     prepare_queries,
 )
-from pagewire.kernels.triton.repeated_launch import RepeatedLaunch
+from pagewire.kernels.triton.launching import RepeatedLaunch
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 
 REDUCTION_TILE = 16  # splits
@@ -66,11 +65,7 @@ def paged_attention_v1(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-
-    def launching(group: LayerGroup) -> Callable[[LayerTensors], None]:
-        return DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], None, selection).launch
-
-    return attend_layer(query, key_cache, value_cache, scoring, output, launching)
+    return paged_attention_v2(query, key_cache, value_cache, block_tables, seq_lens, None, scoring, selection, output)
 
 
 def paged_attention_v2(
@@ -79,7 +74,7 @@ def paged_attention_v2(
     value_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    plan: SplitPlan,
+    plan: SplitPlan | None,
     scoring: Scoring,
     selection: Selection | None = None,
     output: Tensor | None = None,
@@ -89,7 +84,7 @@ def paged_attention_v2(
     Args:
         query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output: of `paged_attention_v1`.
         plan: allocated for this number of rows and these heads, and decided for these `seq_lens`; its scratch memory
-            is overwritten.
+            is overwritten. None: rows are not cut.
 
     Returns:
         [S, num_heads, head_dim], of the query's dtype; accumulated in float32.
@@ -97,11 +92,9 @@ def paged_attention_v2(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-
-    def launching(group: LayerGroup) -> Callable[[LayerTensors], None]:
-        return DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], plan, selection).launch
-
-    return attend_layer(query, key_cache, value_cache, scoring, output, launching)
+    group, layer = one_layer(query, key_cache, value_cache, scoring, output)
+    DecodeAttention.of(group, block_tables, seq_lens, query.shape[0], plan, selection).launch(layer)
+    return layer.output.data
 
 
 # The tensors of a `SplitPlan`.

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from pagewire.kernels.expert_routing import ExpertRouting
 from pagewire.kernels.experts import MIN_SUM
-from pagewire.kernels.triton.attention_arguments import FLOATS, operand
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import FLOATS, INTEGERS, Strided, check_tensor, operand
 
 _ROUTING_TILE = 512  # experts and padding, of all tokens that a program chooses for
 _SUM_TILE = 1024  # elements of a row that a program sums up
@@ -120,8 +119,7 @@ def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
     Raises:
         ValueError: the ids are not of this shape or dtype.
     """
-    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
-        raise ValueError(f"ids are {list(ids.shape)} {ids.dtype}; make them [T, num_chosen] int64 or int32, dense")
+    check_tensor("ids", ids, ("T", "num_chosen"), *INTEGERS)
     num_slots = ids.numel()
     tile = choose_tile(num_slots, num_experts, dtype)
     # Each expert that has slots has one tile that may not be full.
@@ -190,16 +188,9 @@ def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
     Raises:
         ValueError: a shape, stride or dtype is not one of these.
     """
-    if weights.dim() != 2 or weights.dtype != torch.float32 or not weights.is_contiguous():
-        raise ValueError(f"weights are {list(weights.shape)} {weights.dtype}; make them [T, num_chosen] float32, dense")
+    check_tensor("weights", weights, ("T", "num_chosen"), torch.float32)
     num_tokens, num_chosen = weights.shape
-    if slots.dim() != 2 or len(slots) != num_tokens * num_chosen or slots.dtype not in FLOATS:
-        raise ValueError(
-            f"slots are {list(slots.shape)} {slots.dtype}; make them [{num_tokens * num_chosen}, width] float16, "
-            "bfloat16 or float32"
-        )
-    if not slots.is_contiguous():
-        raise ValueError(f"slots have strides {slots.stride()}; make them dense")
+    check_tensor("slots", slots, (num_tokens * num_chosen, "width"), *FLOATS)
     width = slots.shape[1]
     output = slots.new_empty(num_tokens, width)
     if output.numel():
@@ -210,15 +201,9 @@ def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
 
 
 def _check_routing(logits: Tensor, routing: ExpertRouting, correction: Tensor | None) -> None:
-    if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
-        raise ValueError(f"logits are {list(logits.shape)} {logits.dtype}; make them [T, num_experts] float32, dense")
+    check_tensor("logits", logits, ("T", "num_experts"), torch.float32, is_strided=True)
     num_experts = logits.shape[1]
-    if correction is not None and (
-        correction.shape != (num_experts,) or correction.dtype != torch.float32 or not correction.is_contiguous()
-    ):
-        raise ValueError(
-            f"corrections are {list(correction.shape)} {correction.dtype}; make them [{num_experts}] float32, dense"
-        )
+    check_tensor("correction", correction, (num_experts,), torch.float32)
     num_groups, num_chosen_groups = routing.num_groups, routing.num_chosen_groups
     if num_groups < 1 or num_experts % num_groups or not 1 <= num_chosen_groups <= num_groups:
         raise ValueError(f"{num_chosen_groups} of {num_groups} groups of {num_experts} experts cannot be chosen")
@@ -231,26 +216,12 @@ def _check_routing(logits: Tensor, routing: ExpertRouting, correction: Tensor | 
 
 def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: Tensor | None) -> None:
     num_slots, num_experts = len(assignment.table.order), len(assignment.table.ends)
-    if weights.dim() != 3 or len(weights) != num_experts or weights.stride(2) != 1 or weights.dtype not in FLOATS:
-        raise ValueError(
-            f"weights are {list(weights.shape)} {weights.dtype} with strides {weights.stride()}; make them "
-            f"[{num_experts}, out_size, in_size] float16, bfloat16 or float32, the last dimension dense"
-        )
-    if x.dim() != 2 or x.shape[1] != weights.shape[2] or x.dtype != weights.dtype or x.stride(1) != 1:
-        raise ValueError(
-            f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; make it [rows, {weights.shape[2]}] "
-            f"{weights.dtype}, rows dense"
-        )
+    check_tensor("weights", weights, (num_experts, "out_size", "in_size"), *FLOATS, is_strided=True)
+    check_tensor("x", x, ("rows", weights.shape[2]), weights.dtype, is_strided=True)
     num_tokens = num_slots // assignment.num_chosen
     if len(x) not in (num_tokens, num_slots):
         raise ValueError(f"x has {len(x)} rows; make it one for each of {num_tokens} tokens or {num_slots} slots")
-    if biases is not None and (
-        biases.shape != weights.shape[:2] or biases.dtype not in (x.dtype, torch.float32) or not biases.is_contiguous()
-    ):
-        raise ValueError(
-            f"biases are {list(biases.shape)} {biases.dtype}; make them {list(weights.shape[:2])} {x.dtype} or "
-            "torch.float32, dense"
-        )
+    check_tensor("biases", biases, tuple(weights.shape[:2]), x.dtype, torch.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton.cache import HEAD_DIMS, cached, check_caches
-from pagewire.kernels.triton.repeated_launch import ALIGNMENT, RepeatedLaunch
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import ALIGNMENT, FLOATS, INTEGERS, RepeatedLaunch, Strided, check_tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_NORM_SIZE = 65536
 
 _TILE_ELEMENTS = 1024  # of a program that has several rows or heads, or a piece of a row
@@ -35,12 +33,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: a shape, stride or dtype is not one of these.
     """
-    return _rms_norm(x, None, weight, eps)
+    return add_rms_norm(x, None, weight, eps)
 
 
-def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x += update in place, both [T, size] of any row stride; returns `rms_norm` of the sum, with its errors."""
-    return _rms_norm(x, update, weight, eps)
+def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """x += update in place, both [T, size] of any row stride, where there is one; returns `rms_norm` of the sum, with
+    its errors."""
+    check_tensor("x", x, ("T", "size"), *FLOATS, is_strided=True)
+    num_rows, size = x.shape
+    if not 1 <= size <= MAX_NORM_SIZE:
+        raise ValueError(f"x has rows of {size}; 1 to {MAX_NORM_SIZE} fit a program")
+    check_tensor("weight", weight, (size,), x.dtype, torch.float32)
+    check_tensor("update", update, (num_rows, size), x.dtype, is_strided=True)
+    output = x.new_empty(num_rows, size)
+    if num_rows == 0:
+        return output
+    padded_size = triton.next_power_of_2(size)
+    tile_rows = max(1, _TILE_ELEMENTS // padded_size)
+    added = None if update is None else Strided.of(update)
+    _rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
+        *(Strided.of(x), added, weight, output, num_rows, eps),
+        SIZE=size,
+        PADDED_SIZE=padded_size,
+        TILE_ROWS=tile_rows,
+        num_warps=min(16, max(_NUM_WARPS, padded_size // 1024)),
+        enable_fp_fusion=False,
+    )
+    return output
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -55,7 +74,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Raises:
         ValueError: a shape, stride or dtype is not one of these.
     """
-    _check_rows("gate_up", gate_up)
+    check_tensor("gate_up", gate_up, ("T", "2 * size"), *FLOATS, is_strided=True)
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up has rows of {gate_up.shape[1]}; they must hold as many gates as factors")
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -145,35 +164,6 @@ class HeadCaching:
         return heads[:, :num_heads]
 
 
-def _rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    _check_rows("x", x)
-    num_rows, size = x.shape
-    if not 1 <= size <= MAX_NORM_SIZE:
-        raise ValueError(f"x has rows of {size}; 1 to {MAX_NORM_SIZE} fit a program")
-    _check_vector("weight", weight, size, x)
-    if update is not None:
-        _check_rows("update", update)
-        if update.shape != x.shape or update.dtype != x.dtype:
-            raise ValueError(
-                f"update is {update.dtype} {list(update.shape)}; it must be as x, {x.dtype} {list(x.shape)}"
-            )
-    output = x.new_empty(num_rows, size)
-    if num_rows == 0:
-        return output
-    padded_size = triton.next_power_of_2(size)
-    tile_rows = max(1, _TILE_ELEMENTS // padded_size)
-    added = None if update is None else Strided.of(update)
-    _rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
-        *(Strided.of(x), added, weight, output, num_rows, eps),
-        SIZE=size,
-        PADDED_SIZE=padded_size,
-        TILE_ROWS=tile_rows,
-        num_warps=min(16, max(_NUM_WARPS, padded_size // 1024)),
-        enable_fp_fusion=False,
-    )
-    return output
-
-
 def _norm_rope_launch(heads: Tensor, num_heads: int, cache: Tensor | None) -> RepeatedLaunch:
     """With a cache, keys and values go there; without, keys stay in place."""
     num_tokens, total_heads, head_dim = heads.shape
@@ -193,42 +183,18 @@ def _norm_rope_launch(heads: Tensor, num_heads: int, cache: Tensor | None) -> Re
     return RepeatedLaunch(_norm_rope_kernel, grid, constants, {"num_warps": _NUM_WARPS, "enable_fp_fusion": False})
 
 
-def _check_rows(name: str, x: Tensor) -> None:
-    if x.dim() != 2 or x.dtype not in DTYPES:
-        raise ValueError(
-            f"{name} is {x.dtype} {list(x.shape)}; it must have two dimensions, of torch.float16, bfloat16 or float32"
-        )
-    if x.shape[1] > 1 and x.stride(1) != 1:
-        raise ValueError(f"elements of a row of {name} are {x.stride(1)} apart; make its rows dense")
-
-
-def _check_vector(name: str, vector: Tensor, size: int, like: Tensor) -> None:
-    if vector.shape != (size,) or vector.dtype not in (like.dtype, torch.float32) or not vector.is_contiguous():
-        raise ValueError(
-            f"{name} is {vector.dtype} {list(vector.shape)}; it must be {like.dtype} {[size]}, dense, as what it "
-            "scales is, or of torch.float32"
-        )
-
-
 def _check_heads(heads: Tensor, preparation: HeadPreparation) -> None:
     num_heads, query_weight, key_weight, _, cos, sin = preparation
-    if heads.dim() != 3 or heads.dtype not in DTYPES or heads.shape[2] not in HEAD_DIMS or heads.stride(2) != 1:
-        raise ValueError(
-            f"heads are {heads.dtype} {list(heads.shape)} of strides {list(heads.stride())}; they must be [T, heads, "
-            "head_dim] of torch.float16, bfloat16 or float32, head_dim dense and a multiple of 8 from 16 to 256"
-        )
+    check_tensor("heads", heads, ("T", "heads", "head_dim"), *FLOATS, is_strided=True)
     num_tokens, total_heads, head_dim = heads.shape
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"heads have a head_dim of {head_dim}; make it a multiple of 8 from 16 to 256")
     if num_heads < 1 or total_heads - num_heads < 2 or (total_heads - num_heads) % 2:
         raise ValueError(f"{total_heads} heads with {num_heads} queries leave no equal numbers of keys and values")
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
-        if weight is not None:
-            _check_vector(name, weight, head_dim, heads)
+        check_tensor(name, weight, (head_dim,), heads.dtype, torch.float32)
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape != (num_tokens, head_dim) or table.dtype != heads.dtype or table.stride(1) != 1:
-            raise ValueError(
-                f"{name} is {table.dtype} {list(table.shape)}; it must be {heads.dtype} {[num_tokens, head_dim]}, "
-                "its rows dense"
-            )
+        check_tensor(name, table, (num_tokens, head_dim), heads.dtype, is_strided=True)
 
 
 def _check_cached(heads: Tensor, num_heads: int, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -239,13 +205,7 @@ def _check_cached(heads: Tensor, num_heads: int, key_cache: Tensor, value_cache:
             f"the caches hold {key_cache.dtype} {list(key_cache.shape)}; for these heads they must hold {heads.dtype} "
             f"or torch.float8_e4m3fn, {num_kv_heads} heads of {head_dim}"
         )
-    if slot_mapping.shape != heads.shape[:1] or slot_mapping.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"slots are {slot_mapping.dtype} {list(slot_mapping.shape)}; they must be torch.int32 or torch.int64, "
-            f"{[heads.shape[0]]}"
-        )
-    if not slot_mapping.is_contiguous():
-        raise ValueError(f"slots are {slot_mapping.stride(0)} apart; make them dense")
+    check_tensor("slot_mapping", slot_mapping, (len(heads),), *INTEGERS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from pagewire.kernels.gathering import ALIGNMENT, GatheredTokens, RowTables
 from pagewire.kernels.sampling import FLOATS, SamplingColumns
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import Strided, check_tensor
 
 # What a program takes.
 _TILE_TOKENS = 256
@@ -34,14 +34,14 @@ def gather_tokens(
     Raises:
         ValueError: a shape, dtype or stride is not one of these.
     """
-    _check_integers(slots=slots, lengths=lengths, row_slots=row_slots)
-    _check_integers(2, token_ids=tables.token_ids, block_tables=tables.block_tables)
-    num_tokens, num_rows = len(slots), len(row_slots)
-    if len(lengths) != num_tokens or not 0 <= num_blocks <= tables.block_tables.shape[1]:
-        raise ValueError(
-            f"{num_tokens} tokens come with {len(lengths)} lengths, and of tables of {tables.block_tables.shape[1]} "
-            f"blocks {num_blocks} are wanted; pass a length for each token, and take no more than there are"
-        )
+    num_tokens, num_rows, max_blocks = len(slots), len(row_slots), tables.block_tables.shape[-1]
+    check_tensor("slots", slots, ("T",), torch.int32)
+    check_tensor("lengths", lengths, (num_tokens,), torch.int32)
+    check_tensor("row_slots", row_slots, ("S",), torch.int32)
+    check_tensor("token_ids", tables.token_ids, ("num_slots", "max_len"), torch.int32, is_strided=True)
+    check_tensor("block_tables", tables.block_tables, ("num_slots", "max_blocks"), torch.int32, is_strided=True)
+    if not 0 <= num_blocks <= max_blocks:
+        raise ValueError(f"{num_blocks} blocks are wanted of tables of {max_blocks}; take no more than there are")
     token_ids, positions, slot_mapping = (slots.new_empty(num_tokens, dtype=torch.int64) for _ in range(3))
     gathered = GatheredTokens(token_ids, positions, slot_mapping, slots.new_empty(num_rows, num_blocks))
     num_tiles, num_pieces = triton.cdiv(num_tokens, _TILE_TOKENS), triton.cdiv(num_blocks, _TILE_BLOCKS)
@@ -67,12 +67,10 @@ def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tens
     Raises:
         ValueError: a shape, dtype or stride is not one of these.
     """
-    _check_integers(slots=slots, num_tokens=num_tokens)
-    _check_integers(2, lines=lines)
-    if seeds.shape != lines.shape[1:] or seeds.dtype != torch.int64 or not seeds.is_contiguous():
-        raise ValueError(
-            f"seeds are {seeds.dtype} {list(seeds.shape)}; make them torch.int64 [{lines.shape[1]}], dense"
-        )
+    check_tensor("slots", slots, ("R",), torch.int32)
+    check_tensor("num_tokens", num_tokens, (len(slots),), torch.int32)
+    check_tensor("lines", lines, ("columns", "num_slots"), torch.int32, is_strided=True)
+    check_tensor("seeds", seeds, tuple(lines.shape[1:]), torch.int64)
     num_lines, num_rows = len(lines), len(slots)
     columns = lines.new_empty(num_lines, num_rows + -num_rows % ALIGNMENT)
     row_seeds = seeds.new_empty(num_rows)
@@ -87,15 +85,6 @@ def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tens
     columns = columns[:, :num_rows]
     floats, integers = columns[: len(FLOATS)].view(torch.float32), columns[len(FLOATS) :]
     return SamplingColumns.of(floats, integers, row_seeds, num_tokens)
-
-
-def _check_integers(num_dims: int = 1, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.int32 or tensor.dim() != num_dims or (tensor.numel() and tensor.stride(-1) != 1):
-            raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}; make it torch.int32 of {num_dims} dimensions, the "
-                "last one dense"
-            )
 
 
 # How many tokens and rows a step has, and where they lie in what was sent of it, is no reason to compile again.

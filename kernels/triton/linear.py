@@ -22,14 +22,12 @@ import triton
 import triton.language as tl
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import GROUP, QuantizedFormat, QuantizedWeight
-from pagewire.kernels.triton.attention_arguments import FLOATS, operand
 from pagewire.kernels.triton.experts import Assignment
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import FLOATS, INTERPRETED, Strided, check_tensor, operand
 
 E4M3 = torch.float8_e4m3fn
 _MAX_DEPTH = 64  # inputs of a product at most
 _NUM_PROGRAMS = 2 * 132  # that keep the processors of an H200 busy
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 # What the kernel is compiled for: the tile of a program; inputs of a product, products of a step that are computed side
 # by side, and in how many halves codes lie in a byte; how many products deep a group is, 0: all; what codes of 4 bits
@@ -181,18 +179,12 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output
     """
     if packed.codes.dim() != 2:
         raise ValueError(f"the weight is of {len(packed.codes)} experts; multiply the slots of each, `multiply_routed`")
-    _check_rows(x, packed)
     out_size = packed.out_size
-    _check_bias(bias, (out_size,), x.dtype)
+    check_tensor("x", x, ("rows", packed.in_size), *FLOATS, is_strided=True)
+    check_tensor("bias", bias, (out_size,), x.dtype, torch.float32)
+    check_tensor("output", output, (len(x), out_size), x.dtype, torch.float32)
     if output is None:
         output = x.new_empty(len(x), out_size)
-    elif (
-        output.shape != (len(x), out_size) or output.dtype not in (x.dtype, torch.float32) or not output.is_contiguous()
-    ):
-        raise ValueError(
-            f"the output is {list(output.shape)} {output.dtype} with strides {output.stride()}; make it "
-            f"[{len(x)}, {out_size}] {x.dtype} or torch.float32, dense"
-        )
     if output.numel():
         block_m = choose_block_m(len(x), x.dtype)
         _launch(triton.cdiv(len(x), block_m), block_m, x, packed, bias, output, None, 1)
@@ -219,11 +211,11 @@ def multiply_routed(x: Tensor, packed: PackedWeight, assignment: Assignment, bia
     num_slots, num_experts = len(table.order), len(table.ends)
     if packed.codes.dim() != 3 or len(packed.codes) != num_experts:
         raise ValueError(f"the weight is {list(packed.codes.shape)}; make it one of {num_experts} experts, by `join`")
-    _check_rows(x, packed)
+    check_tensor("x", x, ("rows", packed.in_size), *FLOATS, is_strided=True)
     num_tokens = num_slots // num_chosen
     if len(x) not in (num_tokens, num_slots):
         raise ValueError(f"x has {len(x)} rows; make it one for each of {num_tokens} tokens or {num_slots} slots")
-    _check_bias(biases, (num_experts, packed.out_size), x.dtype)
+    check_tensor("biases", biases, (num_experts, packed.out_size), x.dtype, torch.float32)
     output = x.new_empty(num_slots, packed.out_size)
     if output.numel():
         _launch(len(table.tile_experts), tile.block_m, x, packed, biases, output, table, num_slots // len(x))
@@ -301,7 +293,7 @@ def choose_tile(block_m: int, num_tiles: int, out_size: int, dtype: torch.dtype)
 def kernel_shape(packed: PackedWeight, tile: LinearTile, dtype: torch.dtype) -> KernelShape:
     """What the kernel is compiled for, with x of this dtype."""
     num_halves = 8 // packed.bits
-    has_decoders = num_halves == 2 and dtype.itemsize == 2 and not _INTERPRETED
+    has_decoders = num_halves == 2 and dtype.itemsize == 2 and not INTERPRETED
     return KernelShape(
         *(tile.block_m, tile.block_n, packed.depth, tile.num_lanes),
         *(num_halves, 0 if packed.num_groups == 1 else packed.group_size // packed.depth),
@@ -452,23 +444,6 @@ def _fold(nibbles: Tensor, depth: int) -> Tensor:
     """Bytes of the two halves of each unit of `2 * depth`; of what fills up, the lower 4 bits count."""
     halves = nibbles.unflatten(-1, (-1, 2, depth))
     return (halves[..., 0, :] & 15 | halves[..., 1, :] << 4).flatten(-2)
-
-
-def _check_rows(x: Tensor, packed: PackedWeight) -> None:
-    if x.dim() != 2 or x.shape[1] != packed.in_size or x.dtype not in FLOATS or x.stride(1) != 1:
-        raise ValueError(
-            f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; make it [rows, {packed.in_size}] float16, "
-            "bfloat16 or float32, rows dense"
-        )
-
-
-def _check_bias(bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if bias is not None and (
-        bias.shape != shape or bias.dtype not in (dtype, torch.float32) or not bias.is_contiguous()
-    ):
-        raise ValueError(
-            f"the bias is {list(bias.shape)} {bias.dtype}; make it {list(shape)} {dtype} or torch.float32, dense"
-        )
 
 
 @triton.jit(do_not_specialize=["num_slots", "slots_of_row", "num_units", "num_groups"])

@@ -9,10 +9,10 @@ Rows with one new token are better off in `decode_attention`: `paged_attention` 
 Specification: `pagewire.kernels.reference.paged_attention`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import triton
@@ -23,14 +23,13 @@ from pagewire.kernels.triton.attention_arguments import (
     AttentionConstants,
     LayerGroup,
     LayerTensors,
-    attend_layer,
     bend,
-    check_integers,
     count_sinks,
     load_slopes,
+    one_layer,
     prepare_queries,
 )
-from pagewire.kernels.triton.repeated_launch import RepeatedLaunch
+from pagewire.kernels.triton.launching import RepeatedLaunch, check_tensor
 
 
 def paged_prefill(
@@ -68,11 +67,9 @@ def paged_prefill(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-
-    def launching(group: LayerGroup) -> Callable[[LayerTensors], None]:
-        return PrefillAttention.of(group, block_tables, seq_lens, query_start_loc, 0, selection).launch
-
-    return attend_layer(query, key_cache, value_cache, scoring, output, launching)
+    group, layer = one_layer(query, key_cache, value_cache, scoring, output)
+    PrefillAttention.of(group, block_tables, seq_lens, query_start_loc, 0, selection).launch(layer)
+    return layer.output.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ class PrefillAttention:
         """`num_skipped`: how many of the layers' queries come before those of the rows, if the host knows, or 0."""
         num_rows = seq_lens.numel()
         rows = group.rows(block_tables, seq_lens, num_rows, group.scoring.window or None, selection)
-        check_integers("query_start_loc", query_start_loc, (num_rows + 1,))
+        check_tensor("query_start_loc", query_start_loc, (num_rows + 1,), torch.int32)
         num_queries = group.query_shape[0] - num_skipped
 
         def grid(shape: AttentionConstants) -> tuple[int, int]:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from pagewire.kernels import noise, sampling
 from pagewire.kernels.sampling import DTYPES, SampledTokens, SamplingColumns, TokenTarget
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import Strided, check_tensor
 
 MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
 GROUP_SIZE = 64  # tokens; a power of two
@@ -84,9 +84,11 @@ def sample(
         ValueError: a shape, dtype or device is not one of these.
     """
     _check(logits, columns, token_counts, max_logprobs)
-    if target is not None:
-        _check_target(target, len(logits))
     num_rows, vocab_size = logits.shape
+    if target is not None:
+        check_tensor("token_ids", target.token_ids, ("num_slots", "max_len"), torch.int32, is_strided=True)
+        check_tensor("slots", target.slots, (num_rows,), torch.int32)
+        check_tensor("sampled", target.sampled, (2, num_rows), torch.int32)
     num_top = min(max_logprobs or 0, vocab_size)
     sampled = SampledTokens(
         token_ids=logits.new_empty(num_rows, dtype=torch.int64),
@@ -127,7 +129,7 @@ def count_tokens(
     Raises:
         ValueError: a shape or dtype is not one of these.
     """
-    _check_counts(token_counts)
+    check_tensor("token_counts", token_counts, ("num_slots", "vocab_size"), torch.int32, is_strided=True)
     if len(start_loc) != len(slots) + 1 or len(num_prompt_tokens) != len(slots):
         raise ValueError(
             f"{len(slots)} slots come with {len(start_loc)} starts and {len(num_prompt_tokens)} lengths of prompts; "
@@ -146,62 +148,22 @@ def count_tokens(
 
 
 def _check(logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None, max_logprobs: int | None) -> None:
-    if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
-        raise ValueError(f"the logits are {list(logits.shape)} of {logits.dtype}; make them dense rows of float32")
+    check_tensor("logits", logits, ("R", "vocab_size"), torch.float32, is_strided=True)
     num_rows, vocab_size = logits.shape
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler takes 1 to {MAX_VOCAB_SIZE}")
     for name, dtype in DTYPES.items():
-        column = getattr(columns, name)
-        if column.dtype != dtype or column.shape != (num_rows,) or not column.is_contiguous():
-            raise ValueError(
-                f"{name} is {list(column.shape)} of {column.dtype}; make it [{num_rows}] of {dtype}, dense"
-            )
-    _check_lists(columns, "bias_token_ids", "bias_values", num_rows)
-    _check_lists(columns, "stop_token_ids", "min_num_tokens", num_rows)
-    if token_counts is not None:
-        _check_counts(token_counts)
-        if token_counts.shape[1] != vocab_size:
-            raise ValueError(f"token_counts has {token_counts.shape[1]} columns; the logits have {vocab_size}")
+        check_tensor(name, getattr(columns, name), (num_rows,), dtype)
+    for ids_name, other_name in (("bias_token_ids", "bias_values"), ("stop_token_ids", "min_num_tokens")):
+        if (getattr(columns, ids_name) is None) != (getattr(columns, other_name) is None):
+            raise ValueError(f"only one of {ids_name} and {other_name} is given; pass both or neither")
+        check_tensor(ids_name, getattr(columns, ids_name), (num_rows, "n"), torch.int32)
+    max_biases = 0 if columns.bias_token_ids is None else columns.bias_token_ids.shape[1]
+    check_tensor("bias_values", columns.bias_values, (num_rows, max_biases), torch.float32)
+    check_tensor("min_num_tokens", columns.min_num_tokens, (num_rows,), torch.int32)
+    check_tensor("token_counts", token_counts, ("num_slots", vocab_size), torch.int32, is_strided=True)
     if max_logprobs is not None and max_logprobs < 0:
         raise ValueError(f"max_logprobs is {max_logprobs}; make it at least 0, or None for no log-probabilities")
-
-
-def _check_lists(columns: SamplingColumns, ids_name: str, other_name: str, num_rows: int) -> None:
-    ids, other = getattr(columns, ids_name), getattr(columns, other_name)
-    if (ids is None) != (other is None):
-        raise ValueError(f"only one of {ids_name} and {other_name} is given; pass both or neither")
-    if ids is None:
-        return
-    if ids.dtype != torch.int32 or ids.dim() != 2 or len(ids) != num_rows or not ids.is_contiguous():
-        raise ValueError(f"{ids_name} is {list(ids.shape)} of {ids.dtype}; make it [{num_rows}, n] of int32, dense")
-    shape, dtype = (ids.shape, torch.float32) if ids_name == "bias_token_ids" else ((num_rows,), torch.int32)
-    if other.shape != shape or other.dtype != dtype or not other.is_contiguous():
-        raise ValueError(
-            f"{other_name} is {list(other.shape)} of {other.dtype}; make it {list(shape)} of {dtype}, dense"
-        )
-
-
-def _check_counts(token_counts: Tensor) -> None:
-    if token_counts.dim() != 2 or token_counts.dtype != torch.int32 or token_counts.stride(1) != 1:
-        raise ValueError(
-            f"token_counts is {list(token_counts.shape)} of {token_counts.dtype}; "
-            "make it [num_slots, vocab_size] of int32 with dense rows"
-        )
-
-
-def _check_target(target: TokenTarget, num_rows: int) -> None:
-    if target.token_ids.dtype != torch.int32 or target.token_ids.dim() != 2 or target.token_ids.stride(1) != 1:
-        raise ValueError(
-            f"token_ids of the target is {list(target.token_ids.shape)} of {target.token_ids.dtype}; "
-            "make it [num_slots, max_len] of int32 with dense rows"
-        )
-    for name, shape in (("slots", (num_rows,)), ("sampled", (2, num_rows))):
-        tensor = getattr(target, name)
-        if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} of the target is {list(tensor.shape)} of {tensor.dtype}; make it {list(shape)} of int32, dense"
-            )
 
 
 def _apply_masks(logits: Tensor, columns: SamplingColumns) -> None:
@@ -250,8 +212,7 @@ def _choose(
     counts = None if token_counts is None else Strided.of(token_counts)
     kept = None if target is None else _Target(Strided.of(target.token_ids), target.slots, target.sampled)
     # What is edited already is no reason to compile these kernels again.
-    columns = columns._replace(bias_token_ids=None, bias_values=None, stop_token_ids=None, min_num_tokens=None)
-    columns = columns._replace(masks=None, mask_lines=None)
+    columns = columns._replace(**SamplingColumns._field_defaults)
     _scan_kernel[(num_chunks, num_rows)](
         *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, chunk_tiles),
         num_warps=_SCAN_WARPS,

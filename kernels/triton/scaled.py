@@ -20,11 +20,9 @@ import triton.language as tl
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.scaled import BLOCK, LARGEST, MAX_INPUTS, MIN_SCALE, RoundedRows
-from pagewire.kernels.triton.attention_arguments import FLOATS
 from pagewire.kernels.triton.experts import ProductTile
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import FLOATS, INTERPRETED, Strided, check_tensor
 
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _BLOCK = tl.constexpr(BLOCK)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 # A float32 of at most 2^22, plus this, is rounded to the nearest integer and to even.
@@ -76,7 +74,7 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype not in _MIN_CAPABILITY:
         return False
     if device.type != "cuda":
-        return _INTERPRETED and device.type == "cpu"
+        return INTERPRETED and device.type == "cpu"
     return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY[dtype]
 
 
@@ -150,11 +148,11 @@ def round_rows(x: Tensor, dtype: torch.dtype, group_size: int) -> RoundedRows:
     Raises:
         ValueError: a shape, stride or dtype is not one of these.
     """
-    _check_rows(x)
+    check_tensor("x", x, ("T", "in_size"), *FLOATS, is_strided=True)
     num_rows, in_size = x.shape
     if dtype not in LARGEST:
         raise ValueError(f"rows cannot be rounded to {dtype}; choose int8 or float8_e4m3fn")
-    if group_size not in (in_size, BLOCK):
+    if not in_size or group_size not in (in_size, BLOCK):
         raise ValueError(f"groups of {group_size} of {in_size} inputs are not served; make them {in_size} or {BLOCK}")
     num_groups = triton.cdiv(in_size, group_size)
     values = torch.empty((num_rows, in_size), dtype=dtype, device=x.device)
@@ -193,7 +191,6 @@ def multiply(
     Raises:
         ValueError: a shape, stride or dtype is not one of these.
     """
-    _check_rows(x)
     output_dtype = output_dtype or x.dtype
     _check_product(x, weight, bias, output_dtype)
     return multiply_rounded(round_rows(x, weight.values.dtype, weight.block_size), weight, bias, output_dtype)
@@ -249,21 +246,9 @@ def choose_tile(num_rows: int, out_size: int, dtype: torch.dtype) -> ProductTile
     return tile
 
 
-def _check_rows(x: Tensor) -> None:
-    if x.dim() != 2 or not x.shape[1] or x.dtype not in FLOATS or x.stride(1) != 1:
-        raise ValueError(
-            f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; make it [T, in_size] float16, bfloat16 or "
-            "float32, rows dense"
-        )
-
-
 def _check_product(x: Tensor, weight: ScaledWeight, bias: Tensor | None, output_dtype: torch.dtype) -> None:
     values, scale = weight.values, weight.scale
-    if values.dim() != 2 or values.dtype not in LARGEST or not values.is_contiguous():
-        raise ValueError(
-            f"the weight is {list(values.shape)} {values.dtype} with strides {values.stride()}; make it "
-            "[out_size, in_size] int8 or float8_e4m3fn, dense"
-        )
+    check_tensor("weight", values, ("out_size", "in_size"), *LARGEST)
     out_size, in_size = values.shape
     if values.dtype == torch.int8 and in_size > MAX_INPUTS:
         raise ValueError(f"the weight has {in_size} inputs; an int32 holds the sums of at most {MAX_INPUTS}")
@@ -271,16 +256,11 @@ def _check_product(x: Tensor, weight: ScaledWeight, bias: Tensor | None, output_
     block_size = in_size
     if scale.dim() == 2 and values.dtype == torch.float8_e4m3fn:
         shape, block_size = (triton.cdiv(out_size, BLOCK), triton.cdiv(in_size, BLOCK)), BLOCK
-    if tuple(scale.shape) != shape or scale.dtype != torch.float32 or not scale.is_contiguous():
-        raise ValueError(f"scales are {list(scale.shape)} {scale.dtype}; make them {list(shape)} float32, dense")
+    check_tensor("scale", scale, shape, torch.float32)
     if weight.block_size != block_size:
         raise ValueError(f"blocks are of {weight.block_size} inputs; scales of {list(shape)} are of {block_size}")
-    if x.shape[1] != in_size:
-        raise ValueError(f"x is {list(x.shape)}; make it [T, {in_size}], as the weight's inputs are")
-    if bias is not None and (tuple(bias.shape) != (out_size,) or bias.dtype not in FLOATS or not bias.is_contiguous()):
-        raise ValueError(
-            f"the bias is {list(bias.shape)} {bias.dtype}; make it [{out_size}] float16, bfloat16 or float32, dense"
-        )
+    check_tensor("x", x, ("T", in_size), *FLOATS, is_strided=True)
+    check_tensor("bias", bias, (out_size,), *FLOATS)
     if output_dtype not in FLOATS:
         raise ValueError(f"outputs cannot be {output_dtype}; choose float16, bfloat16 or float32")
 

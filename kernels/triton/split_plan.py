@@ -7,7 +7,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.triton.attention_arguments import check_integers
+from pagewire.kernels.triton.launching import check_tensor
 
 MIN_CHUNK = 64  # positions, which are one tile of most shapes: there is nothing to share in less
 # Splits are shorter than so many times the shortest only where processors would have nothing to do: each costs memory
@@ -131,7 +131,7 @@ class SplitPlan:
         Raises:
             ValueError: the plan is for another number of rows, or rows read nothing.
         """
-        check_integers("seq_lens", seq_lens, (self.num_rows,))
+        check_tensor("seq_lens", seq_lens, (self.num_rows,), torch.int32)
         if max_positions < 1:
             raise ValueError(f"max_positions is {max_positions}; make it at least 1")
         max_splits = self.split_rows.shape[0]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
-from pagewire.kernels.triton import attention_arguments, decode_attention, split_plan, tiles
+from pagewire.kernels.triton import decode_attention, launching, split_plan, tiles
 from pagewire.kernels.triton.attention_arguments import AttentionConstants, Weighing
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import Strided
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 E4M3 = torch.float8_e4m3fn
@@ -164,7 +164,7 @@ def specify(inputs: Inputs, step: Step) -> tuple[Tensor, Tensor]:
     value_cache, options = inputs.value_cache.float(), (inputs.scoring, inputs.selection)
     expected = reference.paged_attention(query, key_cache, value_cache, *rows, *options)
     spread = reference.paged_attention(query, key_cache, value_cache.abs(), *rows, *options)
-    operand = attention_arguments.operand(step.dtype, inputs.key_cache.dtype)
+    operand = launching.operand(step.dtype, inputs.key_cache.dtype)
     rounding = 0.0 if operand.name == "fp32" else {"fp16": 2.0**-10, "bf16": 2.0**-8}[operand.name]
     limit = torch.finfo(step.dtype).eps / 2 * expected.abs() + (rounding + 64 * 2.0**-24) * spread
     return expected, limit + torch.finfo(torch.float32).tiny * value_cache.abs().nan_to_num().max()
@@ -497,7 +497,7 @@ def _compile_case(
     tile = tiles.lookup(f"paged_attention_{version}", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
     weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None)
     arguments = attention_types(element, stored, weighing, window="i32", selected=sparse)
-    operand = attention_arguments.operand(_DTYPES[element], _DTYPES[stored])
+    operand = launching.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()
     shape = AttentionConstants(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)
     return CompileCase(

@@ -10,7 +10,7 @@ from torch import Tensor
 from pagewire.kernels import experts as specification
 from pagewire.kernels.expert_routing import ExpertRouting
 from pagewire.kernels.triton import experts
-from pagewire.kernels.triton.attention_arguments import operand
+from pagewire.kernels.triton.launching import operand
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
 from testing.kernel_checks.decode_attention import strided
 

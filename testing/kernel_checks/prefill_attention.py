@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
-from pagewire.kernels.triton import attention_arguments, prefill_attention, tiles
+from pagewire.kernels.triton import launching, prefill_attention, tiles
 from pagewire.kernels.triton.attention_arguments import AttentionConstants, LayerGroup, Weighing, paged_caches
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
@@ -191,7 +191,7 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
 
 def compare(output: Tensor, expected: Tensor, batch: Batch, what: str) -> None:
     """Raises AssertionError where they differ by more than the products' rounding and one unit in the last place."""
-    absolute = TOLERANCES[attention_arguments.operand(batch.query.dtype, batch.key_cache.dtype).name]
+    absolute = TOLERANCES[launching.operand(batch.query.dtype, batch.key_cache.dtype).name]
     difference = (output.float() - expected.float()).abs()
     # False for NaN.
     is_close = difference <= absolute + torch.finfo(output.dtype).eps * expected.float().abs()
@@ -414,7 +414,7 @@ def _compile_case(
     tile = tiles.lookup("paged_prefill", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
     weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None)
     arguments = attention_types(element, stored, weighing, window="i32" if window else None, selected=selected)
-    operand = attention_arguments.operand(_DTYPES[element], _DTYPES[stored])
+    operand = launching.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()
     shape = AttentionConstants(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)
     return CompileCase(

@@ -19,7 +19,7 @@ from pagewire.kernels.triton import (
     scaled,
     split_plan,
 )
-from pagewire.kernels.triton.strided import Strided
+from pagewire.kernels.triton.launching import Strided
 
 ALIGNED = torch.zeros(64)
 TENSORS, NUMBERS = (ALIGNED, ALIGNED[1:]), (1, 16, 17)

@@ -280,16 +280,16 @@ def refusals():
     yield "queries are \\[3, 3, 32\\]", {"query": torch.zeros(3, 3, 32)}
     yield "130 query heads share a KV head", {"query": torch.zeros(3, 260, 32)}
     yield "queries hold torch.float16 and the caches torch.float32", {"query": torch.zeros(3, 4, 32).half()}
-    yield "of queries and output has strides 3 and 1", {"query": torch.zeros(3, 4, 32, 3)[..., 0]}
-    yield "the output is \\[3, 4, 32\\] torch.float16", {"output": torch.zeros(3, 4, 32).half()}
-    yield "make both \\[num_blocks", {"value_cache": torch.zeros(2, 16, 2, 64)}
-    yield "block_tables are \\[2, 9\\]", {"block_tables": torch.zeros(2, 9, **integers)}
-    yield "seq_lens are \\[3\\] torch.int64", {"seq_lens": torch.zeros(3, dtype=torch.int64)}
+    yield "query is .* its last dimension dense", {"query": torch.zeros(3, 4, 32, 3)[..., 0]}
+    yield "output is \\[3, 4, 32\\] torch.float16", {"output": torch.zeros(3, 4, 32).half()}
+    yield "value_cache is \\[2, 16, 2, 64\\]", {"value_cache": torch.zeros(2, 16, 2, 64)}
+    yield "block_tables is \\[2, 9\\]", {"block_tables": torch.zeros(2, 9, **integers)}
+    yield "seq_lens is \\[3\\] torch.int64", {"seq_lens": torch.zeros(3, dtype=torch.int64)}
     selected = torch.zeros(3, 2, 5, **integers)
-    yield "num_selected are \\[3\\]", {"selection": Selection(selected, selected[:, 0, 0].contiguous())}
+    yield "num_selected is \\[3\\]", {"selection": Selection(selected, selected[:, 0, 0].contiguous())}
     slopes = torch.zeros(2)
-    yield "alibi_slopes are \\[2\\] torch.float32; make them \\[4\\]", {"scoring": Scoring(1.0, alibi_slopes=slopes)}
-    yield "sinks are \\[4\\] torch.float64; make them", {"scoring": Scoring(1.0, sinks=torch.zeros(4).double())}
+    yield "alibi_slopes is \\[2\\] torch.float32 .* make it \\[4\\]", {"scoring": Scoring(1.0, alibi_slopes=slopes)}
+    yield "sinks is \\[4\\] torch.float64 .* make it", {"scoring": Scoring(1.0, sinks=torch.zeros(4).double())}
     yield "scale is 0.0", {"scoring": Scoring(0.0)}
     yield "window is -1", {"scoring": Scoring(1.0, -1)}
 
@@ -314,7 +314,7 @@ def test_a_plan_refuses_other_rows():
             *(inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens),
             *(plan, Scoring(1.0)),
         )
-    with pytest.raises(ValueError, match=r"make them \[3\] torch\.int32"):
+    with pytest.raises(ValueError, match=r"make it \[3\] torch\.int32"):
         plan.decide(inputs.seq_lens[:2])
     with pytest.raises(ValueError, match="max_positions is 0"):
         plan.decide(inputs.seq_lens, 0)

@@ -93,8 +93,8 @@ def test_no_tokens_are_no_error(device):
 def test_choices_refuse():
     logits = torch.zeros(2, 6)
     for text, arguments in (
-        (r"logits are \[2, 6\] torch.float64", (logits.double(), LAYER.routing)),
-        (r"corrections are \[5\] torch.float32; make them \[6\]", (logits, LAYER.routing, torch.zeros(5))),
+        (r"logits is \[2, 6\] torch.float64", (logits.double(), LAYER.routing)),
+        (r"correction is \[5\] torch.float32 .* make it \[6\]", (logits, LAYER.routing, torch.zeros(5))),
         ("7 of 6 experts", (logits, ExpertRouting(7))),
         ("2 of 4 groups of 6 experts cannot be chosen", (logits, ExpertRouting(1, "sigmoid", True, 1.0, 4, 2))),
         ("3 of 6 experts in 1 of 3 groups", (logits, ExpertRouting(3, "sigmoid", True, 1.0, 3, 1))),
@@ -109,17 +109,17 @@ def test_products_and_sums_refuse():
     assignment = experts.assign(ids, 3, torch.float32)
     for text, arguments in (
         (r"x is \[2, 15\]", (x[:, :15], weights, assignment)),
-        ("make it .* torch.float16, rows dense", (x, weights.half(), assignment)),
+        ("make it .* torch.float16, its last dimension dense", (x, weights.half(), assignment)),
         ("x has 3 rows; make it one for each of 2 tokens or 4 slots", (torch.zeros(3, 16), weights, assignment)),
-        (r"weights are \[2, 4, 16\] .* make them \[3, out_size", (x, weights[:2], assignment)),
-        ("the last dimension dense", (x, weights.mT.contiguous().mT, assignment)),
-        (r"biases are \[3, 5\]", (x, weights, assignment, torch.zeros(3, 5))),
+        (r"weights is \[2, 4, 16\] .* make it \[3, out_size", (x, weights[:2], assignment)),
+        ("weights is .* its last dimension dense", (x, weights.mT.contiguous().mT, assignment)),
+        (r"biases is \[3, 5\]", (x, weights, assignment, torch.zeros(3, 5))),
     ):
         with pytest.raises(ValueError, match=text):
             experts.multiply_routed(*arguments)
-    with pytest.raises(ValueError, match=r"make them .* int64 or int32"):
+    with pytest.raises(ValueError, match=r"make it .* torch.int32 or torch.int64"):
         experts.assign(ids.float(), 3, torch.float32)
-    with pytest.raises(ValueError, match=r"slots are \[3, 4\] torch.float32; make them \[4, width\]"):
+    with pytest.raises(ValueError, match=r"slots is \[3, 4\] torch.float32 .* make it \[4, width\]"):
         experts.sum_slots(torch.zeros(3, 4), torch.zeros(2, 2))
-    with pytest.raises(ValueError, match=r"weights are \[2, 2\] torch.float64"):
+    with pytest.raises(ValueError, match=r"weights is \[2, 2\] torch.float64"):
         experts.sum_slots(torch.zeros(4, 4), torch.zeros(2, 2).double())

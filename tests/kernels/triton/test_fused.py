@@ -72,11 +72,11 @@ def test_layers_of_a_step_get_what_each_gets_alone(device):
         actual = caching.turn(heads, preparation, blocks[:, 0], blocks[:, 1])
         checks.assert_same_rounding(actual, queries, f"{kind}, seed {seed}")
         checks.assert_same_rounding(blocks, theirs, f"the cache, {kind}, seed {seed}")
-    with pytest.raises(ValueError, match=r"cos is torch.float32 \[4, 32\]"):
+    with pytest.raises(ValueError, match=r"cos is \[4, 32\] torch.float32"):
         caching.turn(heads, preparation._replace(cos=cos[:4]), blocks[:, 0], blocks[:, 1])
     with pytest.raises(ValueError, match="for these heads they must hold"):
         caching.turn(heads, preparation, blocks[:, 0].half(), blocks[:, 1].half())
-    with pytest.raises(ValueError, match=r"slots are torch.int64 \[5\]; they must be .* \[3\]"):
+    with pytest.raises(ValueError, match=r"slot_mapping is \[5\] torch.int64 .* make it \[3\]"):
         caching.turn(heads[:3], preparation._replace(cos=cos[:3], sin=sin[:3]), blocks[:, 0], blocks[:, 1])
 
 
@@ -117,13 +117,13 @@ def test_weights_in_float32_are_multiplied_before_anything_is_rounded(device, dt
 
 def test_bad_arguments_are_refused(device):
     x, weight = torch.ones(2, 64, device=device), torch.ones(64, device=device)
-    with pytest.raises(ValueError, match=r"x is torch.float64 \[2, 64\]"):
+    with pytest.raises(ValueError, match=r"x is \[2, 64\] torch.float64"):
         fused.rms_norm(x.double(), weight.double(), 1e-6)
-    with pytest.raises(ValueError, match="elements of a row of x are 2 apart"):
+    with pytest.raises(ValueError, match=r"x is .* its last dimension dense"):
         fused.rms_norm(x[:, ::2], weight[:32], 1e-6)
-    with pytest.raises(ValueError, match=r"weight is torch.float32 \[63\]; it must be torch.float32 \[64\]"):
+    with pytest.raises(ValueError, match=r"weight is \[63\] torch.float32 .* make it \[64\]"):
         fused.rms_norm(x, weight[1:], 1e-6)
-    with pytest.raises(ValueError, match=r"update is torch.float32 \[1, 64\]"):
+    with pytest.raises(ValueError, match=r"update is \[1, 64\] torch.float32"):
         fused.add_rms_norm(x, x[:1], weight, 1e-6)
     with pytest.raises(ValueError, match="rows of 65537; 1 to 65536"):
         fused.rms_norm(torch.ones(1, 65537, device=device), torch.ones(65537, device=device), 1e-6)
@@ -145,9 +145,9 @@ def test_bad_heads_are_refused(device):
     for head_dim in (30, 8):
         with pytest.raises(ValueError, match="multiple of 8 from 16 to 256"):
             fused.norm_rope(heads[..., :head_dim], preparation(2, angles[:, :head_dim], angles[:, :head_dim]))
-    with pytest.raises(ValueError, match=r"sin is torch.float32 \[1, 32\]; it must be torch.float32 \[2, 32\]"):
+    with pytest.raises(ValueError, match=r"sin is \[1, 32\] torch.float32 .* make it \[2, 32\]"):
         fused.norm_rope(heads, preparation(2, angles, angles[:1]))
     with pytest.raises(ValueError, match=r"for these heads they must hold torch.float32"):
         fused.HeadCaching(slots).turn(heads, preparation(4, angles, angles), *cache)
-    with pytest.raises(ValueError, match=r"slots are torch.int64 \[1\]"):
+    with pytest.raises(ValueError, match=r"slot_mapping is \[1\] torch.int64"):
         fused.HeadCaching(slots[:1]).turn(heads, preparation(2, angles, angles), *cache)

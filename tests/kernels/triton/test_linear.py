@@ -94,12 +94,12 @@ def test_products_refuse(device):
     for text, arguments in (
         (r"x is \[2, 95\] .* make it \[rows, 96\]", (x[:, :95], packed)),
         (r"x is \[2, 96\] torch.float64", (x.double(), packed)),
-        ("make it .* rows dense", (x.T.contiguous().T, packed)),
-        (r"the bias is \[23\] .* make it \[24\] torch.float32", (x, packed, torch.zeros(23))),
-        ("the bias is .* make it", (x, packed, torch.zeros(24).half())),
-        (r"the output is \[2, 24\] torch.float16 .* make it", (x, packed, None, torch.zeros(2, 24).half())),
-        (r"the output is \[2, 23\] .* make it \[2, 24\]", (x, packed, None, torch.zeros(2, 23))),
-        ("the output is .* dense", (x, packed, None, torch.zeros(24, 2).T)),
+        ("make it .* its last dimension dense", (x.T.contiguous().T, packed)),
+        (r"bias is \[23\] .* make it \[24\] torch.float32", (x, packed, torch.zeros(23))),
+        ("bias is .* make it", (x, packed, torch.zeros(24).half())),
+        (r"output is \[2, 24\] torch.float16 .* make it", (x, packed, None, torch.zeros(2, 24).half())),
+        (r"output is \[2, 23\] .* make it \[2, 24\]", (x, packed, None, torch.zeros(2, 23))),
+        ("output is .* dense", (x, packed, None, torch.zeros(24, 2).T)),
     ):
         with pytest.raises(ValueError, match=text):
             linear.multiply(*arguments)
@@ -168,7 +168,7 @@ def test_experts_refuse(device):
         ("make it one of 3 experts", (x, packed[0], assignment)),
         (r"x is \[2, 95\] .* make it \[rows, 96\]", (x[:, :95], joined, assignment)),
         ("x has 3 rows; make it one for each of 2 tokens or 4 slots", (torch.zeros(3, 96), joined, assignment)),
-        (r"the bias is \[3, 25\] .* make it \[3, 24\]", (x, joined, assignment, torch.zeros(3, 25))),
+        (r"biases is \[3, 25\] .* make it \[3, 24\]", (x, joined, assignment, torch.zeros(3, 25))),
     ):
         with pytest.raises(ValueError, match=text):
             linear.multiply_routed(*arguments)

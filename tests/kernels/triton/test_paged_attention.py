@@ -87,16 +87,16 @@ def test_layers_that_differ_from_their_group_are_refused(device):
     group = LayerGroup.of(batch.query.shape, batch.query.dtype, caches, batch.scoring)
     starts = torch.zeros(1, dtype=torch.int32, device=device)
     attention = PagedAttention.of(group, batch.block_tables[:0], starts[:0], starts, 0, None)
-    with pytest.raises(ValueError, match=r"queries are \[23, 4, 32\] .* prepared for \[25, 4, 32\] torch.float32"):
+    with pytest.raises(ValueError, match=r"query is \[23, 4, 32\] .* make it \[25, 4, 32\] torch.float32"):
         attention.attend(batch.query[2:], caches)
-    with pytest.raises(ValueError, match=r"queries are \[25, 4, 32\] torch.float16; these layers were prepared for"):
+    with pytest.raises(ValueError, match=r"query is \[25, 4, 32\] torch.float16 .* make it"):
         attention.attend(batch.query.half(), caches)
     for others in (batch.key_cache[1:], batch.key_cache[:, :8], batch.key_cache.to(E4M3)):
         with pytest.raises(ValueError, match=r"the caches are .* these layers were prepared for"):
             attention.attend(batch.query, paged_caches(others, others))
-    with pytest.raises(ValueError, match=r"sinks are \[3\] torch.float32; make them \[4\]"):
+    with pytest.raises(ValueError, match=r"sinks is \[3\] torch.float32 .* make it \[4\]"):
         attention.attend(batch.query, caches, torch.zeros(3, device=device))
-    with pytest.raises(ValueError, match="the output is"):
+    with pytest.raises(ValueError, match="output is"):
         attention.attend(batch.query, caches, output=batch.query[:3])
 
 

@@ -149,16 +149,16 @@ def refusals():
     yield "130 query heads share a KV head; it must be 1 to 128", good | {"query": query.repeat(1, 65, 1)}
     yield "queries hold torch.float16 and the caches torch.float32", good | {"query": query.half()}
     yield "queries hold torch.float64", good | {"query": query.double()}
-    yield "make it dense", good | {"query": query.mT.contiguous().mT}
-    yield "the output is", good | {"output": query[:3]}
-    yield "the caches are", good | {"value_cache": cache[:2]}
-    yield r"block_tables are .* torch.int64", good | {"block_tables": batch.block_tables.long()}
-    yield r"seq_lens are \[3\] torch.int64", good | {"seq_lens": seq_lens.long()}
-    yield r"query_start_loc are \[3\] .* make them \[4\]", good | {"query_start_loc": seq_lens}
+    yield "its last dimension dense", good | {"query": query.mT.contiguous().mT}
+    yield "output is", good | {"output": query[:3]}
+    yield "value_cache is", good | {"value_cache": cache[:2]}
+    yield r"block_tables is .* torch.int64", good | {"block_tables": batch.block_tables.long()}
+    yield r"seq_lens is \[3\] torch.int64", good | {"seq_lens": seq_lens.long()}
+    yield r"query_start_loc is \[3\] .* make it \[4\]", good | {"query_start_loc": seq_lens}
     wrong = Selection(batch.block_tables, batch.block_tables)
-    yield r"selected_blocks are \[3, 3\]", good | {"selection": wrong}
-    yield r"alibi_slopes are \[3\] torch.float32", good | {"scoring": Scoring(1.0, alibi_slopes=torch.ones(3))}
-    yield r"sinks are \[3\] torch.float32; make them \[4\]", good | {"scoring": Scoring(1.0, sinks=torch.ones(3))}
+    yield r"selected_blocks is \[3, 3\]", good | {"selection": wrong}
+    yield r"alibi_slopes is \[3\] torch.float32", good | {"scoring": Scoring(1.0, alibi_slopes=torch.ones(3))}
+    yield r"sinks is \[3\] torch.float32 .* make it \[4\]", good | {"scoring": Scoring(1.0, sinks=torch.ones(3))}
     yield "scale is 0.0; it must be greater than 0", good | {"scoring": Scoring(0.0)}
     yield "window is -1 and softcap 0.0; neither", good | {"scoring": Scoring(1.0, window=-1)}
     yield "window is 0 and softcap -1.0; neither", good | {"scoring": Scoring(1.0, softcap=-1.0)}
