@@ -1,6 +1,6 @@
 """The inputs and outputs of sampling, and its specification in plain torch, one row at a time.
 
-On a GPU it is `pagewire.kernels.triton.sampler`, on a CPU `pagewire.kernels.cpu.sampling`.
+On a GPU it is `pagewire.kernels.triton.sampler`, on a CPU `pagewire.kernels.cpu.sampler`.
 
 A row goes through: mask, logit bias, suppression, penalties -> temperature -> top-k -> top-p -> min-p -> the highest of
 logit + Gumbel noise; its log-probabilities are those before temperature and filters. Parameters mean what they mean in

@@ -25,8 +25,7 @@ from bench.peers.peers import compute_with
 from bench.tokenizer import trained_tokenizer
 from pagewire.common.grammars import GrammarCompiler, GrammarLimitError, MaskJob, MaskQueue
 from pagewire.common.grammars.trial import Trials
-from pagewire.kernels.cpu.sampler import CpuSampler
-from pagewire.kernels.cpu.sampling import TokenHistory
+from pagewire.kernels.cpu.sampler import CpuSampler, TokenHistory
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns
 from testing.hostile_grammars import HOSTILE
 from worker_service.startup.cpu_kernels import load_cpu_kernels

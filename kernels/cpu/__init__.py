@@ -3,7 +3,6 @@
 import functools
 import logging
 
-from pagewire.kernels.cpu.batch import FlatRows, TableFlattener
 from pagewire.kernels.cpu.decoder import (
     Activate,
     Add,
@@ -26,7 +25,7 @@ from pagewire.kernels.cpu.decoder import (
 from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, BuildError, load_library
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, QuantizedPanels
 from pagewire.kernels.cpu.operations import CpuKernels
-from pagewire.kernels.cpu.paged import MAX_HEAD_DIM, PagedRows
+from pagewire.kernels.cpu.paged import MAX_HEAD_DIM, FlatRows, PagedRows, TableFlattener
 
 __all__ = [
     "MAX_HEAD_DIM",

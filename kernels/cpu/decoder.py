@@ -7,7 +7,7 @@ a model by `worker_service/host/decoder.py`.
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,16 @@ from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import head_dim_of
 from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedExperts, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
-from pagewire.kernels.cpu.paged import CACHE_ELEMENTS, NO_ROWS, PagedRows, PagedStep, cache_step, check, put_rows
+from pagewire.kernels.cpu.paged import (
+    CACHE_ELEMENTS,
+    NO_ROWS,
+    PagedRows,
+    PagedStep,
+    address_of,
+    cache_step,
+    check,
+    put_rows,
+)
 from pagewire.kernels.experts import ExpertRouting
 
 
@@ -207,10 +216,7 @@ Operation: TypeAlias = (
 )
 
 # The orders of source/decoder.h.
-_KINDS = (
-    *(Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Route, MultiplyRouted, SumSlots, Gate),
-    *(Turn, AttendTo, Predict, AllReduce, Clip),
-)
+_KINDS = get_args(Operation)
 _FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 _SCORINGS = ("softmax", "sigmoid")
 _NO_BUFFER, _MAX_BUFFERS = -1, 32
@@ -340,11 +346,11 @@ class DecoderKernel:
                 if positions is not None:
                     mirror.positions, mirror.positions_element = positions.data_ptr(), ELEMENTS[positions.dtype]
             case Normalize():
-                mirror.weight, mirror.bias = _pointer(operation.weight), _pointer(operation.bias)
+                mirror.weight, mirror.bias = address_of(operation.weight), address_of(operation.bias)
                 mirror.eps, mirror.is_centered = operation.eps, operation.is_centered
             case NormalizeParts(weights=weights):
                 self._joined.append(torch.cat(weights))
-                mirror.weight, mirror.eps = _pointer(self._joined[-1]), operation.eps
+                mirror.weight, mirror.eps = address_of(self._joined[-1]), operation.eps
                 mirror.part_sizes[:] = [len(weight) for weight in weights]
             case Multiply():
                 mirror.layer, mirror.is_gated = operation.linear.layer(), operation.is_gated
@@ -366,11 +372,11 @@ class DecoderKernel:
                 mirror.routes = self._number(operation.gate)
             case Turn():
                 for name in ("query_norm", "key_norm", "cos", "sin", "query_scales"):
-                    setattr(mirror, name, _pointer(getattr(operation, name)))
+                    setattr(mirror, name, address_of(getattr(operation, name)))
                 mirror.eps = operation.eps
                 mirror.rotary_size = 0 if operation.cos is None else operation.cos.shape[1]
             case AttendTo():
-                mirror.sinks = _pointer(operation.sinks)
+                mirror.sinks = address_of(operation.sinks)
             case Clip():
                 mirror.limit = operation.limit
             case Predict():
@@ -474,7 +480,7 @@ class DecoderKernel:
         """Raises ValueError unless heads have this number and size."""
         num_all = self._num_heads + 2 * num_kv_heads
         for operation in self._model:
-            if isinstance(operation, AttendTo) and operation.sinks is not None:
+            if isinstance(operation, AttendTo):
                 check("sinks", operation.sinks, torch.float32, (self._num_heads,))
             if not isinstance(operation, Turn):
                 continue
@@ -485,9 +491,7 @@ class DecoderKernel:
                     f"{num_kv_heads} KV heads of {head_dim} need {num_all * head_dim} and {self._num_heads * head_dim}"
                 )
             for name in ("query_norm", "key_norm"):
-                norm = getattr(operation, name)
-                if norm is not None:
-                    check(name, norm, torch.float32, (head_dim,))
+                check(name, getattr(operation, name), torch.float32, (head_dim,))
             for name in ("cos", "sin"):
                 table = getattr(operation, name)
                 if table is not None:
@@ -536,12 +540,8 @@ def _routing(operation: Route, num_experts: int) -> _ExpertRouting:
         num_groups=routing.num_groups,
         num_chosen_groups=routing.num_chosen_groups,
         factor=routing.factor,
-        correction=_pointer(operation.correction),
+        correction=address_of(operation.correction),
     )
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 class _Widths:
@@ -586,8 +586,7 @@ class _Widths:
             case Normalize():
                 width = self._read(operation.input)
                 check("norm", operation.weight, torch.float32, (width,))
-                if operation.bias is not None:
-                    check("norm's bias", operation.bias, torch.float32, (width,))
+                check("norm's bias", operation.bias, torch.float32, (width,))
                 if operation.update is not None:
                     self._read(operation.update, width)
             case NormalizeParts(input, _, weights):
@@ -622,8 +621,7 @@ class _Widths:
             raise ValueError(
                 f"{routing.num_chosen_groups} of {routing.num_groups} groups of {num_experts} experts cannot be chosen"
             )
-        if operation.correction is not None:
-            check("correction", operation.correction, torch.float32, (num_experts,))
+        check("correction", operation.correction, torch.float32, (num_experts,))
         self._routed[operation.routes] = routing.num_chosen, num_experts
         return 2 * routing.num_chosen
 

@@ -73,22 +73,24 @@ class CpuKernels:
                 function.restype = ctypes.c_int if name == "attend" else None
                 self._functions[name, *key] = function
 
-        library.packed_bytes.argtypes = [pointer]
-        library.packed_bytes.restype = integer
-        library.pack_quantized.argtypes = [pointer] * 3 + [integer]
-        library.pack_quantized.restype = None
-        library.pack_float8.argtypes = [pointer] * 3 + [integer]
-        library.pack_float8.restype = None
-        library.find_codes.argtypes = [pointer, integer, pointer, integer]
-        library.find_codes.restype = None
-        library.quantize.argtypes = [pointer, integer, integer, pointer, pointer, integer]
-        library.quantize.restype = None
-        library.take_rows.argtypes = [pointer] * 3 + [integer]
-        library.take_rows.restype = None
-        library.linear.argtypes = [pointer] * 3 + [integer] * 2
-        library.multiply_experts.argtypes = [pointer, integer, *[pointer] * 2, integer, pointer, *[integer] * 3]
-        library.decode.argtypes = [pointer] * 4
-        library.is_gateable.argtypes = [pointer]
+        status = ctypes.c_int
+        for name, restype, parameters in (
+            ("packed_bytes", integer, [pointer]),
+            ("pack_quantized", None, [pointer] * 3 + [integer]),
+            ("pack_float8", None, [pointer] * 3 + [integer]),
+            ("find_codes", None, [pointer, integer, pointer, integer]),
+            ("quantize", None, [pointer, integer, integer, pointer, pointer, integer]),
+            ("take_rows", None, [pointer] * 3 + [integer]),
+            ("linear", status, [pointer] * 3 + [integer] * 2),
+            ("multiply_experts", status, [pointer, integer, *[pointer] * 2, integer, pointer, *[integer] * 3]),
+            ("decode", status, [pointer] * 4),
+            ("is_gateable", status, [pointer]),
+            ("sample", None, [pointer]),
+            ("sampling_scratch_size", integer, [integer]),
+            ("flatten_rows", integer, [pointer]),
+        ):
+            function = getattr(library, name)
+            function.argtypes, function.restype = parameters, restype
 
     @property
     def variant(self) -> str:
@@ -156,8 +158,7 @@ class CpuKernels:
         """
         out_size, in_size = weight.shape
         check("weight", weight, weight.dtype, (out_size, in_size))
-        if bias is not None:
-            check("bias", bias, torch.float32, (out_size,))
+        check("bias", bias, torch.float32, (out_size,))
         if weight.dtype not in _HELD:
             raise ValueError(f"{weight.dtype} has no kernels; use one of {', '.join(map(str, _HELD))}")
         if activation not in (torch.float32, weight.dtype) or activation not in ACTIVATIONS:
@@ -169,7 +170,7 @@ class CpuKernels:
 
     def can_gate(self, packed: PackedLinear) -> bool:
         """Say whether a product's first half of outputs can gate the second within the product."""
-        return bool(self.library.is_gateable(ctypes.addressof(packed.layer())))
+        return bool(self.library.is_gateable(ctypes.byref(packed.layer())))
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """Lays a quantised weight out for `linear`, in the fewest bits that hold it exactly.
@@ -182,19 +183,14 @@ class CpuKernels:
         out_size, in_size = weight.codes.shape
         for name, values in weight.parts().items():
             check(name, values, values.dtype, tuple(values.shape))
-        if bias is not None:
-            check("bias", bias, torch.float32, (out_size,))
+        check("bias", bias, torch.float32, (out_size,))
         if not _is_narrow(weight):
             weight = weight.without_factors()
         quantized = self._choose_panels(weight)
         empty = PackedLinear(torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, torch.int8, quantized)
-        panels = torch.zeros(self._packed_bytes(empty), dtype=torch.uint8)
         pointers = {name: values.data_ptr() for name, values in weight.parts().items()}
         source = SourceWeight(**pointers, group_size=weight.group_size)
-        layer = empty.layer()
-        arguments = (ctypes.addressof(layer), ctypes.addressof(source), panels.data_ptr())
-        self.library.pack_quantized(*arguments, torch.get_num_threads())
-        return replace(empty, panels=panels)
+        return self._fill(empty, self.library.pack_quantized, source)
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
         """Rounds float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.rounding`.
@@ -221,18 +217,21 @@ class CpuKernels:
         out_size, in_size = weight.values.shape
         check("values", weight.values, torch.float8_e4m3fn, (out_size, in_size))
         check("scale", weight.scale, torch.float32, (out_size, -(-in_size // weight.block_size)))
-        if bias is not None:
-            check("bias", bias, torch.float32, (out_size,))
+        check("bias", bias, torch.float32, (out_size,))
         unit = unit_size(weight.block_size, in_size)
         if not unit:
             raise ValueError(f"blocks of {weight.block_size} of {in_size} inputs have no panels")
         nothing = torch.empty(0, dtype=torch.uint8)
         empty = PackedLinear(nothing, bias, in_size, out_size, torch.bfloat16, float8_unit=unit)
-        panels = torch.zeros(self._packed_bytes(empty), dtype=torch.uint8)
         source = Float8Source(weight.values.data_ptr(), weight.scale.data_ptr(), weight.block_size)
-        layer = empty.layer()
-        pointers = (ctypes.addressof(layer), ctypes.addressof(source), panels.data_ptr())
-        self.library.pack_float8(*pointers, torch.get_num_threads())
+        return self._fill(empty, self.library.pack_float8, source)
+
+    def _fill(
+        self, empty: PackedLinear, pack: Callable[..., None], source: SourceWeight | Float8Source
+    ) -> PackedLinear:
+        """With the panels that a function of the library packs."""
+        panels = torch.zeros(self._packed_bytes(empty), dtype=torch.uint8)
+        pack(ctypes.byref(empty.layer()), ctypes.byref(source), panels.data_ptr(), torch.get_num_threads())
         return replace(empty, panels=panels)
 
     def _choose_panels(self, weight: QuantizedWeight) -> QuantizedPanels:
@@ -253,8 +252,7 @@ class CpuKernels:
 
     def _packed_bytes(self, packed: PackedLinear) -> int:
         """Of panels that are not there yet."""
-        layer = packed.layer()
-        return self.library.packed_bytes(ctypes.addressof(layer))
+        return self.library.packed_bytes(ctypes.byref(packed.layer()))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x W^T + b in float32: [T, in_size] to [T, out_size]. What a row gives depends on no other row.
@@ -265,9 +263,8 @@ class CpuKernels:
         """
         check("x", x, torch.float32, (len(x), packed.in_size))
         output = torch.empty(len(x), packed.out_size)
-        layer = packed.layer()
-        arguments = (ctypes.addressof(layer), x.data_ptr(), output.data_ptr(), len(x), torch.get_num_threads())
-        if self.library.linear(*arguments):
+        pointers = (ctypes.byref(packed.layer()), x.data_ptr(), output.data_ptr())
+        if self.library.linear(*pointers, len(x), torch.get_num_threads()):
             raise MemoryError(f"no memory for linear of {tuple(x.shape)}")
         return output
 
@@ -305,8 +302,8 @@ class CpuKernels:
         """
         check("indexes", indexes, torch.int64, (len(indexes),))
         output = torch.empty(len(indexes), packed.in_size)
-        layer = packed.layer()
-        self.library.take_rows(ctypes.addressof(layer), indexes.data_ptr(), output.data_ptr(), len(indexes))
+        pointers = (ctypes.byref(packed.layer()), indexes.data_ptr(), output.data_ptr())
+        self.library.take_rows(*pointers, len(indexes))
         return output
 
     # Between the matrix products
@@ -316,18 +313,15 @@ class CpuKernels:
 
         Raises ValueError if shapes, strides or dtypes do not fit.
         """
-        return self._add_rms_norm(x, None, weight, eps)
+        return self.add_rms_norm(x, None, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x += update in place, both [T, size]; returns `rms_norm` of the sum. Raises ValueError as that does."""
-        return self._add_rms_norm(x, update, weight, eps)
-
-    def _add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """x += update in place, both [T, size], where there is one; returns `rms_norm` of the sum. Raises ValueError as
+        that does."""
         num_tokens, size = x.shape
         check("x", x, x.dtype, (num_tokens, size))
         check("weight", weight, x.dtype, (size,))
-        if update is not None:
-            check("update", update, x.dtype, (num_tokens, size))
+        check("update", update, x.dtype, (num_tokens, size))
         output = torch.empty_like(x)
         self._call("add_rms_norm", (x,), x, update, weight, output, num_tokens, size, eps, torch.get_num_threads())
         return output
@@ -368,8 +362,7 @@ class CpuKernels:
         for name, table in (("cos", cos), ("sin", sin)):
             check(name, table, heads.dtype, (num_tokens, head_dim))
         for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
-            if weight is not None:
-                check(name, weight, heads.dtype, (head_dim,))
+            check(name, weight, heads.dtype, (head_dim,))
         sizes = (num_tokens, num_heads, num_kv_heads, head_dim)
         self._call(
             "norm_rope", (heads,), heads, query_weight, key_weight, cos, sin, *sizes, eps, torch.get_num_threads()

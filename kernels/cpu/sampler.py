@@ -1,9 +1,18 @@
-"""From logits to tokens in one call of C for all rows of a step: the tokens of `pagewire.kernels.cpu.sampling.sample`.
+"""From logits to tokens on a CPU, for all rows of a step at once: in plain torch, and the same tokens in one call of C.
+Specification: `pagewire.kernels.sampling.sample`.
 
-Rows whose draw hangs on how a logarithm or a sum is rounded, which is one of many thousands, are computed as that does.
+Rows that ask for nothing take the highest logit and skip all else. Edits of the logits are sparse: places are gathered
+over all rows and changed in one operation each. The filters are one threshold per row: each keeps the tokens whose
+logit is at least some value, so no result depends on how a sort orders equals. Looking for the highest, and sorting, is
+numpy's, which is ten times faster at it on a CPU than torch.
+
+Of C's rows those whose draw hangs on how a logarithm or a sum is rounded, which is one of many thousands, are computed
+in plain torch.
 """
 
 import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +20,244 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from pagewire.kernels.cpu.paged import check
-from pagewire.kernels.cpu.sampling import Indexes, SeenTokens, TokenHistory, choose, report, sample
-from pagewire.kernels.sampling import DTYPES, FLOATS, INTEGERS, SampledTokens, SamplingColumns
+from pagewire.kernels.cpu.paged import address_of, check
+from pagewire.kernels.noise import gumbel_noise, noise_keys
+from pagewire.kernels.sampling import (
+    DTYPES,
+    FLOATS,
+    INTEGERS,
+    LARGEST,
+    SampledTokens,
+    SamplingColumns,
+    logprob_columns,
+)
+
+Indexes = NDArray[np.int64]
 
 _NAN, _OPEN = 1, 2  # of `statuses`
 _COLUMNS = (*FLOATS, *(name for name in INTEGERS if name != "num_logprobs"), "seeds")
+
+
+class TokenHistory(NamedTuple):
+    """The tokens of sequences by slot, as `SamplingColumns.slots` names them. Only rows with penalties are looked at.
+
+    Attributes:
+        token_ids: [num_slots, max_num_tokens], a row's prompt first; those from the row's num_tokens on mean nothing.
+        num_prompt_tokens: [num_slots].
+    """
+
+    token_ids: NDArray[np.int32]
+    num_prompt_tokens: Indexes
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """The distinct tokens of the rows that have penalties, one row after the other: N in all."""
+
+    rows: Indexes  # [N]
+    token_ids: Indexes  # [N]
+    num_outputs: Indexes  # [N] how often each stands in the row's output
+
+    @staticmethod
+    def of_rows(columns: SamplingColumns, history: TokenHistory) -> "SeenTokens | None":
+        """Return the seen tokens of all rows that have penalties; None: no row has any."""
+        slots, num_tokens = columns.slots.numpy(), columns.num_tokens.numpy()
+        penalized = np.flatnonzero(slots >= 0)
+        if not len(penalized):
+            return None
+        rows, token_ids, num_outputs = [], [], []
+        for row in penalized.tolist():
+            tokens = history.token_ids[slots[row], : num_tokens[row]]
+            seen = np.unique(tokens).astype(np.int64)
+            output, counts = np.unique(tokens[history.num_prompt_tokens[slots[row]] :], return_counts=True)
+            num_times = np.zeros(len(seen), np.int64)
+            num_times[np.searchsorted(seen, output)] = counts
+            rows.append(np.full(len(seen), row, np.int64))
+            token_ids.append(seen)
+            num_outputs.append(num_times)
+        return SeenTokens(np.concatenate(rows), np.concatenate(token_ids), np.concatenate(num_outputs))
+
+
+class TorchSampler:
+    """The sampler in plain torch."""
+
+    def sample(
+        self,
+        logits: Tensor,
+        columns: SamplingColumns,
+        history: TokenHistory,
+        max_logprobs: int | None = None,
+        highest: Tensor | None = None,
+    ) -> SampledTokens:
+        """Chooses a token per row.
+
+        Args:
+            logits: [R, vocab_size] float32, overwritten.
+            columns: one entry per row; `slots` name lines of `history`, of the rows that have penalties.
+            max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
+            highest: what `highest_logits` gives, if it is known.
+        """
+        highest = highest_logits(logits) if highest is None else highest
+        is_nan, token_ids = highest.numpy() < 0, np.maximum(highest.numpy(), 0)
+        edited = _edit(logits, columns, SeenTokens.of_rows(columns, history))
+        open_rows = np.union1d(edited, np.flatnonzero(columns.temperature.numpy()))
+        if len(open_rows):
+            token_ids[open_rows] = choose(logits, columns, open_rows)
+        token_ids[is_nan] = 0
+        return report(logits, columns, token_ids, is_nan, max_logprobs)
+
+
+def choose(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
+    """Choose tokens of some rows, whose logits are edited already: [N]."""
+    token_ids = _argmax(_rows(logits, rows))
+    is_drawing = columns.temperature.numpy()[rows] != 0
+    if is_drawing.any():
+        token_ids[is_drawing] = _draw(_rows(logits, rows[is_drawing]), columns, rows[is_drawing])
+    return token_ids
+
+
+def report(
+    logits: Tensor, columns: SamplingColumns, token_ids: Indexes, is_nan: NDArray[np.bool_], max_logprobs: int | None
+) -> SampledTokens:
+    """What is told of the tokens that were chosen by these logits, edited."""
+    reports = _report(logits, columns, token_ids, min(max_logprobs or 0, logits.shape[1]))
+    return SampledTokens(torch.from_numpy(token_ids), torch.from_numpy(is_nan), *reports)
+
+
+def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_top: int) -> Iterable[Tensor]:
+    """Log-probabilities, ranks, and the most likely tokens: the last columns of `SampledTokens`, in their order."""
+    num_rows = len(token_ids)
+    reporting = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
+    if len(reporting) == num_rows > 0:
+        return logprob_columns(logits, torch.from_numpy(token_ids), num_top)
+    shapes = ((num_rows,), (num_rows,), (num_rows, num_top), (num_rows, num_top))
+    dtypes = (np.float32, np.int32, np.int32, np.float32)
+    reports = [np.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    if len(reporting):
+        found = logprob_columns(_rows(logits, reporting), torch.from_numpy(token_ids[reporting]), num_top)
+        for report, values in zip(reports, found, strict=True):
+            report[reporting] = values.numpy()
+    return map(torch.from_numpy, reports)
+
+
+def highest_logits(logits: Tensor) -> Tensor:
+    """Which logit of each row is the highest, the first of equals; -1 where there is a NaN: [R] int64."""
+    token_ids = _argmax(logits)  # a NaN counts as the highest of its row, so looking at the highest finds every one
+    token_ids[np.isnan(logits.numpy()[np.arange(len(token_ids)), token_ids])] = -1
+    return torch.from_numpy(token_ids)
+
+
+def _argmax(logits: Tensor) -> Indexes:
+    """Index of each row's highest value, the lowest one on a tie, that of a NaN where there is one: [R]."""
+    return logits.numpy().argmax(axis=1)
+
+
+def _rows(column: Tensor, rows: Indexes) -> Tensor:
+    """Some rows of a column or of the logits, as a tensor of their own. (To be indexed by arrays costs torch more.)"""
+    return torch.from_numpy(column.numpy()[rows])
+
+
+# Edits of the logits
+
+
+@np.errstate(all="ignore")
+def _edit(logits: Tensor, columns: SamplingColumns, seen: SeenTokens | None) -> Indexes:
+    """Mask, bias, suppression and penalties, in this order, in place. Returns the rows that were changed."""
+    changed = []
+    values = logits.numpy()
+    is_allowed = _allowed(columns, logits.shape[1])
+    if is_allowed is not None:
+        np.copyto(values, -np.inf, where=~is_allowed)
+        changed.append(np.flatnonzero(~is_allowed.all(1)))
+    if columns.bias_token_ids is not None and columns.bias_values is not None:
+        token_ids = columns.bias_token_ids.numpy()
+        rows, entries = np.nonzero(token_ids >= 0)
+        if is_allowed is not None:
+            is_open = is_allowed[rows, token_ids[rows, entries]]
+            rows, entries = rows[is_open], entries[is_open]
+        places = (rows, token_ids[rows, entries])
+        np.add.at(values, places, columns.bias_values.numpy()[rows, entries])
+        values[places] = np.minimum(values[places], LARGEST)  # an infinite bias must not turn differences into NaN
+        changed.append(rows)
+    if columns.stop_token_ids is not None and columns.min_num_tokens is not None:
+        stops = columns.stop_token_ids.numpy()
+        is_suppressed = columns.num_tokens.numpy() < columns.min_num_tokens.numpy()
+        rows, entries = np.nonzero(is_suppressed[:, None] & (stops >= 0) & (stops < logits.shape[1]))
+        values[rows, stops[rows, entries]] = -np.inf
+        changed.append(rows)
+    if seen is not None:
+        _penalize(values, columns, seen)
+        changed.append(seen.rows)
+    return np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64)
+
+
+def _allowed(columns: SamplingColumns, vocab_size: int) -> NDArray[np.bool_] | None:
+    """[R, vocab_size], the tokens that rows may take; None: all may take any."""
+    if columns.masks is None or columns.mask_lines is None:
+        return None
+    lines = columns.mask_lines.numpy()
+    bits = np.where(lines[:, None] >= 0, columns.masks.numpy()[lines], -1).view(np.uint8)
+    return np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def _penalize(logits: NDArray[np.float32], columns: SamplingColumns, seen: SeenTokens) -> None:
+    """Repetition over prompt and output, presence and frequency over the output."""
+    presence, frequency, repetition = (
+        column.numpy()[seen.rows]
+        for column in (columns.presence_penalty, columns.frequency_penalty, columns.repetition_penalty)
+    )
+    subtrahends = np.where(seen.num_outputs > 0, presence + frequency.astype(np.float64) * seen.num_outputs, 0.0)
+    places = (seen.rows, seen.token_ids)
+    values = logits[places]
+    values = np.where(values > 0, values / repetition, values * repetition)
+    logits[places] = values - subtrahends.astype(np.float32)
+
+
+# Draws
+
+
+def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
+    """Draw from the filtered distribution of each of these rows: [D]. `logits` [D, vocab_size] is overwritten."""
+    # With the highest at 0 no temperature, however small, can overflow.
+    logits -= logits.amax(1, keepdim=True).clamp_(min=-LARGEST)
+    logits /= _rows(columns.temperature, rows).unsqueeze(1)
+    top_k, top_p, min_p = (column.numpy()[rows] for column in (columns.top_k, columns.top_p, columns.min_p))
+    filtered = np.flatnonzero((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    if len(filtered):
+        kept = _rows(logits, filtered)
+        threshold = _threshold(kept, columns, rows[filtered])
+        logits.numpy()[filtered] = kept.masked_fill_(kept < threshold, -torch.inf).numpy()
+    numbers = (column.numpy()[rows] for column in (columns.seeds, columns.sample_indexes, columns.num_tokens))
+    keys = noise_keys(*(column.astype(np.int64) for column in numbers))
+    return _argmax(logits.add_(gumbel_noise(torch.from_numpy(keys), logits.shape[1])))
+
+
+def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tensor:
+    """The lowest logit that each row's filters keep: [F, 1]. The highest of each row is 0."""
+    vocab_size = logits.shape[1]
+    top_k, top_p = columns.top_k.numpy()[rows], _rows(columns.top_p, rows).unsqueeze(1)
+    threshold = _rows(columns.min_p, rows).unsqueeze(1).log_()  # log(0) is -inf: keeps all
+    if not (top_k.any() or (columns.top_p.numpy()[rows] < 1.0).any()):
+        return threshold
+    max_kept = np.minimum(np.where(top_k > 0, top_k, vocab_size), vocab_size)
+    num_sorted = int(max_kept.max())
+    highest = logits.topk(num_sorted, dim=1).values if num_sorted < vocab_size else _sort(logits)
+    # A running sum, not a softmax: what a row keeps must not depend on how many values its neighbours need.
+    probabilities = highest.exp()
+    running = probabilities.cumsum(1)
+    last = torch.from_numpy(max_kept.astype(np.int64) - 1).unsqueeze(1)
+    before = running - probabilities
+    num_kept = (before < top_p * running.gather(1, last)).sum(1, keepdim=True).clamp_(min=1)
+    num_kept = torch.where(top_p < 1.0, num_kept, vocab_size)
+    return torch.maximum(threshold, highest.gather(1, torch.minimum(num_kept - 1, last)))
+
+
+def _sort(logits: Tensor) -> Tensor:
+    """Each row's values, highest first: [F, vocab_size]."""
+    return torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())
+
+
+# In C
 
 
 class SamplingStep(ctypes.Structure):
@@ -42,10 +283,7 @@ class _Kernel:
     """The call of C. It computes in memory that it keeps, so only one may run at a time."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._sample = library.sample
-        self._sample.argtypes, self._sample.restype = [ctypes.c_void_p], None
-        self._scratch_size = library.sampling_scratch_size
-        self._scratch_size.argtypes, self._scratch_size.restype = [ctypes.c_int64], ctypes.c_int64
+        self._sample, self._scratch_size = library.sample, library.sampling_scratch_size
         self._scratch = torch.empty(0)
         self._room_of: dict[int, int] = {}  # by size of the vocabulary, for how many threads the scratch is
 
@@ -55,11 +293,8 @@ class _Kernel:
         stride, last_stride = logits.stride()
         if logits.dtype != torch.float32 or last_stride != 1:
             raise ValueError(f"the logits are {list(logits.shape)} of {logits.dtype}; make them dense rows of float32")
-        if highest is not None:
-            check("highest", highest, torch.int64, (num_rows,))
-            step.highest = highest.data_ptr()
-        else:
-            step.highest = None
+        check("highest", highest, torch.int64, (num_rows,))
+        step.highest = address_of(highest)
         num_threads = min(torch.get_num_threads(), max(num_rows, 1))
         step.num_rows, step.vocab_size, step.num_threads = num_rows, vocab_size, num_threads
         step.logits, step.logits_stride = logits.data_ptr(), stride
@@ -87,7 +322,7 @@ class CpuSampler:
         max_logprobs: int | None = None,
         highest: Tensor | None = None,
     ) -> SampledTokens:
-        """See `pagewire.kernels.cpu.sampling.sample`. `columns.slots` name lines of `history`."""
+        """See `TorchSampler.sample`."""
         step = _step(columns, history)
         _put_lists(step, columns)
         num_rows = len(logits)
@@ -132,7 +367,7 @@ class TableSampler:
             logits: [R, vocab_size] float32, overwritten.
             slots: [R] int64, none twice.
             num_tokens: [R] int64, as `SamplingColumns` has them.
-            highest: see `pagewire.kernels.cpu.sampling.sample`.
+            highest: what `highest_logits` gives, if it is known.
             masks: `masks` and `mask_lines` as `SamplingColumns` has them; None: every row may take any token.
 
         Raises:
@@ -154,21 +389,6 @@ class TableSampler:
         columns = {name: torch.from_numpy(getattr(self._columns, name).numpy()[slots]) for name in _COLUMNS}
         columns["num_tokens"] = torch.from_numpy(num_tokens.astype(np.int32))
         return self._columns._replace(**columns)
-
-
-class TorchSampler:
-    """The sampler in plain torch."""
-
-    def sample(
-        self,
-        logits: Tensor,
-        columns: SamplingColumns,
-        history: TokenHistory,
-        max_logprobs: int | None = None,
-        highest: Tensor | None = None,
-    ) -> SampledTokens:
-        """See `CpuSampler.sample`."""
-        return sample(logits, columns, SeenTokens.of_rows(columns, history), max_logprobs, highest)
 
 
 def _step(columns: SamplingColumns, history: TokenHistory) -> SamplingStep:
@@ -209,13 +429,9 @@ def _put_masks(step: SamplingStep, masks: tuple[NDArray, NDArray] | None, num_ro
 
 
 def _put_lists(step: SamplingStep, columns: SamplingColumns) -> None:
-    if columns.bias_token_ids is not None:
-        step.max_biases = columns.bias_token_ids.shape[1]
-    if columns.stop_token_ids is not None:
-        step.max_stops = columns.stop_token_ids.shape[1]
-    if columns.masks is not None:
-        step.mask_stride = columns.masks.shape[1]
     for name in SamplingColumns._field_defaults:
-        column = getattr(columns, name)
-        if column is not None:
-            setattr(step, name, column.data_ptr())
+        setattr(step, name, address_of(getattr(columns, name)))
+    for name, width in (("bias_token_ids", "max_biases"), ("stop_token_ids", "max_stops"), ("masks", "mask_stride")):
+        lists = getattr(columns, name)
+        if lists is not None:
+            setattr(step, width, lists.shape[1])

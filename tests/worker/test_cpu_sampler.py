@@ -12,8 +12,7 @@ import torch
 from pagewire.common.messages import RowOpening, SamplingParams
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS
-from pagewire.kernels.cpu.sampler import CpuSampler, TorchSampler
-from pagewire.kernels.cpu.sampling import TokenHistory, choose
+from pagewire.kernels.cpu.sampler import CpuSampler, TokenHistory, TorchSampler, choose
 from pagewire.kernels.sampling import LARGEST, SampledTokens, SamplingColumns
 from tests.kernels.variants import load_variant
 from worker_service.rows.sampling import SamplingTable

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pagewire.common.messages import PromptLogprobs, RowStatus
 from pagewire.kernels.cpu import CpuKernels
-from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TorchSampler
-from pagewire.kernels.cpu.sampling import TokenHistory, highest_logits
+from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TokenHistory, TorchSampler, highest_logits
 from worker_service.attention import AttentionBackend, LayerCache
 from worker_service.host.batch import BatchBuilder
 from worker_service.host.model import HostModel

@@ -1,4 +1,4 @@
-// A step's new tokens one row after the other, taken from a table of rows. `batch.py` mirrors this structure.
+// A step's new tokens one row after the other, taken from a table of rows. `paged.py` mirrors this structure.
 typedef struct {
   const int32_t *token_ids, *block_tables;  // of slot 0; the next slots' follow at these distances
   int64_t token_stride, block_stride, block_size;
