@@ -26,7 +26,7 @@ from pagewire.common.gguf import SERVED_TYPES
 from pagewire.common.messages import WorkerCapacity
 from pagewire.common.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
-from pagewire.kernels.rounding import BITS
+from pagewire.kernels.quantized import BITS
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations

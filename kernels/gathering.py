@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagewire.kernels.sampling import FLOATS, SamplingColumns
+from pagewire.kernels.sampling import SamplingColumns
 
 # Columns begin at whole 16 bytes, in int32: Triton compiles a kernel again for a pointer that does not.
 ALIGNMENT = 4
@@ -77,5 +76,4 @@ def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tens
     num_rows = len(slots)
     padded = F.pad(slots, (0, -num_rows % ALIGNMENT))  # each column begins at a multiple of ALIGNMENT
     columns = lines.index_select(1, padded)[:, :num_rows]
-    floats, integers = columns[: len(FLOATS)].view(torch.float32), columns[len(FLOATS) :]
-    return SamplingColumns.of(floats, integers, seeds.index_select(0, slots), num_tokens)
+    return SamplingColumns.of(columns, seeds.index_select(0, slots), num_tokens)

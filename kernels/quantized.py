@@ -1,4 +1,14 @@
-"""Weights of few bits, as every format's loader gives them and the CPU kernels pack them."""
+"""Weights of few bits, as every format's loader gives them and the CPU kernels pack them; how floats are rounded to
+such, and what the codes of MXFP4 are.
+
+Floats are rounded as llama.cpp does, bit for bit what PyPI `gguf` makes of them: 8 bits are its Q8_0, 4 bits its Q4_0.
+Scales are float16 numbers; codes are found by the scale before it is rounded. This is in plain torch, which
+`CpuKernels.quantize` is compared with.
+
+MXFP4 are floats of 4 bits (E2M1) in groups of 32 with a power of two in common (E8M0), as the OCP Microscaling Formats
+define them: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+All E2M1 numbers are halves of integers: a weight is codes of twice them, by scales of half the powers.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,9 +18,16 @@ import torch
 from torch import Tensor
 
 # Group sizes are multiples of this.
-GROUP = 16
+GROUP_UNIT = 16
 # Inputs whose scales may have a factor in common.
 BLOCK = 256
+GROUP_SIZE = 32  # of MXFP4, and of floats that are rounded to codes
+BITS = {"int8": 8, "int4": 4}  # that floats are rounded to, by the names that users have for them
+_DOUBLED = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
+# Of the two numbers of a byte, the one in its lower half first.
+_PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), dim=1)  # [256, 2]
+# Of each exponent, whose last stands for no number; ldexp is exact where the powers of torch need not be.
+_HALVED = torch.tensor([*(math.ldexp(1.0, exponent - 128) for exponent in range(255)), math.nan])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,9 @@ class QuantizedFormat:
         )
 
 
+MXFP4 = QuantizedFormat(4, GROUP_SIZE, has_half_scales=True, has_minima=False, has_power_scales=True)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
     """A weight [out_size, in_size] in groups of `group_size` inputs: `scale * (codes - zero) - minimum`, in float32.
@@ -80,8 +100,10 @@ class QuantizedWeight:
         if codes.dtype != torch.int8 or codes.ndim != 2:
             raise ValueError(f"codes are {codes.dtype} {tuple(codes.shape)}; they must be int8 in two dimensions")
         out_size, in_size = codes.shape
-        if self.group_size < GROUP or self.group_size % GROUP:
-            raise ValueError(f"groups of {self.group_size} are not served; their size must be a multiple of {GROUP}")
+        if self.group_size < GROUP_UNIT or self.group_size % GROUP_UNIT:
+            raise ValueError(
+                f"groups of {self.group_size} are not served; their size must be a multiple of {GROUP_UNIT}"
+            )
         if in_size % self.group_size:
             raise ValueError(f"groups of {self.group_size} do not divide {in_size} inputs")
         if self.scale_factor is not None and (in_size % BLOCK or BLOCK % self.group_size):
@@ -155,3 +177,63 @@ class QuantizedWeight:
             # Nothing is 0 of what only others have.
             joined[name] = torch.cat([parts.get(name, torch.zeros_like(parts[like], dtype=dtype)) for parts in found])
         return QuantizedWeight(**joined, group_size=group_size)  # type: ignore[arg-type]
+
+
+def quantized_format(bits: int) -> QuantizedFormat:
+    """Return the format of weights of 8 or 4 bits."""
+    return QuantizedFormat(bits, GROUP_SIZE, has_half_scales=True, has_minima=False)
+
+
+def quantize(values: Tensor, bits: int) -> QuantizedWeight:
+    """Quantise float32 [rows, columns], whose columns are whole groups, to 8 or 4 bits.
+
+    Raises ValueError for what is no finite number, or so large that a scale is none.
+    """
+    groups = values.unflatten(1, (-1, GROUP_SIZE))
+    # By a tensor: by a number, torch on a GPU multiplies by its inverse, and the last bit differs.
+    exact = groups.abs().amax(-1) / groups.new_tensor(127.0) if bits == 8 else _largest(groups) / -8
+    scale = round_scale(exact)
+    inverse = 1 / exact
+    # All of a group is 0, or so small that its scale is.
+    scaled = groups * inverse.where(inverse.isfinite(), 0.0)[..., None]
+    codes = _rounded_away(scaled) if bits == 8 else scaled.add_(8.5).trunc_().clamp_(0, 15).sub_(8)
+    return QuantizedWeight(codes.to(torch.int8).flatten(1), scale, None, GROUP_SIZE)
+
+
+def round_scale(exact: Tensor) -> Tensor:
+    """To float16 numbers. Raises ValueError for what is no finite one."""
+    scale = exact.half().float()
+    if not scale.isfinite().all():
+        raise ValueError("it holds numbers that are not finite, or too large")
+    return scale
+
+
+def _largest(groups: Tensor) -> Tensor:
+    """The number of each group that is furthest from 0, with its sign; the first of several."""
+    return groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def _rounded_away(values: Tensor) -> Tensor:
+    """To the nearest integer, and from halves away from 0."""
+    whole = values.trunc()
+    return whole.add_(((values - whole) * 2).trunc_())
+
+
+def mxfp4_codes(packed: Tensor) -> Tensor:
+    """Twice the MXFP4 numbers of bytes, int8 [bytes, 2], whatever the shape of the bytes is."""
+    return _PAIRS.view(torch.int16).flatten().index_select(0, packed.flatten().int()).view(torch.int8).view(-1, 2)
+
+
+def mxfp4_scales(exponents: Tensor, codes: Tensor) -> Tensor:
+    """Half the powers of two that bytes of MXFP4 stand for, in float32 and of their shape; NaN where they stand for
+    none.
+
+    Args:
+        codes: of the groups, [*exponents.shape, GROUP_SIZE]. Groups of zeros that have a power below all normal numbers
+            are given 0 instead, which means the same.
+    """
+    scales = _HALVED.index_select(0, exponents.flatten().int()).view(exponents.shape)
+    is_tiny = exponents < 2
+    if is_tiny.any():
+        scales.masked_fill_(is_tiny & ~codes.any(-1), 0.0)
+    return scales

@@ -10,7 +10,6 @@ row of temperature 0 takes the highest logit, and the lowest id among equals.
 The noise is that of `pagewire.kernels.noise`.
 """
 
-from collections.abc import Iterable
 from typing import Annotated, NamedTuple, get_type_hints
 
 import torch
@@ -69,11 +68,10 @@ class SamplingColumns(NamedTuple):
     mask_lines: Int32 | None = None
 
     @staticmethod
-    def of(
-        floats: Iterable[Tensor], integers: Iterable[Tensor], seeds: Tensor, num_tokens: Tensor
-    ) -> "SamplingColumns":
-        """Return columns without biases and stop tokens. `floats`, `integers`: those that `FLOATS` and `INTEGERS`
-        name."""
+    def of(lines: Tensor, seeds: Tensor, num_tokens: Tensor) -> "SamplingColumns":
+        """Return columns without biases and stop tokens. `lines`: those that `FLOATS` and `INTEGERS` name, of int32,
+        which hold floats bit by bit."""
+        floats, integers = lines[: len(FLOATS)].view(torch.float32), lines[len(FLOATS) :]
         columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 

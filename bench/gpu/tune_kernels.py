@@ -17,9 +17,8 @@ from bench.gpu.device_timer import measure
 from bench.report import parser_of
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import tiles
-from pagewire.kernels.triton.decode_attention import paged_attention_v1, paged_attention_v2
+from pagewire.kernels.triton.decode_attention import SplitPlan, paged_attention_v1, paged_attention_v2
 from pagewire.kernels.triton.prefill_attention import paged_prefill
-from pagewire.kernels.triton.split_plan import SplitPlan
 from pagewire.kernels.triton.tiles import Tile
 
 DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float16": torch.float16}

@@ -219,6 +219,10 @@ Operation: TypeAlias = (
 _KINDS = get_args(Operation)
 _FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 _SCORINGS = ("softmax", "sigmoid")
+# What operations and their mirrors have by the same names; of most kinds, some of it.
+_BUFFERS = ("input", "output", "update", "routes")
+_TENSORS = ("weight", "bias", "query_norm", "key_norm", "cos", "sin", "query_scales", "sinks")
+_NUMBERS = ("eps", "softcap", "limit", "is_centered", "is_gated", "num_parts")
 _NO_BUFFER, _MAX_BUFFERS = -1, 32
 MAX_EXPERTS = 1024
 _NO_MEMORY, _LOST_RANKS = 1, 2  # what a step may end with
@@ -334,7 +338,9 @@ class DecoderKernel:
     def _mirror(self, operation: Operation) -> _Operation:
         mirror = _Operation(
             kind=_KINDS.index(type(operation)),
-            **{name: self._number(getattr(operation, name, None)) for name in ("input", "output", "update", "routes")},
+            **{name: self._number(getattr(operation, name, None)) for name in _BUFFERS},
+            **{name: address_of(getattr(operation, name, None)) for name in _TENSORS},
+            **{name: getattr(operation, name, 0) for name in _NUMBERS},
             factor=getattr(operation, "factor", 1.0),
         )
         match operation:
@@ -345,25 +351,20 @@ class DecoderKernel:
                     mirror.table, mirror.table_element = table.data_ptr(), ELEMENTS[table.dtype]
                 if positions is not None:
                     mirror.positions, mirror.positions_element = positions.data_ptr(), ELEMENTS[positions.dtype]
-            case Normalize():
-                mirror.weight, mirror.bias = address_of(operation.weight), address_of(operation.bias)
-                mirror.eps, mirror.is_centered = operation.eps, operation.is_centered
             case NormalizeParts(weights=weights):
                 self._joined.append(torch.cat(weights))
-                mirror.weight, mirror.eps = address_of(self._joined[-1]), operation.eps
+                mirror.weight = address_of(self._joined[-1])
                 mirror.part_sizes[:] = [len(weight) for weight in weights]
             case Multiply():
-                mirror.layer, mirror.is_gated = operation.linear.layer(), operation.is_gated
+                mirror.layer = operation.linear.layer()
             case Activate():
-                mirror.function, mirror.is_gated = _FUNCTIONS.index(operation.function), operation.is_gated
-                mirror.num_parts = operation.num_parts
-                mirror.factor, mirror.limit = operation.alpha, operation.limit
+                mirror.function, mirror.factor = _FUNCTIONS.index(operation.function), operation.alpha
             case Route():
                 mirror.output = self._number(operation.routes)
                 mirror.routing = _routing(operation, self._widths[operation.input])
             case MultiplyRouted(linears=linears):
                 self._experts.append(PackedExperts(linears))
-                mirror.experts, mirror.is_gated = self._experts[-1].address(), operation.is_gated
+                mirror.experts = self._experts[-1].address()
                 mirror.routing.num_experts = len(linears)
                 mirror.routing.num_chosen = self._widths[operation.routes] // 2
             case SumSlots():
@@ -371,16 +372,9 @@ class DecoderKernel:
             case Gate():
                 mirror.routes = self._number(operation.gate)
             case Turn():
-                for name in ("query_norm", "key_norm", "cos", "sin", "query_scales"):
-                    setattr(mirror, name, address_of(getattr(operation, name)))
-                mirror.eps = operation.eps
                 mirror.rotary_size = 0 if operation.cos is None else operation.cos.shape[1]
-            case AttendTo():
-                mirror.sinks = address_of(operation.sinks)
-            case Clip():
-                mirror.limit = operation.limit
             case Predict():
-                mirror.layer, mirror.softcap = operation.head.layer(), operation.softcap
+                mirror.layer = operation.head.layer()
         return mirror
 
     def _number(self, buffer: str | None) -> int:

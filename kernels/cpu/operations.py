@@ -29,8 +29,7 @@ from pagewire.kernels.cpu.linear import (
 )
 from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
 from pagewire.kernels.float8 import Float8Weight, unit_size
-from pagewire.kernels.quantized import QuantizedWeight
-from pagewire.kernels.rounding import BITS, GROUP_SIZE, round_scale
+from pagewire.kernels.quantized import BITS, GROUP_SIZE, QuantizedWeight, round_scale
 
 _NAMES = {
     torch.float32: "float",
@@ -193,7 +192,7 @@ class CpuKernels:
         return self._fill(empty, self.library.pack_quantized, source)
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
-        """Rounds float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.rounding`.
+        """Rounds float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`.
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit, or a number is not finite, or too large.

@@ -75,30 +75,25 @@ def put_rows(step: PagedStep, rows: PagedRows, num_tokens: int) -> None:
     step.num_threads = torch.get_num_threads()
 
 
-def check(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless the tensor is what the kernels read. None, of one that may be left out, passes."""
+def check(
+    name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], *, is_strided: bool = False
+) -> None:
+    """Raises ValueError unless the tensor is what the kernels read. None, of one that may be left out, passes.
+
+    `is_strided`: what the first dimension has may lie at any distance, such as tokens, but not their heads.
+    """
     if tensor is None:
         return
-    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+    dense = tensor[:1] if is_strided else tensor
+    if tensor.shape != shape or tensor.dtype != dtype or not dense.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
-            f"it must be {dtype} {shape}, contiguous, on the CPU"
+            f"it must be {dtype} {shape}, {'each token' if is_strided else 'all'} contiguous, on the CPU"
         )
 
 
 def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def check_heads(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Tokens may be strided, heads not."""
-    strides = (shape[2], 1)
-    is_dense = tensor.stride()[1:] == strides or not tensor.numel()
-    if tensor.shape != shape or tensor.dtype != dtype or not is_dense or tensor.device.type != "cpu":
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
-            f"it must be {dtype} {shape} on the CPU, its heads one behind the other"
-        )
 
 
 def paged_step(
@@ -114,11 +109,11 @@ def paged_step(
     num_tokens, num_heads, head_dim = query.shape
     is_any = query.dtype == torch.float32 or key_cache.dtype in EIGHT_BITS
     dtype = query.dtype if is_any else key_cache.dtype
-    check_heads("query", query, dtype, (num_tokens, num_heads, head_dim_of(key_cache)))
+    check("query", query, dtype, (num_tokens, num_heads, head_dim_of(key_cache)), is_strided=True)
     step = cache_step(rows, scoring, num_tokens, num_heads, query.stride(0), key_cache, value_cache)
     shape = (len(rows.slot_mapping), key_cache.shape[2], head_dim)
-    check_heads("key", key, query.dtype, shape)
-    check_heads("value", value, query.dtype, shape)
+    check("key", key, query.dtype, shape, is_strided=True)
+    check("value", value, query.dtype, shape, is_strided=True)
     step.fresh_key_token_stride, step.fresh_value_token_stride = key.stride(0), value.stride(0)
     return step
 

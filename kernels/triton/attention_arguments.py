@@ -76,16 +76,12 @@ class LayerGroup:
         weighing = Weighing(score_factor(scoring), cap, scoring.alibi_slopes, scoring.sinks)
         return LayerGroup(tuple(query_shape), query_dtype, tuple(cache.shape), cache.dtype, scoring, weighing)
 
-    @property
-    def num_groups(self) -> int:
-        """Query heads that share a KV head."""
-        return self.query_shape[1] // self.cache_shape[2]
-
     def launch(self, kernel: Any, name: str, grid: Callable[[AttentionConstants], tuple[int, int]]) -> RepeatedLaunch:
         """A launch of an attention kernel with the tile that `tiles.lookup` has for this name, on the grid of it."""
-        head_dim = self.query_shape[2]
-        tile = tiles.lookup(name, head_dim=head_dim, num_groups=self.num_groups, dtype=self.cache_dtype)
-        sizes = (self.num_groups, head_dim, triton.next_power_of_2(head_dim), self.cache_shape[1])
+        _, num_heads, head_dim = self.query_shape
+        num_groups = num_heads // self.cache_shape[2]
+        tile = tiles.lookup(name, head_dim=head_dim, num_groups=num_groups, dtype=self.cache_dtype)
+        sizes = (num_groups, head_dim, triton.next_power_of_2(head_dim), self.cache_shape[1])
         shape = AttentionConstants(*sizes, tile.block_m, tile.block_n, operand(self.query_dtype, self.cache_dtype))
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         return RepeatedLaunch(kernel, (*grid(shape), 1), {"SHAPE": shape}, options)

@@ -11,7 +11,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from pagewire.kernels.gathering import ALIGNMENT, GatheredTokens, RowTables
-from pagewire.kernels.sampling import FLOATS, SamplingColumns
+from pagewire.kernels.sampling import SamplingColumns
 from pagewire.kernels.triton.launching import Strided, check_tensor
 
 # What a program takes.
@@ -82,9 +82,7 @@ def gather_columns(lines: Tensor, seeds: Tensor, slots: Tensor, num_tokens: Tens
             TILE=_TILE_ROWS,
             num_warps=4,
         )
-    columns = columns[:, :num_rows]
-    floats, integers = columns[: len(FLOATS)].view(torch.float32), columns[len(FLOATS) :]
-    return SamplingColumns.of(floats, integers, row_seeds, num_tokens)
+    return SamplingColumns.of(columns[:, :num_rows], row_seeds, num_tokens)
 
 
 # How many tokens and rows a step has, and where they lie in what was sent of it, is no reason to compile again.

@@ -21,7 +21,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from pagewire.kernels.float8 import Float8Format, Float8Weight
-from pagewire.kernels.quantized import GROUP, QuantizedFormat, QuantizedWeight
+from pagewire.kernels.quantized import GROUP_UNIT, QuantizedFormat, QuantizedWeight
 from pagewire.kernels.triton.experts import Assignment
 from pagewire.kernels.triton.launching import FLOATS, INTERPRETED, Strided, check_tensor, operand
 
@@ -88,11 +88,6 @@ class PackedWeight:
     def is_float(self) -> bool:
         return self.codes.dtype == E4M3
 
-    @property
-    def num_bytes(self) -> int:
-        there = (self.codes, self.scale, self.zero, self.minimum)
-        return sum(tensor.numel() * tensor.itemsize for tensor in there if tensor is not None)
-
 
 class LinearTile(NamedTuple):
     """Rows and outputs of a program, how many products of a step it computes side by side, and its launch options."""
@@ -119,7 +114,7 @@ _TILES = {
 def can_pack(format: QuantizedFormat | Float8Format, in_size: int) -> bool:
     """Whether `pack` takes weights of this format: groups are of 16 inputs or multiples of that, or whole rows."""
     size = format.block_size if isinstance(format, Float8Format) else format.group_size
-    return size >= in_size or not size % GROUP
+    return size >= in_size or not size % GROUP_UNIT
 
 
 def num_bytes(format: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
@@ -150,8 +145,8 @@ def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> Packed
         in_size = weight.values.shape[1]
         if not can_pack(Float8Format(weight.block_size), in_size):
             raise ValueError(
-                f"blocks of {weight.block_size} of {in_size} inputs are not served; make them a multiple of {GROUP}, "
-                "or whole rows"
+                f"blocks of {weight.block_size} of {in_size} inputs are not served; make them a multiple of "
+                f"{GROUP_UNIT}, or whole rows"
             )
         values = _fill_up(weight.values.view(torch.uint8).to(device), _depth(weight.block_size, in_size)).view(E4M3)
         return PackedWeight(values, _pack_scales(weight.scale, device), None, None, weight.block_size, in_size)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import Selection
 from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches
-from pagewire.kernels.triton.decode_attention import DecodeAttention
+from pagewire.kernels.triton.decode_attention import DecodeAttention, SplitPlan
 from pagewire.kernels.triton.prefill_attention import PrefillAttention
-from pagewire.kernels.triton.split_plan import SplitPlan
 
 
 @dataclass(frozen=True, slots=True)

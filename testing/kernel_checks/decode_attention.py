@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
-from pagewire.kernels.triton import decode_attention, launching, split_plan, tiles
+from pagewire.kernels.triton import decode_attention, launching, tiles
 from pagewire.kernels.triton.attention_arguments import AttentionConstants, Weighing
 from pagewire.kernels.triton.launching import Strided
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
@@ -137,15 +137,15 @@ def run_version(version: str, step: Step, inputs: Inputs) -> Tensor:
     if version == "v1":
         return decode_attention.paged_attention_v1(*caches, *options)
     plan = make_plan(step, inputs.query.device)
-    plan.decide(inputs.seq_lens, step.window or split_plan.ANY_LEN)
+    plan.decide(inputs.seq_lens, step.window or decode_attention.ANY_LEN)
     return decode_attention.paged_attention_v2(*caches, plan, *options)
 
 
-def make_plan(step: Step, device: torch.device) -> split_plan.SplitPlan:
+def make_plan(step: Step, device: torch.device) -> decode_attention.SplitPlan:
     """Whose scratch memory is full of NaN."""
     num_heads = step.num_kv_heads * step.num_groups
     sizes = (len(step.seq_lens), num_heads, step.num_kv_heads, step.head_dim)
-    plan = split_plan.SplitPlan.allocate(*sizes, device, num_programs=step.num_programs, min_chunk=step.min_chunk)
+    plan = decode_attention.SplitPlan.allocate(*sizes, device, num_programs=step.num_programs, min_chunk=step.min_chunk)
     for scratch in (plan.sums, plan.highest, plan.totals):
         scratch.fill_(float("nan"))
     return plan
@@ -212,7 +212,7 @@ def device_cases() -> Iterator[DeviceCase]:
         head_dim=128,
         dtype=torch.bfloat16,
         num_programs=528,
-        min_chunk=split_plan.MIN_CHUNK,
+        min_chunk=decode_attention.MIN_CHUNK,
     )
     cases = {"plain": plain}
     for size in (1, 2, len(FEATURES)):
@@ -373,11 +373,11 @@ def _make_bench(load: Load, version: str, device: torch.device) -> Sequence[Call
     query = torch.randn((num_rows, load.num_heads, load.head_dim), dtype=torch.bfloat16, device=device)
     seq_lens = torch.tensor(load.seq_lens, dtype=torch.int32, device=device)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    is_split = version == "v2" or split_plan.prefers_splits(
+    is_split = version == "v2" or decode_attention.prefers_splits(
         num_rows, load.num_kv_heads, sum(load.seq_lens), max(load.seq_lens), num_processors
     )
     sizes = (num_rows, load.num_heads, load.num_kv_heads, load.head_dim)
-    plan = split_plan.SplitPlan.allocate(*sizes, device) if is_split and version != "v1" else None
+    plan = decode_attention.SplitPlan.allocate(*sizes, device) if is_split and version != "v1" else None
 
     scoring = Scoring(load.head_dim**-0.5)
 
@@ -455,7 +455,7 @@ def compile_cases() -> Iterator[CompileCase]:
     pointers = dict.fromkeys(("split_starts", "seq_lens", "split_rows"), "*i32")
     numbers = dict.fromkeys(("num_rows", "max_splits", "num_shares", "max_positions"), "i32")
     constants = {"MIN_CHUNK": 64, "FULL_CHUNK": 256, "SHARES_PER_PROCESSOR": 4, "ALIGNMENT": 64, "TILE": 128}
-    yield CompileCase("split plan", split_plan._plan_kernel, pointers | numbers, constants)
+    yield CompileCase("split plan", decode_attention._plan_kernel, pointers | numbers, constants)
     arguments = {"splits": _SPLITS, "output": strided("bf16", 3)}
     constants = {"NUM_HEADS": 32, "HEAD_DIM": 80, "PADDED_DIM": 128, "TILE": 16}
     yield CompileCase("reduction", decode_attention._reduction_kernel, arguments, constants)

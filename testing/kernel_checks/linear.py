@@ -46,6 +46,12 @@ class Layer:
     is_exact: bool = False
 
 
+def held_bytes(packed: linear.PackedWeight) -> int:
+    """What a packed weight takes."""
+    there = (packed.codes, packed.scale, packed.zero, packed.minimum)
+    return sum(tensor.nbytes for tensor in there if tensor is not None)
+
+
 def make_weight(layer: Layer, generator: torch.Generator) -> QuantizedWeight | Float8Weight:
     device, size = generator.device, layer.group_size or layer.in_size
     shape, groups = (layer.out_size, layer.in_size), (layer.out_size, -(-layer.in_size // size))

@@ -17,8 +17,8 @@ from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import launching, prefill_attention, tiles
 from pagewire.kernels.triton.attention_arguments import AttentionConstants, LayerGroup, Weighing, paged_caches
+from pagewire.kernels.triton.decode_attention import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.paged_attention import PagedAttention
-from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.tiles import Tile
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase, Goal
 from testing.kernel_checks.decode_attention import attention_types, make_sinks

@@ -363,7 +363,7 @@ def test_bad_arguments_are_refused(cpu_kernels):
         (step.query.double(), "query is torch.float64"),
         (step.query[..., :16], "query is"),
         (step.query[:, :3], "3 query heads of 32 over 2 KV heads"),
-        (step.query.mT.contiguous().mT, "one behind the other"),
+        (step.query.mT.contiguous().mT, "each token contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
             paged_attention(cpu_kernels, query, step.key_cache, step.value_cache, *rows)

@@ -5,8 +5,7 @@ import numpy as np
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from pagewire.kernels import mxfp4
-from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.quantized import MXFP4, QuantizedWeight, mxfp4_codes, mxfp4_scales
 
 NUM_EXPONENTS = 255  # and one that stands for no number
 BLOCKS = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(NUM_EXPONENTS, 1, 1)
@@ -15,9 +14,9 @@ EXPONENTS = torch.arange(NUM_EXPONENTS, dtype=torch.uint8)[:, None].repeat(1, 16
 
 def every_weight():
     """Each row has an exponent, and all bytes."""
-    codes = mxfp4.doubled_codes(BLOCKS).view(NUM_EXPONENTS, 512)
-    scale = mxfp4.halved_scales(EXPONENTS, codes.unflatten(1, (-1, mxfp4.GROUP_SIZE)))
-    return QuantizedWeight(codes, scale, None, mxfp4.GROUP_SIZE)
+    codes = mxfp4_codes(BLOCKS).view(NUM_EXPONENTS, 512)
+    scale = mxfp4_scales(EXPONENTS, codes.unflatten(1, (-1, MXFP4.group_size)))
+    return QuantizedWeight(codes, scale, None, MXFP4.group_size)
 
 
 def test_every_number_is_that_of_transformers():
@@ -48,14 +47,14 @@ def test_panels_hold_every_number(cpu_kernels):
 def test_groups_of_zeros_need_no_wide_scales(cpu_kernels):
     blocks, exponents = BLOCKS[127:129].clone(), EXPONENTS[127:129].clone()
     blocks[:, 3], exponents[:, 3] = 0x80, 0  # -0 is 0 too
-    codes = mxfp4.doubled_codes(blocks).view(2, 512)
-    scale = mxfp4.halved_scales(exponents, codes.unflatten(1, (-1, mxfp4.GROUP_SIZE)))
+    codes = mxfp4_codes(blocks).view(2, 512)
+    scale = mxfp4_scales(exponents, codes.unflatten(1, (-1, MXFP4.group_size)))
     assert (scale[:, 3] == 0).all()
-    packed = cpu_kernels.pack_quantized(QuantizedWeight(codes, scale, None, mxfp4.GROUP_SIZE))
+    packed = cpu_kernels.pack_quantized(QuantizedWeight(codes, scale, None, MXFP4.group_size))
     assert packed.quantized is not None
     assert packed.quantized.scale_dtype == torch.float8_e8m0fnu
 
 
 def test_an_exponent_stands_for_no_number():
-    codes = torch.zeros(1, 1, mxfp4.GROUP_SIZE, dtype=torch.int8)
-    assert mxfp4.halved_scales(torch.tensor([[255]], dtype=torch.uint8), codes).isnan().all()
+    codes = torch.zeros(1, 1, MXFP4.group_size, dtype=torch.int8)
+    assert mxfp4_scales(torch.tensor([[255]], dtype=torch.uint8), codes).isnan().all()

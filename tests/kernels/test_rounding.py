@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 
-from pagewire.kernels import rounding
+from pagewire.kernels import quantized
 from pagewire.kernels.cpu.library import VARIANTS
 from tests.kernels.variants import load_variant
 
@@ -17,7 +17,7 @@ NAMES = {8: "Q8_0", 4: "Q4_0"}
 
 @pytest.fixture(scope="module", params=["torch", *VARIANTS])
 def quantize(request):
-    return rounding.quantize if request.param == "torch" else load_variant(request.param).quantize
+    return quantized.quantize if request.param == "torch" else load_variant(request.param).quantize
 
 
 def draw(seed):

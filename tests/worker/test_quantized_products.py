@@ -14,6 +14,7 @@ from testing.checkpoints.families import make_checkpoint  # noqa: E402
 from testing.checkpoints.gguf_files import write_gguf  # noqa: E402
 from testing.checkpoints.packed import Case, fp8, make_mxfp4, make_quantized, w8a8  # noqa: E402
 from testing.checkpoints.quantized import BY_NAME, CASES  # noqa: E402
+from testing.kernel_checks.linear import held_bytes  # noqa: E402
 from tests.worker.triton_tokens import HEADS_OF_32, SHAPES, check_tokens, make_runner  # noqa: E402
 from worker_service.device.products import PackedExpertProduct, PackedProduct, RoundedProduct  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
@@ -130,8 +131,8 @@ def test_what_a_gpu_will_hold_is_known_before(tmp_path: Path, monkeypatch: pytes
     footprint = unloaded.footprint()
     model = load(path)
     products = [getattr(layer, "product", None) for layer in model.modules()]
-    joined = [product.packed.num_bytes for product in products if isinstance(product, PackedExpertProduct)]
-    packed = [product.packed.num_bytes for product in products if isinstance(product, PackedProduct)]
+    joined = [held_bytes(product.packed) for product in products if isinstance(product, PackedExpertProduct)]
+    packed = [held_bytes(product.packed) for product in products if isinstance(product, PackedProduct)]
     floats = [product.weight.nbytes for product in products if isinstance(product, DenseProduct)]
     tensors = [tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]]
     actual = sum([*joined, *packed, *floats, *tensors])

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from pagewire.common.gguf import is_gguf
 from pagewire.kernels.float8 import Float8Format
-from pagewire.kernels.quantized import QuantizedFormat
-from pagewire.kernels.rounding import BITS, GROUP_SIZE
+from pagewire.kernels.quantized import BITS, GROUP_SIZE, QuantizedFormat
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError
 from worker_service.models.communicator import Communicator, SingleRank

@@ -11,8 +11,7 @@ from torch import Tensor
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.experts import multiply_routed, route_tokens, sum_slots
 from pagewire.kernels.float8 import Float8Format, Float8Weight
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
-from pagewire.kernels.rounding import quantize
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight, quantize
 from worker_service.models.model import Attend
 from worker_service.models.rope import rotate
 
@@ -78,7 +77,7 @@ class Operations:
         raise NotImplementedError("weights are widened")
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
-        """Makes codes of 8 or 4 bits of float32 [rows, columns]: see `pagewire.kernels.rounding`."""
+        """Makes codes of 8 or 4 bits of float32 [rows, columns]: see `pagewire.kernels.quantized`."""
         return quantize(values, bits)
 
     def prepare_quantized(

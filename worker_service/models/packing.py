@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels import mxfp4
 from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import GROUP, QuantizedWeight
+from pagewire.kernels.quantized import GROUP_UNIT, MXFP4, QuantizedWeight, mxfp4_codes, mxfp4_scales
 from worker_service.models.quantization import WeightFormat
 
 # What a weight is decoded to. A tensor is of float32: no groups of whole numbers say the same.
@@ -195,10 +194,10 @@ def _decode_float8(weight_format: WeightFormat, tensors: Mapping[str, Tensor]) -
 
 
 def _decode_mxfp4(tensors: Mapping[str, Tensor], out_size: int, in_size: int) -> QuantizedWeight:
-    codes = mxfp4.doubled_codes(tensors["blocks"]).view(out_size, in_size)
-    scale = mxfp4.halved_scales(tensors["scales"], codes.unflatten(1, (-1, mxfp4.GROUP_SIZE)))
+    codes = mxfp4_codes(tensors["blocks"]).view(out_size, in_size)
+    scale = mxfp4_scales(tensors["scales"], codes.unflatten(1, (-1, MXFP4.group_size)))
     _check_scale("scales", scale)
-    return QuantizedWeight(codes, scale, None, mxfp4.GROUP_SIZE)
+    return QuantizedWeight(codes, scale, None, MXFP4.group_size)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -249,7 +248,7 @@ def _assemble(codes: Tensor, stored_scale: Tensor, zeros: Tensor | None, column_
     scale = stored_scale.float().contiguous()
     group_size = codes.shape[1] // scale.shape[1]
     zeros = None if zeros is None or not zeros.any() else zeros.contiguous()
-    if column_groups is None and group_size % GROUP == 0:
+    if column_groups is None and group_size % GROUP_UNIT == 0:
         return QuantizedWeight(codes, scale, None, group_size, zeros)
     if column_groups is None:
         column_groups = torch.arange(codes.shape[1]) // group_size
@@ -284,7 +283,7 @@ def working_bytes(weight_format: WeightFormat, num_elements: int) -> int:
     layout = weight_format.layout
     # The bytes that are read, and the numbers that they become on their way into the order of columns.
     per_element = 2 if layout in ("fp8", "float-quantized", "int-quantized") else 5
-    are_groups_served = layout in ("fp8", "float-quantized") or weight_format.columns % GROUP == 0
+    are_groups_served = layout in ("fp8", "float-quantized") or weight_format.columns % GROUP_UNIT == 0
     may_be_floats = weight_format.has_ordered_columns or not are_groups_served
     scales = (
         12 * num_elements // weight_format.columns if weight_format.columns else 0
@@ -307,7 +306,7 @@ def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
     codes, scale = weight.codes[rows, columns].contiguous(), weight.scale[rows, groups].contiguous()
     minimum = None if weight.minimum is None else weight.minimum[rows, groups].contiguous()
     group_size = min(weight.group_size, codes.shape[1])
-    if group_size % GROUP:  # a part of a group that is as long as the row
+    if group_size % GROUP_UNIT:  # a part of a group that is as long as the row
         codes = codes if weight.zero is None else codes.int() - weight.zero[rows, groups]
         return codes * scale if minimum is None else codes * scale - minimum
     zero = None if weight.zero is None else weight.zero[rows, groups].contiguous()

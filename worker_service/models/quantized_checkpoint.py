@@ -5,9 +5,8 @@ from typing import NoReturn
 
 import torch
 
-from pagewire.kernels import mxfp4
 from pagewire.kernels.float8 import Float8Format, unit_size
-from pagewire.kernels.quantized import GROUP, QuantizedFormat
+from pagewire.kernels.quantized import GROUP_UNIT, MXFP4, QuantizedFormat
 from worker_service.models.checkpoint import Checkpoint, Piece, Tensors
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from worker_service.models.packing import (
@@ -59,10 +58,10 @@ class QuantizedCheckpoint(Tensors):
             block_size = kept.columns or in_size
             return Float8Format(block_size, kept.rounds_inputs) if unit_size(block_size, in_size) else None
         group_size = kept.columns or in_size
-        if group_size % GROUP or in_size % group_size:
+        if group_size % GROUP_UNIT or in_size % group_size:
             return None
         if kept.layout == "mxfp4":
-            return mxfp4.FORMAT
+            return MXFP4
         has_half_scales, has_zeros = not self._has_wide_scales(name), not kept.is_symmetric
         return QuantizedFormat(
             kept.bits,

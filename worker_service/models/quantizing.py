@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
-from pagewire.kernels.rounding import GROUP_SIZE, quantized_format
+from pagewire.kernels.quantized import GROUP_SIZE, QuantizedFormat, QuantizedWeight, quantized_format
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
 

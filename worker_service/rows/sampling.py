@@ -242,12 +242,7 @@ class StepSampling:
 
 
 def _columns(lines: NDArray[np.int32], seeds: NDArray[np.uint64], num_tokens: NDArray[np.int32]) -> SamplingColumns:
-    return SamplingColumns.of(
-        map(torch.from_numpy, lines[: len(FLOATS)].view(np.float32)),
-        map(torch.from_numpy, lines[len(FLOATS) :]),
-        torch.from_numpy(seeds.view(np.int64)),
-        torch.from_numpy(num_tokens),
-    )
+    return SamplingColumns.of(*map(torch.from_numpy, (lines, seeds.view(np.int64), num_tokens)))
 
 
 def has_penalties(sampling: SamplingParams) -> bool:

@@ -10,7 +10,7 @@ from pagewire.common.memory_size import describe_memory
 from pagewire.common.messages import WorkerCapacity
 from pagewire.common.process import announce_memory
 from pagewire.kernels.cpu import BuildError, CpuKernels
-from pagewire.kernels.rounding import BITS, quantized_format
+from pagewire.kernels.quantized import BITS, quantized_format
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig

@@ -15,9 +15,9 @@ from triton.runtime.jit import JITFunction
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
 from pagewire.kernels.triton.attention_arguments import LayerGroup, PagedCaches, paged_caches
+from pagewire.kernels.triton.decode_attention import SplitPlan
 from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.paged_attention import PagedAttention
-from pagewire.kernels.triton.split_plan import SplitPlan
 from testing.triton_driver import Driver
 
 CPU = torch.device("cpu")

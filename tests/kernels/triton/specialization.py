@@ -17,7 +17,6 @@ from pagewire.kernels.triton import (
     prefill_attention,
     sampler,
     scaled,
-    split_plan,
 )
 from pagewire.kernels.triton.launching import Strided
 
@@ -40,7 +39,7 @@ KERNELS = {
     },
     decode_attention._paged_attention_v1_kernel: OF_ROWS,
     decode_attention._paged_attention_v2_kernel: OF_ROWS,
-    split_plan._plan_kernel: {
+    decode_attention._plan_kernel: {
         "seq_lens": ("seq_lens", TENSORS),
         "num_rows": ("num_rows", NUMBERS),
         "max_splits": ("max_splits", NUMBERS),

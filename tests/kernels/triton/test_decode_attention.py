@@ -1,4 +1,4 @@
-"""`pagewire.kernels.triton.decode_attention` and `split_plan` against their specification."""
+"""`pagewire.kernels.triton.decode_attention` against its specification."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagewire.kernels.arguments import Scoring, Selection
-from pagewire.kernels.triton import decode_attention, split_plan, tiles
+from pagewire.kernels.triton import decode_attention, tiles
 from testing.kernel_checks.decode_attention import (
     E4M3,
     VERSIONS,
@@ -221,8 +221,8 @@ def test_plans_are_as_spelled_out(device, seed):
     num_rows = draw.choice([1, 2, 7, 127, 128, 129, 300])
     seq_lens = [draw.choice([0, 1, draw.randrange(100), draw.randrange(40_000)]) for _ in range(num_rows)]
     min_chunk, num_programs = draw.choice([16, 64, 256]), draw.choice([8, 64, 528])
-    max_positions = draw.choice([split_plan.ANY_LEN, 1000])
-    plan = split_plan.SplitPlan.allocate(num_rows, 16, 8, 32, device, num_programs, min_chunk)
+    max_positions = draw.choice([decode_attention.ANY_LEN, 1000])
+    plan = decode_attention.SplitPlan.allocate(num_rows, 16, 8, 32, device, num_programs, min_chunk)
     plan.decide(torch.tensor(seq_lens, dtype=torch.int32, device=device), max_positions)
     starts, rows = spelled_out(seq_lens, max_positions, plan.num_shares, min_chunk)
     padding = [-1] * (len(plan.split_rows) - len(rows))
@@ -231,7 +231,7 @@ def test_plans_are_as_spelled_out(device, seed):
 
 
 def test_splits_are_even_whatever_the_mixture(device):
-    plan = split_plan.SplitPlan.allocate(256, 32, 8, 128, device, num_programs=528)
+    plan = decode_attention.SplitPlan.allocate(256, 32, 8, 128, device, num_programs=528)
     seq_lens = torch.full((256,), 100, dtype=torch.int32, device=device)
     seq_lens[77] = 40_000
     plan.decide(seq_lens)
@@ -246,14 +246,14 @@ def test_splits_are_even_whatever_the_mixture(device):
 )
 def test_short_rows_fill_the_processors(device, seq_len, num_rows, num_programs):
     """Of 132 processors with 8 KV heads: one program each, until splits have 256 positions, and up to four then."""
-    plan = split_plan.SplitPlan.allocate(num_rows, 32, 8, 128, device, num_programs=4 * 132)
+    plan = decode_attention.SplitPlan.allocate(num_rows, 32, 8, 128, device, num_programs=4 * 132)
     plan.decide(torch.full((num_rows,), seq_len, dtype=torch.int32, device=device))
     assert plan.split_starts[-1].item() * 8 == num_programs
 
 
 @pytest.mark.parametrize("seq_len", [257, 1024, 1100])
 def test_splits_of_one_tile_add_up(device, seq_len):
-    step = Step((seq_len,), num_kv_heads=2, num_programs=2 * 66, min_chunk=split_plan.MIN_CHUNK)
+    step = Step((seq_len,), num_kv_heads=2, num_programs=2 * 66, min_chunk=decode_attention.MIN_CHUNK)
     plan = make_plan(step, device)
     plan.decide(torch.tensor(step.seq_lens, dtype=torch.int32, device=device))
     assert plan.split_starts[-1] == -(-seq_len // 64)
@@ -261,7 +261,7 @@ def test_splits_of_one_tile_add_up(device, seq_len):
 
 
 def test_when_splits_are_preferred():
-    prefers = split_plan.prefers_splits
+    prefers = decode_attention.prefers_splits
     assert prefers(1, 8, 257, 257, 132)
     assert prefers(1, 8, 32_768, 32_768, 132)
     assert prefers(32, 8, 32 * 2048, 2048, 132)
@@ -323,13 +323,13 @@ def test_a_plan_refuses_other_rows():
 @pytest.mark.parametrize(("num_programs", "min_chunk"), [(0, 16), (-1, 16), (4, 0), (4, 40)])
 def test_a_plan_refuses_bad_numbers(num_programs, min_chunk):
     with pytest.raises(ValueError, match=r"make it (at least 1|a multiple of 16)"):
-        split_plan.SplitPlan.allocate(1, 1, 1, 32, torch.device("cpu"), num_programs, min_chunk)
+        decode_attention.SplitPlan.allocate(1, 1, 1, 32, torch.device("cpu"), num_programs, min_chunk)
 
 
 def test_plan_of_first_rows_shares_memory_and_refuses_more(device):
-    whole = split_plan.SplitPlan.allocate(5, 4, 2, 32, device, num_programs=8)
+    whole = decode_attention.SplitPlan.allocate(5, 4, 2, 32, device, num_programs=8)
     seq_lens = torch.tensor([700, 3, 0], dtype=torch.int32, device=device)
-    part, fresh = whole.of_first(3), split_plan.SplitPlan.allocate(3, 4, 2, 32, device, num_programs=8)
+    part, fresh = whole.of_first(3), decode_attention.SplitPlan.allocate(3, 4, 2, 32, device, num_programs=8)
     part.decide(seq_lens)
     fresh.decide(seq_lens)
     assert torch.equal(part.split_starts, fresh.split_starts)

@@ -9,8 +9,8 @@ import torch
 from pagewire.kernels import reference
 from pagewire.kernels.triton import tiles
 from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
+from pagewire.kernels.triton.decode_attention import SplitPlan
 from pagewire.kernels.triton.paged_attention import PagedAttention
-from pagewire.kernels.triton.split_plan import SplitPlan
 from testing.kernel_checks.prefill_attention import E4M3, Case, check_paged_attention, compare, make_batch
 from tests.kernels.triton.recorded_launches import record_attention
 

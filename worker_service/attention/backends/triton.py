@@ -14,10 +14,10 @@ from pagewire.kernels.arguments import LayerCache
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
 from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
+from pagewire.kernels.triton.decode_attention import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.launching import Strided
 from pagewire.kernels.triton.paged_attention import PagedAttention
-from pagewire.kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from pagewire.kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows
 from worker_service.attention.cached_attend import CachedAttend

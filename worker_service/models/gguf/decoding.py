@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels import mxfp4
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from pagewire.kernels.quantized import MXFP4, QuantizedFormat, QuantizedWeight, mxfp4_codes, mxfp4_scales
 
 _CODE_BITS = torch.arange(8, dtype=torch.uint8)
 
@@ -117,8 +116,8 @@ def _decode_q6_k(blocks: Tensor) -> _Parts:
 
 
 def _decode_mxfp4(blocks: Tensor) -> _Parts:
-    codes = mxfp4.doubled_codes(blocks[..., 1:]).view(*blocks.shape[:-1], 16, 2).transpose(-1, -2).flatten(-2)
-    return {"codes": codes, "scale": mxfp4.halved_scales(blocks[..., 0], codes)[..., None]}
+    codes = mxfp4_codes(blocks[..., 1:]).view(*blocks.shape[:-1], 16, 2).transpose(-1, -2).flatten(-2)
+    return {"codes": codes, "scale": mxfp4_scales(blocks[..., 0], codes)[..., None]}
 
 
 def _k_format(bits: int, group_size: int, *, has_minima: bool) -> QuantizedFormat:
@@ -133,6 +132,6 @@ _LAYOUTS = {
     "Q5_1": _Layout(24, QuantizedFormat(5, 32, has_half_scales=True, has_minima=True), _decode_q5_1),
     "Q4_K": _Layout(144, _k_format(4, 32, has_minima=True), _decode_q4_k),
     "Q5_K": _Layout(176, _k_format(5, 32, has_minima=True), _decode_q5_k),
-    "MXFP4": _Layout(17, mxfp4.FORMAT, _decode_mxfp4),
+    "MXFP4": _Layout(17, MXFP4, _decode_mxfp4),
     "Q6_K": _Layout(210, _k_format(6, 16, has_minima=False), _decode_q6_k),
 }
