@@ -6,17 +6,21 @@ before it is believed. The format: https://github.com/ggml-org/ggml/blob/master/
 
 from pagewire.common.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, architecture_of
 from pagewire.common.gguf.checkpoint_files import config_json, generation_config_json, tokenizer_config_json
-from pagewire.common.gguf.element_types import SERVED_TYPES, ElementType
-from pagewire.common.gguf.file import GgufError, GgufFile, TensorInfo, is_gguf
+from pagewire.common.gguf.file import SERVED_TYPES, ElementType, GgufError, GgufFile, TensorInfo, is_gguf
 from pagewire.common.gguf.model_file import (
     MAX_LISTING_BYTES,
     MAX_SETTINGS_BYTES,
     ModelFileError,
     check_pointer,
+    is_whole,
     read_bytes,
+    read_json_value,
+    read_settings,
     read_text,
+    shown,
+    token_ids_of,
+    unserved,
 )
-from pagewire.common.gguf.settings_file import is_whole, read_settings, shown, token_ids_of, unserved
 from pagewire.common.gguf.tokenizer import tokenizer_json
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "is_gguf",
     "is_whole",
     "read_bytes",
+    "read_json_value",
     "read_settings",
     "read_text",
     "shown",

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.common.gguf.file import GgufError, GgufFile
-from pagewire.common.gguf.metadata import Metadata
+from pagewire.common.gguf.file import GgufError, GgufFile, Metadata
 
 ROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 

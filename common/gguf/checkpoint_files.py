@@ -7,9 +7,8 @@ what is not computed is refused by its key, never ignored.
 from typing import Any
 
 from pagewire.common.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, Architecture, architecture_of
-from pagewire.common.gguf.file import GgufError, GgufFile
-from pagewire.common.gguf.metadata import Metadata
-from pagewire.common.gguf.special_tokens import SpecialTokens
+from pagewire.common.gguf.file import GgufError, GgufFile, Metadata
+from pagewire.common.gguf.tokenizer import SpecialTokens
 
 # Settings that change what is computed, with the values that change nothing.
 _INERT: dict[str, tuple[object, ...]] = {

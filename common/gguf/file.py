@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata, and where its tensors are."""
+"""The header of a GGUF file: its metadata, where its tensors are, and of what types these are."""
 
 import hashlib
 import math
@@ -6,12 +6,11 @@ import os
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pagewire.common.gguf.element_types import SERVED_TYPES, ElementType, type_name
 from pagewire.common.gguf.model_file import ModelFileError, check_pointer
 
 MAGIC = b"GGUF"
@@ -32,6 +31,58 @@ class GgufError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class ElementType:
+    """A type that is served. Elements are stored in blocks, which no row shares with another."""
+
+    name: str
+    block_size: int  # elements
+    block_bytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.block_size > 1
+
+
+SERVED_TYPES = {
+    0: ElementType("F32", 1, 4),
+    1: ElementType("F16", 1, 2),
+    2: ElementType("Q4_0", 32, 18),
+    3: ElementType("Q4_1", 32, 20),
+    6: ElementType("Q5_0", 32, 22),
+    7: ElementType("Q5_1", 32, 24),
+    8: ElementType("Q8_0", 32, 34),
+    12: ElementType("Q4_K", 256, 144),
+    13: ElementType("Q5_K", 256, 176),
+    14: ElementType("Q6_K", 256, 210),
+    30: ElementType("BF16", 1, 2),
+    39: ElementType("MXFP4", 32, 17),
+}
+_OTHER_NAMES = {
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+}
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """A tensor as the header describes it."""
 
@@ -41,7 +92,9 @@ class TensorInfo:
 
     @property
     def type_name(self) -> str:
-        return type_name(self.type_number)
+        """The name of its elements' type, or the number of one that has no name."""
+        served = SERVED_TYPES.get(self.type_number)
+        return served.name if served is not None else _OTHER_NAMES.get(self.type_number, f"number {self.type_number}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +157,59 @@ class GgufFile:
                 raise GgufError(
                     f"{self.path} has {size} bytes, but tensor {name} ends at byte {end}: the file may be cut off"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Looks keys up, and checks their values. Each method raises GgufError, which names file and key, for a value of
+    another kind."""
+
+    file: GgufFile
+    prefix: str  # of every key that is asked for
+
+    def error(self, key: str, expected: str) -> GgufError:
+        """Return the error for a value that is missing or is not as expected."""
+        name = self.prefix + key
+        value = self.file.metadata.get(name)
+        if value is None:
+            return GgufError(f"{self.file.path} has no {name}, which must be {expected}")
+        return GgufError(f"{self.file.path}: {name} is {shown(value)}, but must be {expected}")
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        return self._checked(key, default, lambda value: type(value) is int and value >= 0, "a whole number from 0")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        found = self._checked(
+            key, default, lambda value: type(value) in (int, float) and math.isfinite(value), "a number"
+        )
+        return float(found)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self._checked(key, default, lambda value: type(value) is bool, "true or false")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self._checked(key, default, lambda value: isinstance(value, str), "a text")
+
+    def texts(self, key: str) -> list[str]:
+        return self._checked(key, None, lambda value: isinstance(value, list), "an array of texts")
+
+    def numbers(self, key: str, length: int | None = None) -> Sequence[float] | None:
+        """Return an array of numbers, one for each of so many or as many as there are, or None if there is none."""
+        if not self.has(key):
+            return None
+        expected = f"an array of {'' if length is None else f'{length} '}numbers"
+        return self._checked(
+            key, None, lambda value: isinstance(value, array) and length in (None, len(value)), expected
+        )
+
+    def has(self, key: str) -> bool:
+        return self.prefix + key in self.file.metadata
+
+    def _checked(self, key: str, default: Any, is_legal: Callable[[Any], bool], expected: str) -> Any:
+        value = self.file.metadata.get(self.prefix + key, default)
+        if not is_legal(value):
+            raise self.error(key, expected)
+        return value
 
 
 def is_gguf(path: Path) -> bool:

@@ -1,13 +1,17 @@
 """Files of a model that are read whole: of bounded size, and never pointers of Git LFS, which a clone holds in place of
-large files that were not fetched."""
+large files that were not fetched. Those of settings are JSON objects, whose values are checked where they are read."""
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TypeGuard
 
 # Of settings, which have far below a megabyte as published, or some 12 where they list a codebook's tokens; and of a
 # vocabulary or an index of weights, of which the largest have some 30 MB.
 MAX_SETTINGS_BYTES = 16 << 20
 MAX_LISTING_BYTES = 128 << 20
+_MAX_SHOWN = 100  # characters of a value in an error
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -44,3 +48,54 @@ def _check(path: Path, content: bytes) -> None:
         raise ModelFileError(
             f"{path} is a pointer of Git LFS in place of the file: run `git lfs pull` in the clone that it is from"
         )
+
+
+def read_json_value(path: Path) -> Any:
+    """Raises ValueError, one line that names the file, and OSError."""
+    content = read_bytes(path)
+    try:
+        value = json.loads(content.decode())
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path}: {error.object[error.start]!r} is half a character, which no text may have") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from error
+    return value
+
+
+def read_settings(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """Read a JSON object, which is empty where the file is missing. Raises ValueError, one line that names the file."""
+    if not path.is_file():
+        if required:
+            raise ValueError(f"{path} is missing: --model must name a checkpoint directory as published")
+        return {}
+    content = read_json_value(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, but must hold an object")
+    return content
+
+
+def unserved(file: Path, key: str, value: Any, expected: str) -> ValueError:
+    """Return the error for a value that means nothing here."""
+    return ValueError(f"{file}: {key} is {shown(value)}, but must be {expected}")
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it, cut short."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def token_ids_of(settings: Mapping[str, Any], key: str, file: Path) -> set[int]:
+    """Return the ids that a setting names, one or a list of them. Raises ValueError."""
+    value = settings.get(key)
+    token_ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(is_whole(token_id) and 0 <= token_id < 2**31 for token_id in token_ids):
+        raise unserved(file, key, value, f"a token id from 0 to {2**31 - 1} or a list of them")
+    return set(token_ids)

@@ -53,24 +53,23 @@ class PreTokenizer:
         return {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
 
 
-_LIKE_LLAMA3 = PreTokenizer((_LLAMA3,), takes_whole_words=True, adds_bos=True)
-_LIKE_QWEN2 = PreTokenizer((_QWEN2,), is_composed=True)
-_LIKE_GPT2 = PreTokenizer((_GPT2,))
-_WITH_SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-_LIKE_GPT4O = PreTokenizer((_GPT4O,))
 PRE_TOKENIZERS = {
     "default": PreTokenizer(_DEFAULT),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), _LIKE_GPT2),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), _LIKE_LLAMA3),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), PreTokenizer((_GPT2,))),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"),
+        PreTokenizer((_LLAMA3,), takes_whole_words=True, adds_bos=True),
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
-    **dict.fromkeys(("qwen2", "megrez"), _LIKE_QWEN2),
+    **dict.fromkeys(("qwen2", "megrez"), PreTokenizer((_QWEN2,), is_composed=True)),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "hunyuan"), PreTokenizer((_QWEN2,))),
     "qwen35": PreTokenizer((_QWEN35,), is_composed=True),
     **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _WITH_SINGLE_DIGITS
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        PreTokenizer((r"\p{N}", _GPT2)),
     ),
     "tekken": PreTokenizer((_TEKKEN,), takes_whole_words=True, adds_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _LIKE_GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), PreTokenizer((_GPT4O,))),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(_DEEPSEEK3)),
     "seed-coder": PreTokenizer((_SEED,)),
 }

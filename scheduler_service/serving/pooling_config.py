@@ -4,13 +4,12 @@ Without any the last token's hidden state is taken, which has seen the whole pro
 length 1. What no worker computes is no reason not to generate text: it is named when an embedding is asked for.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.common.gguf import GgufFile, ModelFileError, read_settings, read_text
+from pagewire.common.gguf import GgufFile, read_json_value, read_settings
 from pagewire.common.messages import Pooling
 
 _MODULES_FILE = "modules.json"
@@ -55,12 +54,7 @@ def read_gguf_pooling(file: GgufFile) -> PoolingChoice:
 
 
 def _read_modules(path: Path) -> list[dict[str, str]]:
-    try:
-        modules = json.loads(read_text(path))
-    except ModelFileError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    modules = read_json_value(path)
     is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
     if not is_list or not all(isinstance(module.get(key), str) for module in modules for key in ("type", "path")):
         raise ValueError(f"{path} must hold a list of modules, each with a type and a path")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagewire.common.gguf.settings_file import is_whole, shown, unserved
+from pagewire.common.gguf.model_file import is_whole, shown, unserved
 from pagewire.common.gguf.tokenizer_files.classes import Parts
 from pagewire.common.gguf.tokenizer_files.settings import DeclaredToken, Token, TokenizerSettings, token_of
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from pagewire.common.gguf.checkpoint_files import tokenizer_config_json
 from pagewire.common.gguf.file import GgufFile, is_gguf
-from pagewire.common.gguf.model_file import MAX_LISTING_BYTES, ModelFileError, read_bytes, read_text
-from pagewire.common.gguf.settings_file import read_settings
+from pagewire.common.gguf.model_file import MAX_LISTING_BYTES, read_bytes, read_settings
 from pagewire.common.gguf.tokenizer import tokenizer_json
 from pagewire.common.gguf.tokenizer_files.changes import TokenizerChanges, changes_of
 from pagewire.common.gguf.tokenizer_files.classes import PLAIN
@@ -109,11 +108,10 @@ def directory_digest(directory: Path, tokenizer: TokenizerFiles | None) -> bytes
 def _text(path: Path) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
+    content = read_bytes(path, MAX_LISTING_BYTES)
     try:
-        return read_text(path, MAX_LISTING_BYTES)
-    except ModelFileError:
-        raise
-    except ValueError as error:
+        return content.decode()
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagewire.common.gguf.settings_file import is_whole, read_settings, unserved
+from pagewire.common.gguf.model_file import is_whole, read_settings, unserved
 from pagewire.common.gguf.tokenizer_files.classes import PLAIN, TokenizerClass, UnservedClassError, class_of
 
 CONFIG, NAMES, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
