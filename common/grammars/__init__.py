@@ -5,9 +5,9 @@ comes of it is a function of these, the tokenizer and the tokens consumed: limit
 work and not in time, so that every process finds the same.
 """
 
-from pagewire.common.grammars.cache import GrammarCache
 from pagewire.common.grammars.mask_queue import MaskJob, MaskQueue
 from pagewire.common.grammars.matcher import (
+    GrammarCache,
     GrammarCompiler,
     GrammarDeadEndError,
     GrammarError,

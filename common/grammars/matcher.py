@@ -1,16 +1,19 @@
-"""A grammar's state, moved on by tokens, which says what tokens may come next."""
+"""A grammar's state, moved on by tokens, which says what tokens may come next; and how one is made of a text."""
 
 import ctypes
 import json
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 
+from pagewire.common.grammars.json_schema import for_library
 from pagewire.common.grammars.literals import BYTE_PIECES, Alphabet, Literal, literals_of
-from pagewire.common.grammars.source import to_llguidance
+from pagewire.common.grammars.structural_tag import structural_tag_to_lark
 
 
 def _limits(max_items_in_row: int, step_max_items: int) -> LLParserLimits:
@@ -29,10 +32,18 @@ def _limits(max_items_in_row: int, step_max_items: int) -> LLParserLimits:
 # 1.4 ms a token of the output with 300, 43 ms with 1000. Only in a grammar of their own can users write such rules.
 _LIMITS = _limits(1_000, 5_000)
 _OWN_GRAMMAR_LIMITS = _limits(300, 4_000)
+# Where only one text can follow, the library would allow its tokens alone, as the tokenizer cuts that text: but a
+# tokenizer may read another text there, in another form of Unicode, or a token that is called like it.
+_ANY_TOKENS = '%llguidance {"no_forcing": true}'
+# What a compiled grammar takes besides its text, and a multiple of that.
+_BYTES_EACH = 256 * 1024
+_BYTES_PER_CHARACTER = 64
 _REMEMBERED = 0.95  # of what was slow, from one mask to the next
 _LIMIT_REASONS = ("LexerTooComplex", "ParserTooComplex")
 _DEAD_END_REASON = "NoExtension"
 _LIMIT_TEXTS = ("Current row has", "Too many items", "too many expressions")  # of errors that come without a reason
+
+_Content = tuple[str, str, tuple[int, ...]]  # kind, text, end tokens
 
 
 class GrammarError(ValueError):
@@ -125,7 +136,9 @@ class Matcher:
         which are `4 * ceil(vocab_size / 32)`. Behind an end token that one alone is. Raises GrammarError: a
         GrammarDeadEndError where no token is allowed, and GrammarLimitError."""
         if self.end_token_id is not None:
-            self._allow_end_alone(address, mask_bytes)
+            ctypes.memset(address, 0, mask_bytes)
+            byte, bit = divmod(self.end_token_id, 8)
+            ctypes.memset(address + byte, 1 << bit, 1)
             return
         long_bytes = 4 * -(-self._sizes.num_tokens // 32)
         with _caught():
@@ -154,12 +167,6 @@ class Matcher:
         """Return the text that must come next, as far as there is only one."""
         return "" if self._state.is_error() else self._state.compute_ff_bytes().decode(errors="ignore")
 
-    def _allow_end_alone(self, address: int, mask_bytes: int) -> None:
-        assert self.end_token_id is not None
-        ctypes.memset(address, 0, mask_bytes)
-        byte, bit = divmod(self.end_token_id, 8)
-        ctypes.memset(address + byte, 1 << bit, 1)
-
 
 class GrammarCompiler:
     """Reads grammars for one tokenizer. Belongs to one thread."""
@@ -176,11 +183,11 @@ class GrammarCompiler:
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
         with _caught():
-            tokenizer, names = self._tokenizer(end_token_ids), self._token_names
-            names = {name: token for name, token in names.items() if token not in end_token_ids}
+            tokenizer = self._tokenizer(end_token_ids)
+            names = {name: token for name, token in self._token_names.items() if token not in end_token_ids}
             alphabet = self._alphabet(tokenizer)
             alone = {name for name in names if alphabet and alphabet.missing(Literal(name))}
-            grammar = to_llguidance(kind, text, names, alone)
+            grammar = f"{_to_lark(kind, text, names, alone)}\n{_ANY_TOKENS}"
             limits = _OWN_GRAMMAR_LIMITS if kind == "grammar" else _LIMITS
             state = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
         matcher = Matcher(state, frozenset(end_token_ids), MaskPace(), self._sizes)
@@ -208,6 +215,35 @@ class GrammarCompiler:
         return self._tokenizers[end_token_ids]
 
 
+class GrammarCache:
+    """Keeps the grammars that were used last, within a bound. Belongs to one thread."""
+
+    def __init__(self, compiler: GrammarCompiler, max_bytes: int) -> None:
+        """`max_bytes`: of all that is kept, as far as can be told from the grammars' texts."""
+        self._compiler = compiler
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[_Content, Matcher] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
+        """Return a matcher of its own at a grammar's beginning. Raises GrammarError."""
+        content = (kind, text, end_token_ids)
+        kept = self._kept.get(content)
+        if kept is not None:
+            self._kept.move_to_end(content)
+            return kept.copy()
+        matcher = self._kept[content] = self._compiler.compile(kind, text, end_token_ids)
+        self._num_bytes += _num_bytes(content)
+        while self._num_bytes > self._max_bytes:
+            forgotten, _ = self._kept.popitem(last=False)
+            self._num_bytes -= _num_bytes(forgotten)
+        return matcher.copy()
+
+
+def _num_bytes(content: _Content) -> int:
+    return _BYTES_EACH + _BYTES_PER_CHARACTER * len(content[1])
+
+
 def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], bool]:
     """Return how many tokens a tokenizer.json has, those that stand in texts as their names but are none of its pieces,
     as the library sees it, and whether there is a piece for every byte. Nothing for one that is broken, of which the
@@ -222,3 +258,37 @@ def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], bool]:
         return 0, {}, True
     spells_all = any(names.issuperset(each) for each in BYTE_PIECES)
     return num_tokens, {name: shown[name] for name in shown if name.startswith("<") and name.endswith(">")}, spells_all
+
+
+def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
+    """Return a grammar in Lark, whether it is a good one or not. Raises ValueError for a text that is not of its kind,
+    and a kind that is none.
+
+    `token_names`: tokens that may stand for their names in structural tags; `alone`: the names that no others spell.
+    """
+    match kind:
+        case "json_schema":
+            return f"start: %json {json.dumps(for_library(json.loads(text)))}"
+        case "json_object":
+            return f"start: %json {json.dumps(for_library({'type': 'object'}))}"
+        case "regex":
+            return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+        case "choice":
+            return "start: " + " | ".join(map(json.dumps, _choices(text)))
+        case "grammar":
+            return any_to_lark(text)
+        case "structural_tag":
+            return structural_tag_to_lark(text, token_names, alone)
+    raise ValueError(f"{kind} is no kind of grammar that this server has")
+
+
+def _choices(text: str) -> list[str]:
+    """Raises ValueError if it is not a JSON array of texts, at least one."""
+    choices = json.loads(text)
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
+        raise ValueError("a choice is a JSON array of texts, at least one, none of them empty")
+    return list(dict.fromkeys(choices))
