@@ -30,7 +30,7 @@ from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, EpochsExhausted, FencedError, WorkerLink
 from scheduler_service.serving.activity import Activity
 from scheduler_service.serving.grammars import GrammarChecks
-from scheduler_service.serving.kv_event_log import KvEventLog
+from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
 from scheduler_service.serving.request_log import RequestLog

@@ -21,8 +21,7 @@ from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.kv_event_log import KvEventLog
-from scheduler_service.serving.kv_events import KvEvents
+from scheduler_service.serving.kv_events import KvEventLog, KvEvents
 from scheduler_service.serving.observer import Observer
 from scheduler_service.serving.token_stream import FanOut, Receiver, TokenCounts, TokenStream
 
@@ -201,7 +200,7 @@ class StepLoop:
 
     def moved(self, step: int) -> None:
         """The moves of all plans up to this step are done. Comes before the result that says so."""
-        self._tell(partial(self._take_moved, step))
+        self._tell(partial(self._scheduler.moved, step))
 
     def grammar_ready(self, grammar_id: int, error: str) -> None:
         """The worker has prepared a grammar of the epoch, or (with an error) says why it cannot."""
@@ -234,9 +233,6 @@ class StepLoop:
                 self._inbox.popleft()(self._clock.now())
             except WorkerProtocolError as error:
                 self._fail_epoch(str(error))
-
-    def _take_moved(self, step: int, now: float) -> None:
-        self._scheduler.moved(step, now)
 
     def _take_grammar(self, grammar_id: int, error: str, now: float) -> None:
         self._publish(self._scheduler.grammar_ready(grammar_id, error, now))

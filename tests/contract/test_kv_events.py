@@ -14,7 +14,7 @@ from scheduler_service import server
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.status import RpcError
-from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
+from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, request, serve

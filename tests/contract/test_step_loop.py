@@ -16,7 +16,7 @@ from scheduler_service.metrics import Metrics
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.kv_event_log import KvEventLog
+from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
 from scheduler_service.serving.tokenizer import DecodedText

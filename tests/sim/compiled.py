@@ -24,7 +24,6 @@ _MODULES = (
     "scheduler_service/serving/__init__.py",
     "scheduler_service/serving/availability.py",
     "scheduler_service/serving/clock.py",
-    "scheduler_service/serving/kv_event_log.py",
     "scheduler_service/serving/kv_events.py",
     "scheduler_service/serving/observer.py",
     "scheduler_service/serving/step_loop.py",

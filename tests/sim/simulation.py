@@ -28,7 +28,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.retention import EXPECTATIONS
 from scheduler_service.core.sequence import GroupState, SequenceGroup
-from scheduler_service.serving.kv_event_log import KvEventLog
+from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client

@@ -8,8 +8,7 @@ import grpc
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 from scheduler_service.rpc.status import RpcError
-from scheduler_service.serving.kv_event_log import KvEventBatch
-from scheduler_service.serving.kv_events import KvEvents
+from scheduler_service.serving.kv_events import KvEventBatch, KvEvents
 
 # Tokens and events of one message: keeps it far below a client's message limit of 4 MiB.
 _MAX_MESSAGE_VALUES = 65_536
