@@ -19,13 +19,13 @@ from pagewire.common.gguf import (
 )
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
 from pagewire.common.messages import SamplingParams
-from scheduler_service.serving import generation_config
 from scheduler_service.serving.chat_template import ChatTemplate, chat_template_of, read_chat_template
 from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
+from scheduler_service.serving.sampling_defaults import ignored_settings, sampling_defaults
 
-# The keys under which the families of models give their greatest length.
 # What published files of Gemma 3 with vision leave out.
 _TEXT_DEFAULTS = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
+# The keys under which the families of models give their greatest length.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Those of families whose files may leave it out, by model_type.
 _DEFAULT_LENGTHS = {"bloom": 2048}
@@ -107,49 +107,33 @@ def read_model_info(model: str) -> ModelInfo:
 def read_model(model: str) -> tuple[ModelInfo, TokenizerFiles | None]:
     """See `read_model_info`. The tokenizer's files come too, which take long to read, and much memory to keep."""
     path = Path(model)
-    if not is_gguf(path) and not path.is_dir():
+    if is_gguf(path):
+        return _read_gguf(path)
+    if not path.is_dir():
         raise ValueError(f"--model is {model!r}, but that is neither a directory nor a GGUF file")
-    settings = _read_gguf(path) if is_gguf(path) else _read_directory(path)
-    return _model_info(settings), settings.tokenizer
+    return _read_directory(path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What a model's small files hold, and which file says so."""
-
-    path: Path  # of the model
-    name: str
-    config: dict[str, Any]
-    config_path: Path
-    generation: dict[str, Any]
-    generation_path: Path
-    special_tokens: Mapping[str, str]
-    template_file: ChatTemplate | None
-    tokenizer: TokenizerFiles | None
-    end_token_id: int | None  # of the tokenizer, beside those that the other files name
-    digest: bytes
-    embedding: PoolingChoice
-
-
-def _read_directory(path: Path) -> _Settings:
-    config_path = path / "config.json"
+def _read_directory(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
+    config_path, generation_path = path / "config.json", path / "generation_config.json"
     config = _with_text_config(read_settings(config_path, required=True))
     tokenizer = TokenizerFiles.in_directory(path)
     special_tokens = (settings_of(path, "") if tokenizer is None else tokenizer.settings).texts()
-    return _Settings(
+    info = _model_info(
         path,
-        path.resolve().name,
-        config,
-        config_path,
-        read_settings(path / "generation_config.json"),
-        path / "generation_config.json",
-        special_tokens,
-        read_chat_template(path, read_settings(path / "tokenizer_config.json")),
-        tokenizer,
-        None if tokenizer is None else tokenizer.token_id(special_tokens.get("eos_token", "")),
-        directory_digest(path, tokenizer),
-        read_pooling(path),
+        name=path.resolve().name,
+        config=config,
+        config_path=config_path,
+        generation=read_settings(generation_path),
+        generation_path=generation_path,
+        special_tokens=special_tokens,
+        template=read_chat_template(path, read_settings(path / "tokenizer_config.json")),
+        tokenizer=tokenizer,
+        end_token_id=None if tokenizer is None else tokenizer.token_id(special_tokens.get("eos_token", "")),
+        digest=directory_digest(path, tokenizer),
+        embedding=read_pooling(path),
     )
+    return info, tokenizer
 
 
 def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -161,51 +145,68 @@ def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**defaults, **text, **{key: value for key, value in config.items() if value is not None}}
 
 
-def _read_gguf(path: Path) -> _Settings:
+def _read_gguf(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
     """What is wrong in a file's settings is told of the file, under the names that config.json has for them."""
     file = GgufFile.open(path)
     tokenizer = TokenizerFiles.of(path)
-    return _Settings(
+    info = _model_info(
         path,
-        path.resolve().stem,
-        config_json(file),
-        path,
-        generation_config_json(file),
-        path,
-        tokenizer.settings.texts(),
-        chat_template_of(tokenizer.config, path),
-        tokenizer,
-        None,
-        file.digest,
-        read_gguf_pooling(file),
+        name=path.resolve().stem,
+        config=config_json(file),
+        config_path=path,
+        generation=generation_config_json(file),
+        generation_path=path,
+        special_tokens=tokenizer.settings.texts(),
+        template=chat_template_of(tokenizer.config, path),
+        tokenizer=tokenizer,
+        end_token_id=None,
+        digest=file.digest,
+        embedding=read_gguf_pooling(file),
     )
+    return info, tokenizer
 
 
-def _model_info(settings: _Settings) -> ModelInfo:
-    config, config_path = settings.config, settings.config_path
+def _model_info(
+    path: Path,
+    *,
+    name: str,
+    config: dict[str, Any],
+    config_path: Path,
+    generation: dict[str, Any],
+    generation_path: Path,
+    special_tokens: Mapping[str, str],
+    template: ChatTemplate | None,
+    tokenizer: TokenizerFiles | None,
+    end_token_id: int | None,
+    digest: bytes,
+    embedding: PoolingChoice,
+) -> ModelInfo:
+    """`end_token_id` is the tokenizer's, beside those that the other files name. Raises ValueError."""
     model_type = _text(config, "model_type", config_path)
     vocab_size = _positive(config, ("vocab_size",), config_path)
-    generation, generation_path = settings.generation, settings.generation_path
-    template, tokenizer = settings.template_file, settings.tokenizer
+    # generation_config.json's, else config.json's; and the tokenizer's own.
+    names_ends = generation.get("eos_token_id") is not None
+    named, file = (generation, generation_path) if names_ends else (config, config_path)
+    own = set() if end_token_id is None else {end_token_id}
     return ModelInfo(
-        name=settings.name,
-        directory=settings.path.resolve(),
+        name=name,
+        directory=path.resolve(),
         model_type=model_type,
         architectures=_names(config, "architectures", config_path),
-        digest=settings.digest,
+        digest=digest,
         vocab_size=vocab_size,
         max_model_len=_positive(config, _LENGTH_KEYS, config_path, _DEFAULT_LENGTHS.get(model_type)),
-        eos_token_ids=_end_token_ids(settings),
+        eos_token_ids=tuple(sorted(token_ids_of(named, "eos_token_id", file) | own)),
         bos_token_id=_token_id(config, "bos_token_id"),
         pad_token_id=_token_id(config, "pad_token_id"),
-        sampling_defaults=generation_config.sampling_defaults(generation, generation_path, vocab_size),
-        ignored_settings=generation_config.ignored(generation, generation_path),
+        sampling_defaults=sampling_defaults(generation, generation_path, vocab_size),
+        ignored_settings=ignored_settings(generation, generation_path),
         template_file=template,
-        chat_refusals=() if template is None else template.refusals(settings.special_tokens),
-        special_tokens=settings.special_tokens,
+        chat_refusals=() if template is None else template.refusals(special_tokens),
+        special_tokens=special_tokens,
         tokenizer_path=None if tokenizer is None else tokenizer.path,
         is_as_gateways_read=(template is None or template.is_plain) and (tokenizer is None or tokenizer.is_plain),
-        embedding=settings.embedding,
+        embedding=embedding,
     )
 
 
@@ -229,16 +230,6 @@ def _positive(config: dict[str, Any], keys: tuple[str, ...], file: Path, default
     if not is_whole(value) or not 1 <= value <= _MAX_SIZE:
         raise unserved(file, found, value, f"a whole number from 1 to {_MAX_SIZE}")
     return value
-
-
-def _end_token_ids(settings: _Settings) -> tuple[int, ...]:
-    """generation_config.json's, else config.json's; and the tokenizer's own."""
-    is_there = settings.generation.get("eos_token_id") is not None
-    given, file = (
-        (settings.generation, settings.generation_path) if is_there else (settings.config, settings.config_path)
-    )
-    own = set() if settings.end_token_id is None else {settings.end_token_id}
-    return tuple(sorted(token_ids_of(given, "eos_token_id", file) | own))
 
 
 def _token_id(config: dict[str, Any], key: str) -> int | None:

@@ -7,7 +7,7 @@ from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import Grammar, Request
 from scheduler_service.rpc.public.generate_request import SAME_NUMBERS
-from scheduler_service.serving.sampling_options import FILTERS_OFF, SUPPRESSING_BIAS
+from scheduler_service.serving.sampling_defaults import FILTERS_OFF, SUPPRESSING_BIAS
 
 _EARLY_STOPPING = {name: number for number, name in enum_names(scheduler_pb2.EarlyStopping.DESCRIPTOR).items()}
 

@@ -6,7 +6,7 @@ from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import BeamParams, EarlyStopping
 from scheduler_service.rpc.status import invalid
-from scheduler_service.serving.sampling_options import FILTERS_OFF
+from scheduler_service.serving.sampling_defaults import FILTERS_OFF
 
 _EARLY_STOPPING = {
     scheduler_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,

@@ -18,7 +18,7 @@ from scheduler_service.rpc.public.prompt_text import too_many_tokens
 from scheduler_service.rpc.public.structured_output import check_structured_output, resolve_grammar
 from scheduler_service.rpc.status import invalid
 from scheduler_service.serving.model_info import ModelInfo
-from scheduler_service.serving.sampling_options import FILTERS_OFF
+from scheduler_service.serving.sampling_defaults import FILTERS_OFF
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_TEXTS = 16

@@ -1,4 +1,5 @@
-"""What a checkpoint's generation_config.json asks for where requests ask for nothing, and what of it is not done."""
+"""What requests mean that leave numbers of their sampling unset: what a checkpoint's generation_config.json asks for,
+or else the API's own values."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,8 +9,16 @@ from typing import Any
 from pagewire.common.gguf import is_whole, shown, token_ids_of, unserved
 from pagewire.common.messages import SamplingParams
 from pagewire.common.sampling_ranges import RANGES
-from scheduler_service.serving.sampling_options import API_DEFAULTS, CHECKPOINTS_OPTIONS, SUPPRESSING_BIAS
 
+# Of a random choice: a beam search makes none, and takes the values that turn them off.
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
+FILTERS_OFF = {name: getattr(SamplingParams(), name) for name in FILTERS}
+# generation_config.json may say what requests mean that leave these unset. Where it says nothing, the API's hold.
+CHECKPOINTS_OPTIONS = (*FILTERS, "repetition_penalty")
+API_DEFAULTS = SamplingParams(temperature=1.0)
+# Of tokens that a checkpoint suppresses, whatever bias a request gives them: far below any logit, and yet finite, so
+# that a grammar which allows nothing else still has its way.
+SUPPRESSING_BIAS = -1e30
 # What engines write who have no range without a low end: no limit of tokens, and the most likely token alone.
 _OTHER_SPELLINGS: Mapping[str, Mapping[float, float]] = {"top_k": {-1: 0}, "top_p": {0: 1e-30}}
 _MAX_SUPPRESSED = 1024  # tokens; each of them goes to the worker with every request
@@ -58,7 +67,7 @@ def sampling_defaults(generation: Mapping[str, Any], file: Path, vocab_size: int
     return replace(API_DEFAULTS, **values, logit_bias_token_ids=tuple(suppressed), logit_bias_values=biases)
 
 
-def ignored(generation: Mapping[str, Any], file: Path) -> str:
+def ignored_settings(generation: Mapping[str, Any], file: Path) -> str:
     """Return a warning that names what the file asks for and nothing does, or nothing."""
     found = [
         f"{key} ({shown(value)})"
