@@ -3,20 +3,43 @@
 import re
 from dataclasses import dataclass
 
-_WEB_SERVER = re.compile(
-    r"^Received http2 header with status: |^Stream removed \(Data frame|: Received http2 header with status: "
-)
-_NO_HTTP2 = re.compile("Expected SETTINGS frame|http1.x server")
-_NO_SUCH_CALL = re.compile(r"\bMethod not found!")
-_NO_TLS = re.compile("WRONG_VERSION_NUMBER")
-_ENDED_CERTIFICATE = re.compile("CERTIFICATE_VERIFY_FAILED: certificate (has expired|is not yet valid)")
-# The second is what is said where an authority was made anew under its old name.
-_UNKNOWN_CERTIFICATE = re.compile("CERTIFICATE_VERIFY_FAILED|certificate signature failure")
-_NO_HANDSHAKE = re.compile("Tls handshake failed|Failed to create security handshaker")
-_OTHER_NAME = re.compile("Hostname Verification Check failed")
-# A server that refuses a client's certificate does so when the client takes the connection for made, without a word.
-_HANGS_UP = re.compile(
-    r"last error: .*Socket closed|^there is no connection .*Socket closed|^there is no session .*Secure read failed"
+# What gRPC says of a port, and how that is read; the first that fits counts.
+_READINGS = (
+    (
+        r"^Received http2 header with status: |^Stream removed \(Data frame|: Received http2 header with status: ",
+        "{where} answers as a web server, not as gRPC: it looks like a gateway's port; {port.give}",
+    ),
+    (
+        "Expected SETTINGS frame|http1.x server",
+        "{where} answers, but not in HTTP/2: it looks like a port for metrics, or another web server's; {port.give}",
+    ),
+    (
+        r"\bMethod not found!",
+        "{where} speaks gRPC, but knows no such call: it looks like {port.strangers}; {port.give}",
+    ),
+    ("WRONG_VERSION_NUMBER", "{where} answers without TLS: {port.without_tls}, or give a port with TLS"),
+    (
+        "CERTIFICATE_VERIFY_FAILED: certificate (has expired|is not yet valid)",
+        "the certificate of {where} has ended, or has not begun: renew it there, or set this machine's clock",
+    ),
+    ("Hostname Verification Check failed", "the certificate of {where} bears another name: {port.give_name}"),
+    (
+        # The second is what is said where an authority was made anew under its old name.
+        "CERTIFICATE_VERIFY_FAILED|certificate signature failure",
+        "the certificate of {where} is not of an authority that is known here: {port.name_authority}",
+    ),
+    (
+        "Tls handshake failed|Failed to create security handshaker",
+        "{where} and this side agree on no TLS: look at the certificates of both, and at their authorities",
+    ),
+    (
+        # A server that refuses a client's certificate does so when the client takes the connection for made, without a
+        # word.
+        r"last error: .*Socket closed|^there is no connection .*Socket closed|"
+        r"^there is no session .*Secure read failed",
+        "{where} accepts connections and closes them: it looks like {port.with_tls}, or one of another protocol; "
+        "{port.give}",
+    ),
 )
 
 
@@ -46,21 +69,5 @@ class RightPort:
 
     def reading(self, where: str, message: str) -> str | None:
         """Return what the port looks like of which gRPC says this, or None if it may be the right one."""
-        readings = {
-            _WEB_SERVER: f"{where} answers as a web server, not as gRPC: it looks like a gateway's port; {self.give}",
-            _NO_HTTP2: f"{where} answers, but not in HTTP/2: it looks like a port for metrics, or another web "
-            f"server's; {self.give}",
-            _NO_SUCH_CALL: f"{where} speaks gRPC, but knows no such call: it looks like {self.strangers}; {self.give}",
-            _NO_TLS: f"{where} answers without TLS: {self.without_tls}, or give a port with TLS",
-            _ENDED_CERTIFICATE: f"the certificate of {where} has ended, or has not begun: renew it there, or set "
-            "this machine's clock",
-            _OTHER_NAME: f"the certificate of {where} bears another name: {self.give_name}",
-            _UNKNOWN_CERTIFICATE: f"the certificate of {where} is not of an authority that is known here: "
-            f"{self.name_authority}",
-            _NO_HANDSHAKE: f"{where} and this side agree on no TLS: look at the certificates of both, and at their "
-            "authorities",
-            _HANGS_UP: f"{where} accepts connections and closes them: it looks like {self.with_tls}, or one of another "
-            f"protocol; {self.give}",
-        }
-        found = next((text for sign, text in readings.items() if sign.search(message)), None)
-        return found and f"{found} ({message})"
+        found = next((text for sign, text in _READINGS if re.search(sign, message)), None)
+        return found and f"{found.format(where=where, port=self)} ({message})"
