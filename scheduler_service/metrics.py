@@ -97,6 +97,25 @@ _COUNTERS = {
     "pagewire:admitted_requests": ("Requests that first ran.", "num_admitted_requests"),
     "pagewire:overdue_requests": ("Of those, such as had waited longer than --max-wait.", "num_overdue_requests"),
 }
+# Counters that one more label tells apart: their texts, and that label.
+_LABELLED_COUNTERS = {
+    "pagewire:cached_prompt_tokens": ("Prompt tokens found in the cache, by tier.", "tier"),
+    "pagewire:kept_session_tokens": (
+        "Prompt tokens that a session's earlier requests computed and that were cached when it returned, by age.",
+        "age",
+    ),
+    "pagewire:lost_session_tokens": (
+        "The same of those that were cached no more and were computed again, by age.",
+        "age",
+    ),
+    "pagewire:preemptions": ("Requests preempted, by how their KV cache was handled.", "kind"),
+    "pagewire:moved_blocks": ("Blocks moved from device to host (out) and back (in).", "direction"),
+    "vllm:request_success": ("Sequences that ended, by reason.", "finished_reason"),
+    "pagewire:kv_events": ("Changes of the prefix cache.", "kind"),
+    "pagewire:grammar_requests": ("Requests taken with a grammar, by its kind.", "kind"),
+    "pagewire:grammar_checks": ("Grammars compiled to be checked.", "result"),
+    "pagewire:step_part_seconds": ("Seconds of all steps on the worker, by part of the step.", "part"),
+}
 # The tokens of outputs: their texts, and their names in TokenCounts.
 _TOKEN_COUNTERS = {
     "vllm:generation_tokens": (
@@ -133,10 +152,13 @@ _SERVICE_GAUGES = {
 }
 
 
-_LOG_LINES_DROPPED = (
-    "pagewire:log_lines_dropped",
-    "Lines of the log that were dropped since standard error was not read.",
-)
+# Counters that are told as they are: their texts, and their names in ServiceStats, and in FrontEndStats too.
+_SERVICE_COUNTERS = {
+    "pagewire:log_lines_dropped": (
+        "Lines of the log that were dropped since standard error was not read.",
+        "num_log_lines_dropped",
+    ),
+}
 # Those of a front end: their texts, and their names in FrontEndStats.
 _FRONT_END_GAUGES = {
     "pagewire:frontend_connected": ("Whether the front end has a connection to its scheduler, 1 or 0.", "is_connected"),
@@ -150,7 +172,7 @@ _FRONT_END_COUNTERS = {
         "num_generation_tokens",
     ),
     "pagewire:frontend_failed_requests": ("Requests of its clients that failed.", "num_failed"),
-    _LOG_LINES_DROPPED[0]: (_LOG_LINES_DROPPED[1], "num_log_lines_dropped"),
+    **_SERVICE_COUNTERS,
 }
 
 
@@ -320,10 +342,6 @@ class Labelled:
         for name, (text, field_name) in table.items():
             yield self._number(kind, name, text, getattr(source, field_name))
 
-    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Make a counter for each value of one more label."""
-        return self._series(CounterMetricFamily, name, text, label, values)
-
     def _certificates(self, lives: Mapping[str, Life]) -> Iterator[Metric]:
         now = time.time()
         for unit, text, left in (
@@ -362,7 +380,7 @@ class FrontEndCollector(Labelled, Collector):
         yield from self._told(CounterMetricFamily, _FRONT_END_COUNTERS, stats)
         ended = {reason.value: stats.num_ended.get(reason, 0) for reason in ENDED_WELL}
         text = "Samples of the front end's clients that ended, by reason."
-        yield self._counters("pagewire:frontend_ended_samples", text, "finished_reason", ended)
+        yield self._series(CounterMetricFamily, "pagewire:frontend_ended_samples", text, "finished_reason", ended)
         yield from self._certificates(stats.certificate_lives)
 
 
@@ -388,26 +406,11 @@ class MetricsCollector(Labelled, Collector):
         yield from self._told(GaugeMetricFamily, _SERVICE_GAUGES, service)
         yield from self._told(CounterMetricFamily, _COUNTERS, stats)
         yield from self._told(CounterMetricFamily, _TOKEN_COUNTERS, service.tokens)
-        yield from self._shares(stats)
-        num_kv_events = metrics.num_kv_events
-        kv_events = {
-            "stored": num_kv_events[BlockStored],
-            "removed": num_kv_events[BlockRemoved],
-            "cleared": num_kv_events[CacheCleared],
-        }
-        yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
-        kinds, results = metrics.num_grammar_requests, metrics.num_grammar_checks
-        yield self._counters("pagewire:grammar_requests", "Requests taken with a grammar, by its kind.", "kind", kinds)
-        yield self._counters("pagewire:grammar_checks", "Grammars compiled to be checked.", "result", results)
+        for name, values in self._labelled(stats).items():
+            yield self._series(CounterMetricFamily, name, *_LABELLED_COUNTERS[name], values)
         yield from self._told(CounterMetricFamily, _METRICS_COUNTERS, metrics)
-        yield self._number(CounterMetricFamily, *_LOG_LINES_DROPPED, service.num_log_lines_dropped)
+        yield from self._told(CounterMetricFamily, _SERVICE_COUNTERS, service)
         yield from self._certificates(service.certificate_lives)
-        yield self._counters(
-            "pagewire:step_part_seconds",
-            "Seconds of all steps on the worker, by part of the step.",
-            "part",
-            metrics.part_seconds(),
-        )
         for name, histogram in metrics.histograms.items():
             family = HistogramMetricFamily(name, _HISTOGRAMS[name][0], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
@@ -426,37 +429,29 @@ class MetricsCollector(Labelled, Collector):
             }
             yield self._number(GaugeMetricFamily, "vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
 
-    def _shares(self, stats: SchedulerStats) -> Iterator[Metric]:
-        """Make the counters that are told apart by one more label."""
+    def _labelled(self, stats: SchedulerStats) -> dict[str, Mapping[str, float]]:
+        """Return the counters of `_LABELLED_COUNTERS`, by the values of their labels."""
+        metrics = self._metrics
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
-        tiers = {"device": num_from_device, "host": stats.num_host_cached_prompt_tokens}
-        yield self._counters(
-            "pagewire:cached_prompt_tokens", "Prompt tokens found in the cache, by tier.", "tier", tiers
-        )
-        yield self._counters(
-            "pagewire:kept_session_tokens",
-            "Prompt tokens that a session's earlier requests computed and that were cached when it returned, by age.",
-            "age",
-            _by_age(stats.num_kept_session_tokens),
-        )
-        yield self._counters(
-            "pagewire:lost_session_tokens",
-            "The same of those that were cached no more and were computed again, by age.",
-            "age",
-            _by_age(stats.num_lost_session_tokens),
-        )
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
-        kinds = {"swap": stats.num_swap_preemptions, "recompute": num_recomputed}
-        yield self._counters(
-            "pagewire:preemptions", "Requests preempted, by how their KV cache was handled.", "kind", kinds
-        )
-        directions = {"out": stats.num_moved_blocks_out, "in": stats.num_moved_blocks_in}
-        yield self._counters(
-            "pagewire:moved_blocks", "Blocks moved from device to host (out) and back (in).", "direction", directions
-        )
-        num_ended = {reason.value: self._metrics.num_ended[reason] for reason in ENDED_WELL}
-        num_ended["error"] = sum(self._metrics.num_ended.values()) - sum(num_ended.values())
-        yield self._counters("vllm:request_success", "Sequences that ended, by reason.", "finished_reason", num_ended)
+        num_ended = {reason.value: metrics.num_ended[reason] for reason in ENDED_WELL}
+        num_failed = sum(metrics.num_ended.values()) - sum(num_ended.values())
+        return {
+            "pagewire:cached_prompt_tokens": {"device": num_from_device, "host": stats.num_host_cached_prompt_tokens},
+            "pagewire:kept_session_tokens": _by_age(stats.num_kept_session_tokens),
+            "pagewire:lost_session_tokens": _by_age(stats.num_lost_session_tokens),
+            "pagewire:preemptions": {"swap": stats.num_swap_preemptions, "recompute": num_recomputed},
+            "pagewire:moved_blocks": {"out": stats.num_moved_blocks_out, "in": stats.num_moved_blocks_in},
+            "vllm:request_success": {**num_ended, "error": num_failed},
+            "pagewire:kv_events": {
+                "stored": metrics.num_kv_events[BlockStored],
+                "removed": metrics.num_kv_events[BlockRemoved],
+                "cleared": metrics.num_kv_events[CacheCleared],
+            },
+            "pagewire:grammar_requests": metrics.num_grammar_requests,
+            "pagewire:grammar_checks": metrics.num_grammar_checks,
+            "pagewire:step_part_seconds": metrics.part_seconds(),
+        }
 
 
 def _by_age(values: tuple[int, ...]) -> dict[str, int]:
