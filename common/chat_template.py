@@ -108,9 +108,7 @@ def _rendered(
     return _compile(template).render({**special_tokens, **_UNSET, **variables, "messages": plain})
 
 
-@functools.lru_cache(maxsize=8)
-def _compile(chat_template: str) -> Template:
-    return Template(chat_template)
+_compile = functools.lru_cache(maxsize=8)(Template)
 
 
 def _takes(asked: _Asked, role: str, num_parts: int) -> bool:

@@ -38,7 +38,6 @@ _SHALLOW_FILTERS = {"list", "map", "reject", "rejectattr", "reverse", "select", 
 _ITEM_FILTERS = {"batch", "groupby", "join", "list", "max", "min", "slice", "sort", "sum", "unique", "wordcount"}
 # They repeat or loop at will, or write of what is no text; wordwrap copies a long word for each of its lines.
 _REMOVED_FILTERS = {"pprint", "random", "urlize", "wordwrap", "xmlattr"}
-_REMOVED_GLOBALS = {"lipsum"}
 _WIDE = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{4})|\{[^}]*(?:\{|\d{4})")  # a format whose width is not small
 _CONTAINERS = list | tuple | set | frozenset | KeysView | ValuesView | ItemsView
 _FILLING = {"center", "expandtabs", "ljust", "rjust", "zfill"}
@@ -164,8 +163,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.budget = _Budget()
         for name in _REMOVED_FILTERS:
             del self.filters[name]
-        for name in _REMOVED_GLOBALS:
-            del self.globals[name]
+        del self.globals["lipsum"]  # it makes text at will
         self.filters["tojson"] = self._to_json
         self.filters = {name: self._metered(name, function) for name, function in self.filters.items()}
         for method in (self._iteration, self._weighed, self._cut, self._concatenated):
@@ -291,7 +289,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif name == "format":
             _check_format(budget, str(value), others)
         elif name in ("indent", "center", "batch"):  # up to that width for each line or item
-            widths = [len(other) if isinstance(other, str) else abs(other) for other in others if _has_width(other)]
+            sized = [other for other in others if isinstance(other, str | int)]
+            widths = [len(other) if isinstance(other, str) else abs(other) for other in sized]
             num_lines = len(value.splitlines()) + 1 if isinstance(value, str) else 1
             budget.take_text(num_lines * max(widths, default=4))
         elif name == "striptags":  # copies what is left for each tag
@@ -305,21 +304,18 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _Metering(NodeTransformer):
     """Puts what has to be paid for, and what Jinja2 compiles to bare Python, into calls of the environment."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        iteration = _meter(_Environment._iteration, nodes.Const(_num_own_chars(node.body)))
-        self.generic_visit(node)
-        # An iteration that the condition skips is one too.
-        node.test = None if node.test is None else nodes.And(_meter(_Environment._iteration, nodes.Const(0)), node.test)
-        node.body = [nodes.ExprStmt(iteration), *node.body]
-        return node
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+    def visit_Macro(self, node: nodes.Macro | nodes.CallBlock | nodes.For) -> nodes.Node:
         iteration = _meter(_Environment._iteration, nodes.Const(_num_own_chars(node.body)))
         self.generic_visit(node)
         node.body = [nodes.ExprStmt(iteration), *node.body]
         return node
 
     visit_CallBlock = visit_Macro
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        if node.test is not None:  # an iteration that the condition skips is one too
+            node.test = nodes.And(_meter(_Environment._iteration, nodes.Const(0)), node.test)
+        return self.visit_Macro(node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
@@ -466,10 +462,6 @@ def _check_product(budget: _Budget, left: Any, right: Any) -> None:
 def _check_bits(num_bits: int) -> None:
     if num_bits > _MAX_BITS:
         raise TemplateError(f"a number would have {num_bits} bits; {_MAX_BITS} are the most")
-
-
-def _has_width(value: Any) -> bool:
-    return isinstance(value, str | int)
 
 
 def _strftime_now(form: str) -> str:

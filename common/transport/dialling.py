@@ -56,15 +56,16 @@ class Dialler:
         """Return the channel that is open, or a new one in its place if that is outdated: its calls end then."""
         if self._channel is None or self.is_outdated:
             await self.close()
-            self._channel = self._open()
+            self._credentials = None if self._tls is None else self._tls.current()
+            self._channel = open_channel(
+                self._target,
+                None if self._credentials is None else self._credentials.for_channel(),
+                self._options,
+                uses_http_proxy=self._uses_http_proxy,
+            )
         return self._channel
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
-
-    def _open(self) -> grpc.aio.Channel:
-        self._credentials = None if self._tls is None else self._tls.current()
-        credentials = None if self._credentials is None else self._credentials.for_channel()
-        return open_channel(self._target, credentials, self._options, uses_http_proxy=self._uses_http_proxy)
