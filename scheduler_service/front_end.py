@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pagewire.common.process import EXIT_ERROR
-from pagewire.common.signals import serve_until_signalled
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.tls import Life, link_files
 from scheduler_service.config import FrontEndConfig
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
     from scheduler_service.rpc.vllm.servicer import VllmServicer
 
 logger = logging.getLogger(__name__)
-
-
-def serve(config: FrontEndConfig, num_log_lines_dropped: Callable[[], int]) -> int:
-    """Serve until SIGTERM or SIGINT; a second one ends at once. The exit code."""
-    return asyncio.run(serve_until_signalled(partial(run, config, num_log_lines_dropped=num_log_lines_dropped)))
 
 
 async def run(

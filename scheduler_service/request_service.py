@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pagewire.common.process import EXIT_ERROR, EXIT_REFUSED
+from pagewire.common.stopping import cancel, drain
 from pagewire.common.transport.addresses import join
-from pagewire.common.transport.draining import cancel, drain
 from pagewire.common.transport.health import Health
 from pagewire.common.transport.listening import create_server, give_way, listen
 from pagewire.common.transport.tls import Life, TlsFiles, server_files

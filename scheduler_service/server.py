@@ -6,13 +6,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pagewire.common import __version__, garbage_collection, grammars
 from pagewire.common.process import EXIT_ERROR, EXIT_REFUSED
-from pagewire.common.signals import serve_until_signalled
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.tls import TlsFiles, link_files
@@ -44,11 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_FENCED = 3
-
-
-def serve(config: SchedulerConfig, num_log_lines_dropped: Callable[[], int]) -> int:
-    """Serve until SIGTERM or SIGINT; a second one ends at once. The exit code."""
-    return asyncio.run(serve_until_signalled(partial(run, config, num_log_lines_dropped=num_log_lines_dropped)))
 
 
 async def run(

@@ -21,9 +21,8 @@ import grpc.aio
 from pagewire.common import __version__
 from pagewire.common.messages import CertificateLife
 from pagewire.common.process import announce_ready, exit_with_parent
-from pagewire.common.signals import stop_at_signals
+from pagewire.common.stopping import cancel, stop_at_signals
 from pagewire.common.transport.addresses import join
-from pagewire.common.transport.draining import cancel
 from pagewire.common.transport.health import Health
 from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.listening import create_server, listen, listen_on_socket

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from pagewire.common.process import (
     is_child,
     python_command,
 )
-from pagewire.common.signals import stops
+from pagewire.common.stopping import stops
 from pagewire.hosting import freed_memory, logs
 from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
 from pagewire.hosting.model_source import (
@@ -268,8 +268,7 @@ def scheduler(arguments: Sequence[str]) -> int:
     config = _service_config("scheduler", description, SchedulerConfig, arguments)
     from scheduler_service import server
 
-    _spare_memory()
-    return server.serve(config, logs.num_dropped_lines)
+    return asyncio.run(_serve(server.run, config))
 
 
 def frontend(arguments: Sequence[str]) -> int:
@@ -280,8 +279,16 @@ def frontend(arguments: Sequence[str]) -> int:
     config = _service_config("frontend", description, FrontEndConfig, arguments)
     from scheduler_service import front_end
 
+    return asyncio.run(_serve(front_end.run, config))
+
+
+async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> int:
+    """Serves until the first signal, then drains; a second signal ends at once."""
     _spare_memory()
-    return front_end.serve(config, logs.num_dropped_lines)
+    stop, stop_now = stops()
+    return await run(
+        config, stop=stop, stop_now=stop_now, ready=announce_ready, num_log_lines_dropped=logs.num_dropped_lines
+    )
 
 
 def worker(arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from pagewire.common.process import announce_ready, exit_with_parent, python_command
-from pagewire.common.signals import stop_at_signals
+from pagewire.common.stopping import stop_at_signals
 from pagewire.common.transport.addresses import join
 from pagewire.hosting.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
 from worker_service.config import WorkerConfig

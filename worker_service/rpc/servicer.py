@@ -21,7 +21,7 @@ from pagewire.common.messages import (
     WorkerCapacity,
     WorkerProtocolError,
 )
-from pagewire.common.transport.draining import cancel
+from pagewire.common.stopping import cancel
 from pagewire.common.transport.link_secret import LinkSecret, shows_one
 from pagewire.common.worker_wire import decode_request, encode_response
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb

@@ -21,8 +21,8 @@ from pagewire.common.messages import (
     WorkerCapacity,
     WorkerProtocolError,
 )
+from pagewire.common.stopping import cancel
 from pagewire.common.transport.dialling import Dialler
-from pagewire.common.transport.draining import cancel
 from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.tls import Life
 from pagewire.common.transport.wrong_port import RightPort

@@ -21,7 +21,7 @@ from pagewire.common.messages import (
     WorkerCapacity,
     WorkerProtocolError,
 )
-from pagewire.common.transport.draining import cancel
+from pagewire.common.stopping import cancel
 from pagewire.common.worker_wire import Response, decode_response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.rpc.worker.liveness import Liveness

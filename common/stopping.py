@@ -1,13 +1,34 @@
-"""How a service that is told to stop lets what runs come to its end."""
+"""How a service is told to stop, by SIGTERM and SIGINT, and lets what runs come to its end."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+import signal
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 0.2  # seconds to drain before that is told
+
+
+def stop_at_signals(again: Callable[[int], None]) -> asyncio.Event:
+    """Make the event that the first signal sets from now on. `again` gets the number of every later one."""
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            again(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    return stop
+
+
+def stops() -> tuple[asyncio.Event, asyncio.Event]:
+    """Make the events of the first signal, at which a service drains, and of the second, at which it ends at once."""
+    stop_now = asyncio.Event()
+    return stop_at_signals(lambda number: stop_now.set()), stop_now
 
 
 async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, limit: float) -> None:
