@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagewire.bench.statistics import OBJECTIVES
-from pagewire.bench.workload import LengthRange
 from pagewire.cli import client_flags
 from pagewire.compatibility import suggestion
 from pagewire.options import Parser
@@ -120,12 +119,6 @@ def sampling(parsed: argparse.Namespace) -> SamplingParams:
     """Returns the parameters that the flags give, without an end but the length. The server chooses all others."""
     left = {field.name: None for field in FLAGS if field.name not in (*BOOLEAN_FIELDS, "max_tokens")}
     return SamplingParams(**left | {name: getattr(parsed, name) for name in BENCH_FIELDS}, ignore_eos=True)
-
-
-def length_ranges(parsed: argparse.Namespace) -> tuple[LengthRange, LengthRange]:
-    """Returns the ranges of the lengths of prompts and of outputs."""
-    ratio: RangeRatio = parsed.random_range_ratio
-    return LengthRange.around(parsed.input_len, ratio.input), LengthRange.around(parsed.output_len, ratio.output)
 
 
 def _ratio(text: str) -> float:

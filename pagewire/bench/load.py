@@ -12,7 +12,7 @@ from pagewire.bench import chart, flags, result, target
 from pagewire.bench.result import Measured
 from pagewire.bench.run import LoadTest, Run, exit_code, put
 from pagewire.bench.statistics import ServingMetrics, measure
-from pagewire.bench.workload import Workload
+from pagewire.bench.workload import LengthRange, Workload
 from pagewire.cli import client_flags, connection
 from pagewire.hosting import local_server
 from pagewire.options import Parser
@@ -215,11 +215,11 @@ def _add_arrival_flags(parser: Parser) -> None:
 
 
 def _load(verb: str, parsed: argparse.Namespace, sampling: SamplingParams) -> LoadTest:
-    input_len, output_len = flags.length_ranges(parsed)
+    ratio: flags.RangeRatio = parsed.random_range_ratio
     workload = Workload(
         num_prompts=parsed.num_prompts,
-        input_len=input_len,
-        output_len=output_len,
+        input_len=LengthRange.around(parsed.input_len, ratio.input),
+        output_len=LengthRange.around(parsed.output_len, ratio.output),
         prefix_len=parsed.random_prefix_len,
         request_rate=parsed.request_rate,
         burstiness=parsed.burstiness,

@@ -115,14 +115,11 @@ def serving_figures(metrics: ServingMetrics) -> dict[str, Any]:
         )
     }  # fmt: skip
     for name in LATENCIES:
-        summary = getattr(metrics, name)
-        if summary is None:
-            figures |= {f"{statistic}_{name}_ms": None for statistic in ("mean", "median", "std")}
-            continue
+        summary: Summary | None = getattr(metrics, name)
         for statistic in ("mean", "median", "std"):
-            figures[f"{statistic}_{name}_ms"] = getattr(summary, statistic) * 1e3
-        for percent, value in summary.percentiles:
-            figures[f"p{percent_name(percent)}_{name}_ms"] = value * 1e3
+            figures[f"{statistic}_{name}_ms"] = None if summary is None else getattr(summary, statistic) * 1e3
+        for percent, value in () if summary is None else summary.percentiles:
+            figures[f"p{percent:g}_{name}_ms"] = value * 1e3
     return figures
 
 
@@ -168,17 +165,12 @@ def row(name: str, value: float | None) -> str:
     return f"{name:<40} {text:<10}".rstrip()
 
 
-def percent_name(percent: float) -> str:
-    """Returns 99 for 99.0, but 99.9 for 99.9."""
-    return f"{percent:g}"
-
-
 def _latency_rows(name: str, header: str, summary: Summary | None) -> list[str]:
     lines = [header.center(WIDTH, "-")]
     if summary is None:
         return [*lines, row(f"Mean {name} (ms):", None)]
     lines += [row(f"Mean {name} (ms):", summary.mean * 1e3), row(f"Median {name} (ms):", summary.median * 1e3)]
-    lines += [row(f"P{percent_name(percent)} {name} (ms):", value * 1e3) for percent, value in summary.percentiles]
+    lines += [row(f"P{percent:g} {name} (ms):", value * 1e3) for percent, value in summary.percentiles]
     return lines
 
 

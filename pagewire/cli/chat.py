@@ -26,8 +26,6 @@ HELP = """\
 \"\"\"           begin a message of several lines, which ends with \"\"\"; or end each line but the last with \\
 Ctrl-C        stop the answer; what there is of it stays in the conversation"""
 _NO_TEXTS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
-# What the user said, and what the model answered.
-Exchange = tuple[str, str]
 
 
 class Conversation:
@@ -42,7 +40,7 @@ class Conversation:
         self._template = template
         self._special_tokens = {**_NO_TEXTS, **special_tokens, "bos_token": ""}
         self.system = system
-        self.turns: list[Exchange] = []
+        self.turns: list[tuple[str, str]] = []  # what the user said, and what the model answered
         self.session_id = secrets.token_hex(8)
 
     def clear(self) -> None:
@@ -56,10 +54,6 @@ class Conversation:
         for said, answer in self.turns:
             messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         return self._prompt([*messages, {"role": "user", "content": text}])
-
-    def add(self, text: str, answer: str) -> None:
-        """Keeps a message of the user and the model's answer to it."""
-        self.turns.append((text, answer))
 
     def _prompt(self, messages: list[dict[str, str]]) -> str:
         if self._template is None:
@@ -204,9 +198,9 @@ class Chat:
         except KeyboardInterrupt:
             tell("\n(stopped)")
             if printer.text:
-                self._conversation.add(message, printer.text)
+                self._conversation.turns.append((message, printer.text))
             return
-        self._conversation.add(message, completion.outputs[0].text)
+        self._conversation.turns.append((message, completion.outputs[0].text))
         if self._with_statistics:
             tell(request.statistics(completion))
         self._tell_if_full(completion)

@@ -44,7 +44,7 @@ VERBS = {
     "simulate": Verb(
         "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
     ),
-    "demo": Verb("pagewire.cli.demo", "main", "serve the bundled model, stream one completion, and end"),
+    "demo": Verb(_REQUEST, "demo", "serve the bundled model, stream one completion, and end"),
 }
 BENCHES = {
     "throughput": Verb("pagewire.bench.load", "throughput", "many requests at once: tokens per second"),

@@ -1,4 +1,5 @@
-"""The verbs of a request: `pagewire complete`, and `submit`, `attach` and `result` for one that outlives its client."""
+"""The verbs of a request: `pagewire complete`, and `demo`, which serves a model for it; `submit`, `attach` and `result`
+for one that outlives its client."""
 
 import argparse
 import contextlib
@@ -6,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TextIO
 
 from pagewire.cli import client_flags, connection
@@ -13,8 +15,13 @@ from pagewire.client import Client
 from pagewire.common.strict_json import to_json
 from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output, Result
 from pagewire.conversation import Session
+from pagewire.hosting import local_server
 from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
+
+DEMO_PROMPT = "Once upon a time"
+# A link to models/storyteller of the source tree; an installed package has the files themselves.
+BUNDLED_MODEL = Path(__file__).parents[1] / "storyteller"
 
 
 def complete(arguments: Sequence[str]) -> int:
@@ -102,6 +109,34 @@ def stream(
             builder.add(output, time.monotonic())
             printer.add(output)
     return builder.finish(time.monotonic())
+
+
+def demo(arguments: Sequence[str]) -> int:
+    """Serves a model on loopback, streams one completion of it, and ends."""
+    own, serve_flags = local_server.split_serve_flags(arguments)
+    parser = Parser(
+        prog="pagewire demo",
+        description="Serve a model on this machine, stream one completion of it, and end. Flags for `pagewire serve` "
+        "can follow after --.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=str(BUNDLED_MODEL),
+        help="checkpoint directory, GGUF file or Hugging Face id (default: the bundled model, which tells stories)",
+    )
+    parser.add_argument("--prompt", default=DEMO_PROMPT, help=f"the prompt (default: {DEMO_PROMPT!r})")
+    parser.add_argument(
+        "--max-tokens", type=int, default=200, metavar="INT", help="how many tokens to generate at most (default: 200)"
+    )
+    parsed = parser.parse_args(own)
+    sampling = SamplingParams(temperature=0.0, max_tokens=parsed.max_tokens)
+    with local_server.serving(parsed.model, serve_flags) as url, Client(url) as client:
+        sys.stdout.write(parsed.prompt)
+        told = stream(client, parsed.prompt, sampling, SamplePrinter(1, sys.stdout))
+        print(statistics(told), flush=True)
+    return 0
 
 
 class SamplePrinter:

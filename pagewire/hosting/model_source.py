@@ -268,9 +268,7 @@ class _HubModel:
             snapshot = self._fetch(SMALL_FILES, local_files_only=True)
         except LocalEntryNotFoundError:
             return None
-        if self._remove_cut_files(snapshot):
-            return None
-        if not (snapshot / "config.json").is_file():
+        if self._remove_cut_files(snapshot) or not (snapshot / "config.json").is_file():
             return None
         there = {path.name for path in snapshot.iterdir() if path.is_file()}
         if self._with_weights and not there.issuperset(_weight_files(snapshot, there)):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.cli.demo import BUNDLED_MODEL
+from pagewire.cli.request import BUNDLED_MODEL
 from testing.checkpoints.families import make_checkpoint
 from testing.services import children_of, free_port
 from tests.compiler import skip_without_compiler
