@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pagewire.bench import chart, flags, result, target
+from pagewire.bench import flags, result, target
 from pagewire.bench.profile import Profile, ServerTimes, profile, read_times, report
 from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import Run, check_fits, exit_code, run
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(own)
     _check(parser, parsed)
     path = result.path_of(parser, parsed, "pagewire-latency")
-    chart.check(parser, parsed.chart)
+    result.check_chart(parser, parsed.chart)
     metrics_url, extra_flags = parsed.metrics_url, []
     if parsed.profile and parsed.url is None:
         port = free_port("127.0.0.1")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         result.write(path, _figures(parsed, measured, summary))
     if parsed.chart is not None and measured.latencies:
         text = f"{parsed.batch_size} at a time, {parsed.input_len} tokens in, {parsed.output_len} out"
-        chart.draw_latencies(parsed.chart, f"{measured.info.served_model_name}, {text}", measured.latencies)
+        result.draw_latencies(parsed.chart, f"{measured.info.served_model_name}, {text}", measured.latencies)
     return exit_code(measured.run)
 
 
@@ -175,7 +175,6 @@ def _parser() -> Parser:
         help="address of the server's metrics, http://HOST:9090/metrics; needed for --profile with --url",
     )
     parser.add_argument("--disable-tqdm", action="store_true", help="show no progress")
-    chart.add_flag(parser)
     result.add_flags(parser, with_output_json=True)
     return parser
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pagewire.bench import chart, flags, result, target
+from pagewire.bench import flags, result, target
 from pagewire.bench.result import Measured
 from pagewire.bench.run import LoadTest, Run, exit_code, put
 from pagewire.bench.statistics import ServingMetrics, measure
@@ -29,7 +29,7 @@ def throughput(arguments: Sequence[str]) -> int:
     parser = _throughput_parser()
     parsed = parser.parse_args(own)
     path = result.path_of(parser, parsed, "pagewire-throughput")
-    chart.check(parser, parsed.chart)
+    result.check_chart(parser, parsed.chart)
     with target.opened(parser, parsed, serve_flags) as client:
         info, measured = asyncio.run(put(_load("throughput", parsed, flags.sampling(parsed)), client))
     metrics = measure(measured, [99.0], {})
@@ -85,7 +85,6 @@ def _throughput_parser() -> Parser:
         help="number of unmeasured requests to send first (default: 0)",
     )
     parser.add_argument("--disable-tqdm", action="store_true", help="show no progress")
-    chart.add_flag(parser)
     result.add_flags(parser, with_output_json=True)
     # All at once.
     parser.set_defaults(request_rate=math.inf, burstiness=1.0, request_id_prefix=None)
@@ -101,7 +100,7 @@ def serve(arguments: Sequence[str]) -> int:
     rate = result.rate_text(parsed.request_rate)
     concurrency = "" if parsed.max_concurrency is None else f"-concurrency{parsed.max_concurrency}"
     path = result.path_of(parser, parsed, f"pagewire-{rate}qps{concurrency}")
-    chart.check(parser, parsed.chart)
+    result.check_chart(parser, parsed.chart)
     sampling = replace(flags.sampling(parsed), ignore_eos=parsed.ignore_eos or parsed.dataset_name == "random")
     of, measured = asyncio.run(target.measure(parser, parsed, _load("serve", parsed, sampling)))
     metrics = measure(measured, parsed.metric_percentiles, objectives)
@@ -174,7 +173,6 @@ def _serve_parser() -> Parser:
         help="percentiles to show (default: 99)",
     )
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
-    chart.add_flag(parser)
     result.add_flags(parser, with_output_json=False)
     return parser
 
@@ -250,5 +248,5 @@ def _end(
         result.write(path, result.figures(verb, of, parsed, measured, own))
     if parsed.chart is not None:
         load = f"{parsed.num_prompts} requests{arrival}, {parsed.input_len} tokens in, {parsed.output_len} out"
-        chart.draw_run(parsed.chart, f"{of.model}, {load}", measured)
+        result.draw_run(parsed.chart, f"{of.model}, {load}", measured)
     return exit_code(measured)

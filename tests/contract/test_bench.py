@@ -20,11 +20,10 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from pagewire.bench.chart import draw_latencies
 from pagewire.bench.flags import percents
 from pagewire.bench.profile import ServerTimes, Total, parse_times, profile, read_times, report
 from pagewire.bench.progress import ProgressLine
-from pagewire.bench.result import serving_table
+from pagewire.bench.result import draw_latencies, serving_table
 from pagewire.bench.run import Arrival, RequestRecord, Run, run
 from pagewire.bench.statistics import measure, peak_concurrency, percentile, summarize, tokens_by_second
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload, arrival_times
