@@ -166,7 +166,7 @@ class WorkerConfig:
             raise ValueError("--model is empty; give a checkpoint directory or a GGUF file")
         check_options(self, _MUST_BE)
         if self.socket is not None:
-            _check_socket("--socket", self.socket)
+            _check_socket(self.socket)
         if self.swap_space is not None:
             parse_memory("--swap-space", self.swap_space, least=0)
             if self.num_host_blocks is not None:
@@ -225,12 +225,12 @@ class WorkerConfig:
             raise ValueError(f"--tensor-parallel-address is {address!r}; it must be HOST:PORT or file:/DIRECTORY")
 
 
-def _check_socket(flag: str, path: str) -> None:
+def _check_socket(path: str) -> None:
     if "," in path:
-        raise ValueError(f"{flag} is {path!r}; it must have no comma, which separates addresses")
+        raise ValueError(f"--socket is {path!r}; it must have no comma, which separates addresses")
     num_bytes = len(os.fsencode(path))
     if not 0 < num_bytes <= MAX_SOCKET_PATH_BYTES:
         raise ValueError(
-            f"{flag} is {path!r}, {num_bytes} bytes long; the path of a Unix socket must have 1 to "
+            f"--socket is {path!r}, {num_bytes} bytes long; the path of a Unix socket must have 1 to "
             f"{MAX_SOCKET_PATH_BYTES}"
         )

@@ -36,12 +36,11 @@ from bench.peers.environment import (
 from bench.peers.speedups import goal
 from bench.peers.tables import OURS, PEERS, draw, markdown, report_buffers, report_goals
 from bench.report import parser_of
-from pagewire.kernels.cpu import BuildError
 from testing.record import RESULTS, machine, write
 from worker_service.startup.cpu_kernels import load_cpu_kernels
-from worker_service.startup.host_memory import available_bytes
 from worker_service.startup.loader import choose_dtype
 from worker_service.startup.pool_size import cpu_cache_bytes
+from worker_service.startup.resources import available_bytes
 
 PINS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}
 # What makes our processes compute with AVX2 alone, in torch as in our kernels.
@@ -201,7 +200,7 @@ def choose_arms(arguments: argparse.Namespace, dtype: str) -> tuple[list[Arm], d
 
 def compute_with() -> tuple[str, str]:
     """Returns the instruction set of our kernels, or "torch" where there are none, and the dtype that the worker
-    chooses for bf16 weights. Raises BuildError or ValueError where the environment asks for what cannot be had."""
+    chooses for bf16 weights. Raises ValueError where the environment asks for what cannot be had."""
     kernels = load_cpu_kernels()
     dtype = choose_dtype("auto", "bfloat16", torch.device("cpu"), kernels)
     return "torch" if kernels is None else kernels.variant, str(dtype).removeprefix("torch.")
@@ -261,7 +260,7 @@ def main(flags: Sequence[str]) -> None:
         os.environ.update(AVX2_ENVIRON)
     try:
         isa, dtype = compute_with()
-    except (BuildError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"Pagewire's kernels: {error}")
     all_shapes = SHAPES | EXPERT_SHAPES
     shapes = [

@@ -253,7 +253,7 @@ def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
     sockets = [str(directory / f"rank-{rank}") for rank in range(size)]
     if size == 1:
         return [{"socket": sockets[0]}]
-    from worker_service.startup.host_cpus import num_usable_cpus
+    from worker_service.startup.resources import num_usable_cpus
 
     num_threads = resolved.values["num_threads"] or max(1, num_usable_cpus() // size)
     shared = {"tensor_parallel_address": f"file:{directory}", "num_threads": num_threads}

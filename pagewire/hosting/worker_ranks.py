@@ -17,7 +17,7 @@ from pagewire.common.stopping import stop_at_signals
 from pagewire.common.transport.addresses import join
 from pagewire.hosting.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
 from worker_service.config import WorkerConfig
-from worker_service.startup.host_cpus import num_usable_cpus
+from worker_service.startup.resources import num_usable_cpus
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from worker_service.startup.device_memory import (
     EXCHANGE_BYTES,
     DeviceMemory,
     StepSize,
-    check_cpu_pool,
     check_cpu_weights,
     check_pool,
     graph_bytes,
@@ -125,20 +124,15 @@ def test_a_pool_that_is_too_large_says_how_many_blocks_fit() -> None:
     # The whole card: 25,757,220,864 - 2,147,483,648 - 1,192,099,840 - 18 * 1,835,008 = 22,384,607,232 // 1,835,008
     # = 12,198, less block 0.
     memory = memory_of(24, SMALL)
-    check_pool(memory, flag="--num-device-blocks", asked="12197", num_blocks=12_197, block_bytes=1_835_008)
-    with pytest.raises(ValueError, match=r"--num-device-blocks is 12198: 12198 blocks take .* 12197 blocks fit"):
-        check_pool(memory, flag="--num-device-blocks", asked="12198", num_blocks=12_198, block_bytes=1_835_008)
+    left, block_bytes = memory.left(1.0), 1_835_008
+    asked = {"memory": "M", "flag": "--num-device-blocks", "asked": "n", "block_bytes": block_bytes}
+    check_pool(left=left, num_blocks=12_197, **asked)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"--num-device-blocks is n: 12198 blocks take .*; M; 12197 blocks fit"):
+        check_pool(left=left, num_blocks=12_198, **asked)  # type: ignore[arg-type]
+    asked |= {"flag": "--kv-cache-memory", "asked": "1GiB"}
     full = replace(memory, others=24 * GIB)
     with pytest.raises(ValueError, match=r"--kv-cache-memory is 1GiB: .* no block fits: lower --kv-cache-memory"):
-        check_pool(full, flag="--kv-cache-memory", asked="1GiB", num_blocks=584, block_bytes=1_835_008)
-
-
-def test_a_cpu_says_how_many_blocks_fit_too() -> None:
-    # 10 GiB // 1,835,008 = 5,851, less block 0
-    asked = {"available": 10 * GIB, "flag": "--num-device-blocks", "asked": "n", "block_bytes": 1_835_008}
-    check_cpu_pool(num_blocks=5_850, **asked)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"10.00 GiB of memory are available; 5850 blocks fit, 10.00 GiB: lower --"):
-        check_cpu_pool(num_blocks=5_851, **asked)  # type: ignore[arg-type]
+        check_pool(left=full.left(1.0), num_blocks=584, **asked)  # type: ignore[arg-type]
 
 
 def test_weights_that_do_not_fit_into_a_cpus_memory_say_in_which_dtype() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_service.startup.host_cpus import num_usable_cpus
+from worker_service.startup.resources import num_usable_cpus
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_service.startup.host_memory import available_bytes
+from worker_service.startup.resources import available_bytes
 
 MIB = 1 << 20
 MEMINFO = f"MemTotal: {100 * 1024} kB\nMemAvailable: {64 * 1024} kB\n"

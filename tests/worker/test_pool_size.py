@@ -99,7 +99,11 @@ def test_a_default_that_holds_no_block_is_none(default_bytes: int) -> None:
     [
         ({"swap_space": "11GiB"}, "--swap-space is 11GiB, which takes 11.00 GiB; 10.00 GiB of memory are available"),
         ({"num_host_blocks": 20_000}, "--num-host-blocks is 20000, which takes 19.53 GiB; 10.00 GiB"),
-        ({"num_device_blocks": 20_000}, "--num-device-blocks is 20000: 20000 blocks take 19.53 GiB; 10.00 GiB"),
+        (
+            {"num_device_blocks": 20_000},
+            "--num-device-blocks is 20000: 20000 blocks take 19.53 GiB; 10.00 GiB of memory are available; 10239 "
+            "blocks fit, 10.00 GiB: lower --num-device-blocks",
+        ),
         ({"kv_cache_memory": "11GiB", "max_num_blocks": 20_000}, "--kv-cache-memory is 11GiB: 11263 blocks take 11.00"),
         (
             {"num_device_blocks": 6000, "num_host_blocks": 6000},
@@ -148,7 +152,18 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(loader._Assembly, "_measure_memory", lambda self, num: measured.append(num) or memory)
     parts: dict[str, Any] = dict.fromkeys(
-        ("model", "model_config", "dtype", "backend", "shape", "streams", "kernels", "digest")
+        (
+            "model",
+            "model_config",
+            "dtype",
+            "weight_format",
+            "weight_bytes",
+            "backend",
+            "shape",
+            "streams",
+            "kernels",
+            "digest",
+        )
     )
     assembly = loader._Assembly(
         config=asked.config, device=torch.device("cuda"), max_model_len=1024, communicator=Rank(num_ranks), **parts

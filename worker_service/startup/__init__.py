@@ -1,5 +1,5 @@
 """From a configuration to a worker that can compute, or why there can be none.
 
-`loader` is the way in. `preflight`, `host_memory`, `device_memory`, `pool_size` and `progress` need no torch, and are
+`loader` is the way in. `preflight`, `resources`, `device_memory`, `pool_size` and `progress` need no torch, and are
 imported before it: so nothing is imported here.
 """

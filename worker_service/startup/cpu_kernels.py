@@ -22,16 +22,15 @@ _QUANTIZED_SWITCH = "PAGEWIRE_QUANTIZED_CACHE"
 def load_cpu_kernels() -> CpuKernels | None:
     """The kernels, or None where there are none. The first call may take seconds: it builds them.
 
-    Raises:
-        ValueError: `PAGEWIRE_CPU_KERNELS` or `PAGEWIRE_CPU_VARIANT` is none of its values.
-        BuildError: they are required and cannot be built.
+    Raises ValueError if `PAGEWIRE_CPU_KERNELS` or `PAGEWIRE_CPU_VARIANT` is none of its values, or if the kernels are
+    required and cannot be built.
     """
     mode, build = _choice(_SWITCH, _MODES), environment_build()
     kernels = None if mode == "off" else load_kernels(build)
     if not isinstance(kernels, BuildError):
         return kernels
     if mode == "require":
-        raise kernels
+        raise ValueError(f"{_SWITCH} is require: {kernels}") from kernels
     return None
 
 

@@ -86,25 +86,17 @@ def size_pool(
     )
 
 
-def check_pool(memory: DeviceMemory, *, flag: str, asked: str, num_blocks: int, block_bytes: int) -> None:
-    """Raises ValueError if a pool of as many usable blocks as `flag` asks for does not fit into all of the memory."""
-    num_fitting = memory.left(1.0) // block_bytes - 1
-    if num_blocks > num_fitting:
-        raise ValueError(
-            f"{flag} is {asked}: {num_blocks} blocks take {describe_memory((num_blocks + 1) * block_bytes)}; "
-            f"{memory.describe()}; {describe_fitting(num_fitting, block_bytes)}: lower {flag}"
-        )
+def check_pool(*, left: int, memory: str, flag: str, asked: str, num_blocks: int, block_bytes: int) -> None:
+    """Raises ValueError if as many usable blocks as `flag` asks for do not fit into the bytes that are left.
 
-
-def check_cpu_pool(*, available: int, flag: str, asked: str, num_blocks: int, block_bytes: int) -> None:
-    """Refuse a KV cache that does not fit on a CPU of which `available` bytes of memory are left beside the weights.
-    Raises ValueError."""
-    num_fitting = available // block_bytes - 1
+    `memory`: what there is, for people.
+    """
+    num_fitting = left // block_bytes - 1
     if num_blocks > num_fitting:
+        fitting = f"{num_fitting} blocks fit, {describe_memory((num_fitting + 1) * block_bytes)}"
         raise ValueError(
-            f"{flag} is {asked}: {num_blocks} blocks take {describe_memory((num_blocks + 1) * block_bytes)}; "
-            f"{describe_memory(available)} of memory are available; {describe_fitting(num_fitting, block_bytes)}: "
-            f"lower {flag}"
+            f"{flag} is {asked}: {num_blocks} blocks take {describe_memory((num_blocks + 1) * block_bytes)}; {memory}; "
+            f"{'no block fits' if num_fitting < 1 else fitting}: lower {flag}"
         )
 
 
@@ -121,13 +113,6 @@ def check_cpu_weights(*, available: int, held: int, peak: int, held_in: str) -> 
         f"{describe_memory(available)} of memory are available: take a smaller model, a machine with more memory, "
         "or end what else uses this one's"
     )
-
-
-def describe_fitting(num_blocks: int, block_bytes: int) -> str:
-    """Return how many usable blocks fit, in words."""
-    if num_blocks < 1:
-        return "no block fits"
-    return f"{num_blocks} blocks fit, {describe_memory((num_blocks + 1) * block_bytes)}"
 
 
 def step_refusal(*, total: int, free: int, weights: int, step: StepSize) -> ValueError:

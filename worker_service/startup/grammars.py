@@ -21,7 +21,6 @@ class GrammarStart:
     """Makes ready for grammars beside the loading of a model, and says in the end whether there can be any."""
 
     def __init__(self, path: Path, vocab_size: int) -> None:
-        self._path = path
         self._vocab_size = vocab_size
         self._thread = CompileThread(lambda: _make_compile(path, vocab_size))
 

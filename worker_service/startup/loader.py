@@ -9,7 +9,7 @@ import torch
 from pagewire.common.memory_size import describe_memory
 from pagewire.common.messages import WorkerCapacity
 from pagewire.common.process import announce_memory
-from pagewire.kernels.cpu import BuildError, CpuKernels
+from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.quantized import BITS, quantized_format
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
@@ -26,7 +26,7 @@ from worker_service.grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig, RopeConfig
-from worker_service.models.loading import Footprint, UnloadedModel, prepare_model
+from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.ranks import RankGroup
@@ -43,12 +43,11 @@ from worker_service.startup.device_memory import (
     weights_refusal,
 )
 from worker_service.startup.grammars import GrammarStart
-from worker_service.startup.host_cpus import num_usable_cpus
-from worker_service.startup.host_memory import available_bytes
 from worker_service.startup.memory_profile import CudaMeter, measure_memory
 from worker_service.startup.pool_size import PoolSize, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len
 from worker_service.startup.progress import LoadProgress
+from worker_service.startup.resources import available_bytes, num_usable_cpus
 from worker_service.startup.vector_math import begin_vector_math
 from worker_service.startup.warm_up import warm_up
 
@@ -86,14 +85,13 @@ def _load_worker(
     communicator = _communicator(config, device)
     model_config = Shard.of(load_config(path), communicator.rank, communicator.size).config
     is_gpu, uses_onednn = device.type == "cuda", config.cpu_products == "onednn"
-    kernels = None if is_gpu else _cpu_kernels()
+    kernels = None if is_gpu else load_cpu_kernels()
     dtype = choose_dtype(config.dtype, model_config.dtype, device, None if uses_onednn else kernels)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
     operations = create_device_operations(model_config, device) if is_gpu else host_operations
-    if config.quantization is not None:
-        check_products(config.quantization, operations, device)
+    check_products(config.quantization, operations, device)
     block_size = config.choose_block_size()
     attention = attention_shape(model_config, block_size, dtype, cache_dtype)
     backend = create_backend(config.attention_backend, device, attention, kernels)
@@ -122,34 +120,46 @@ def _load_worker(
     if communicator.rank == 0:
         log_stretch(unloaded.shard.config.rope, max_model_len)
     weight_bytes = unloaded.footprint().held
-    model = _load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest))
-    streams = CudaDevice(device) if is_gpu else None
     assembly = _Assembly(
-        *(config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams, kernels),
-        digest,
+        config=config,
+        model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest)),
+        model_config=model_config,
+        dtype=dtype,
+        weight_format=unloaded.describe_weights(),
+        weight_bytes=weight_bytes,
+        backend=backend,
+        shape=shape,
+        device=device,
+        max_model_len=max_model_len,
+        communicator=communicator,
+        streams=CudaDevice(device) if is_gpu else None,
+        kernels=kernels,
+        digest=digest,
     )
+    return _begin(assembly, worker_id, sizes, start)
+
+
+def _begin(assembly: "_Assembly", worker_id: str, sizes: PoolSize, start: GrammarStart) -> LoadedWorker:
+    """Make a runner with as many blocks as there is room for, and all that it computes by."""
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
-    log_lowered(config, sizes)
-    log_size(shape, num_device_blocks, max_model_len, model_config.sliding_window)
-    loaded = _begin(assembly, worker_id, num_device_blocks, num_host_blocks, start)
-    ready = replace(loaded.ready, weight_format=unloaded.describe_weights(), weight_bytes=weight_bytes)
-    return replace(loaded, ready=ready)
-
-
-def _begin(
-    assembly: "_Assembly", worker_id: str, num_device_blocks: int, num_host_blocks: int, start: GrammarStart
-) -> LoadedWorker:
-    """Make a runner with so many blocks, and all that it computes by."""
+    log_lowered(assembly.config, sizes)
+    log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.model_config.sliding_window)
     grammars, grammar_version = start.finish()
     runner, cache = _allocate(replace(assembly, grammars=grammars), num_device_blocks, num_host_blocks)
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
-        log_host_size(assembly.shape, num_host_blocks, swap_bandwidth)
+        logger.info(
+            "swap space: %d blocks, %d tokens, %s; blocks move at %s a second",
+            num_host_blocks,
+            num_host_blocks * assembly.shape.block_size,
+            describe_memory((num_host_blocks + 1) * assembly.shape.block_bytes),
+            describe_memory(swap_bandwidth),
+        )
     if assembly.device.type == "cuda":
         warm_up(runner, grammars)
     if assembly.config.tensor_parallel_size == 1:  # graphs of ranks hold connections of an epoch: see `ModelRunner`
         runner.computation.capture_graphs()
-    ready = replace(assembly.ready(worker_id, cache, swap_bandwidth), grammar_version=grammar_version)
+    ready = assembly.ready(worker_id, cache, swap_bandwidth, grammar_version)
     return LoadedWorker(runner, ready, grammars.close)
 
 
@@ -172,14 +182,6 @@ def attention_shape(
     )
 
 
-def _cpu_kernels() -> CpuKernels | None:
-    """Raises ValueError if they are required and cannot be built."""
-    try:
-        return load_cpu_kernels()
-    except BuildError as error:
-        raise ValueError(f"PAGEWIRE_CPU_KERNELS is require: {error}") from error
-
-
 def choose_device(name: str, rank: int = 0) -> torch.device:
     """Ranks of one machine take its GPUs in turn. Raises ValueError if there is no such device."""
     if name == "auto":
@@ -193,9 +195,9 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def check_products(quantization: str, operations: Operations, device: torch.device) -> None:
+def check_products(quantization: str | None, operations: Operations, device: torch.device) -> None:
     """Raises ValueError if nothing multiplies with the codes that weights were to become."""
-    if operations.holds_quantized(quantized_format(BITS[quantization])):
+    if quantization is None or operations.holds_quantized(quantized_format(BITS[quantization])):
         return
     if device.type == "cpu":
         needed, reason = "the C kernels of a CPU", "PAGEWIRE_CPU_KERNELS is off, or they cannot be built"
@@ -249,8 +251,10 @@ class _Assembly:
 
     config: WorkerConfig
     model: Model
-    model_config: ModelConfig
+    model_config: ModelConfig  # of this rank
     dtype: torch.dtype
+    weight_format: str
+    weight_bytes: int
     backend: AttentionBackend
     shape: CacheShape
     device: torch.device
@@ -267,10 +271,19 @@ class _Assembly:
         """`splits_steps`: where memory does not suffice for one. Ranks cannot: all would have to do so alike."""
         splits_steps = splits_steps and self.communicator.size == 1
         cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks, self.streams)
-        computation = self._computation(cache, self._limits(num_device_blocks))
+        computation = self._computation(cache)
         return ModelRunner(computation, cache, self.communicator, splits_steps, self.grammars), cache
 
-    def _computation(self, cache: CacheEngine, limits: TableLimits) -> Computation:
+    def _computation(self, cache: CacheEngine) -> Computation:
+        limits = TableLimits(
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.shape.block_size,
+            num_device_blocks=cache.num_device_blocks,
+            vocab_size=self.model_config.vocab_size,
+            sliding_window=self.model_config.sliding_window,
+        )
         table = SequenceTable(limits, gates_grammars=self.streams is not None)
         if self.streams is None:
             model = host_model(self.model, self.backend)
@@ -279,18 +292,7 @@ class _Assembly:
         sampler = create_sampler(limits.vocab_size)
         return DeviceComputation(self.model, cache.layers, self.backend, sampler, table, self.streams, *graphs)
 
-    def _limits(self, num_device_blocks: int) -> TableLimits:
-        return TableLimits(
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            block_size=self.shape.block_size,
-            num_device_blocks=num_device_blocks,
-            vocab_size=self.model_config.vocab_size,
-            sliding_window=self.model_config.sliding_window,
-        )
-
-    def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float) -> WorkerCapacity:
+    def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float, grammar_version: str) -> WorkerCapacity:
         """Return the capacity that the worker reports once it has its cache."""
         return WorkerCapacity(
             worker_id=worker_id,
@@ -311,6 +313,9 @@ class _Assembly:
             tensor_parallel_rank=self.communicator.rank,
             tensor_parallel_size=self.communicator.size,
             quantization=self.config.quantization or "",
+            weight_format=self.weight_format,
+            weight_bytes=self.weight_bytes,
+            grammar_version=grammar_version,
             gates_grammars=self.streams is not None,
             tables_digest=self.model.tables_digest(load_config(Path(self.config.model)).alibi_slopes),
         )
@@ -361,7 +366,11 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
         held_in = unloaded.describe_dtypes()
         check_cpu_weights(available=available, held=footprint.held, peak=footprint.peak, held_in=held_in)
         num_blocks = sum(sizes.num_blocks_of_cpu(available - footprint.held))
-        announce_memory(describe_demand(footprint, num_blocks * sizes.block_bytes, available))
+        announce_memory(
+            f"{describe_memory(footprint.held)} of weights, {describe_memory(footprint.peak)} while they load, and "
+            f"{describe_memory(num_blocks * sizes.block_bytes)} of KV cache; {describe_memory(available)} were "
+            "available: take a smaller model, lower --kv-cache-memory, or end what else uses the memory"
+        )
         return
     free, total = torch.cuda.mem_get_info(device)
     if footprint.held > free:
@@ -369,15 +378,6 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
     sizes.num_host_blocks(available_bytes())
     least = DeviceMemory(total=total, others=total - free, weights=footprint.held, step=0, graphs=0, staging=0)
     sizes.num_gpu_blocks(least, largest_step_size(sizes.config))
-
-
-def describe_demand(footprint: Footprint, cache_bytes: int, available: int) -> str:
-    """Return what a worker takes of a CPU's memory, and what there is, in words."""
-    return (
-        f"{describe_memory(footprint.held)} of weights, {describe_memory(footprint.peak)} while they load, and "
-        f"{describe_memory(cache_bytes)} of KV cache; {describe_memory(available)} were available: take a smaller "
-        "model, lower --kv-cache-memory, or end what else uses the memory"
-    )
 
 
 def log_formats(unloaded: UnloadedModel) -> None:
@@ -492,14 +492,3 @@ def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int, slid
             num_positions,
             max_model_len,
         )
-
-
-def log_host_size(shape: CacheShape, num_host_blocks: int, bandwidth: float) -> None:
-    """`bandwidth` in bytes per second."""
-    logger.info(
-        "swap space: %d blocks, %d tokens, %s; blocks move at %s a second",
-        num_host_blocks,
-        num_host_blocks * shape.block_size,
-        describe_memory((num_host_blocks + 1) * shape.block_bytes),
-        describe_memory(bandwidth),
-    )

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -10,53 +9,41 @@ from pagewire.common.messages import SamplingParams, StepPlan
 from worker_service.device import is_out_of_memory
 from worker_service.runner import ModelRunner
 from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
-from worker_service.startup.trial_step import TrialRow, plan_trial
+from worker_service.startup.warm_up import TrialRow, plan_trial
 
 _NUM_LOGPROBS = 20  # the most that a request can ask for
 
 
-class MemoryMeter(Protocol):
-    """A meter of a device's memory. It counts in bytes."""
-
-    def total_and_free(self) -> tuple[int, int]:
-        """Return the device's memory, and how much of it is free, for all processes together."""
-
-    def allocated(self) -> int:
-        """Return what this process's tensors hold."""
-
-    def peak_of(self, operation: Callable[[], object]) -> int:
-        """The most that they held at any time until all that the operation started was done."""
-
-    def release(self) -> None:
-        """Give back to the device what no tensor holds."""
-
-
 class CudaMeter:
-    """See `MemoryMeter`."""
+    """A meter of a GPU's memory. It counts in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def total_and_free(self) -> tuple[int, int]:
+        """Return the device's memory, and how much of it is free, for all processes together."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total, free
 
     def allocated(self) -> int:
+        """Return what this process's tensors hold."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak_of(self, operation: Callable[[], object]) -> int:
+        """Return the most that they held at any time until all that the operation started was done."""
         torch.cuda.reset_peak_memory_stats(self._device)
         operation()
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
+        """Give back to the device what no tensor holds."""
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def measure_memory(
-    meter: MemoryMeter,
+    meter: CudaMeter,
     make_runner: Callable[[int], ModelRunner],
     *,
     step: StepSize,

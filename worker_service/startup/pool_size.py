@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pagewire.common.memory_size import describe_memory, parse_memory
 from worker_service.config import WorkerConfig
-from worker_service.startup.device_memory import GIB, DeviceMemory, StepSize, check_cpu_pool, check_pool, size_pool
+from worker_service.startup.device_memory import GIB, DeviceMemory, StepSize, check_pool, size_pool
 
 _MAX_DEFAULT_CPU_BYTES = 4 * GIB
 _DEFAULT_CPU_SHARE = 0.3
@@ -77,22 +77,16 @@ class PoolSize:
 
     def num_cpu_blocks(self, available_bytes: int) -> int:
         """Device blocks of a CPU. Raises ValueError if its memory does not hold them."""
-        flag, asked, num_asked = self._asked()
-        if num_asked is None:
-            return count_blocks(
-                cache_bytes=cpu_cache_bytes(available_bytes),
-                block_bytes=self.block_bytes,
-                max_num_blocks=self.max_num_blocks,
-                remedy="free memory, set --kv-cache-memory or lower --block-size",
-            )
-        check_cpu_pool(
-            available=max(0, available_bytes),
-            flag=flag,
-            asked=asked,
-            num_blocks=num_asked,
+        left = max(0, available_bytes)
+        num_asked = self._num_asked(left, f"{describe_memory(left)} of memory are available")
+        if num_asked is not None:
+            return num_asked
+        return count_blocks(
+            cache_bytes=cpu_cache_bytes(available_bytes),
             block_bytes=self.block_bytes,
+            max_num_blocks=self.max_num_blocks,
+            remedy="free memory, set --kv-cache-memory or lower --block-size",
         )
-        return num_asked
 
     def num_blocks_of_cpu(self, available_bytes: int) -> tuple[int, int]:
         """Device and host blocks of a CPU, whose memory holds both. Raises ValueError if it does not."""
@@ -103,17 +97,16 @@ class PoolSize:
 
     def num_gpu_blocks(self, memory: DeviceMemory, step: StepSize) -> int:
         """Device blocks of a GPU. Raises ValueError if its memory does not hold them."""
-        flag, asked, num_asked = self._asked()
-        if num_asked is None:
-            return size_pool(
-                memory,
-                utilization=self.config.gpu_memory_utilization,
-                block_bytes=self.block_bytes,
-                max_num_blocks=self.max_num_blocks,
-                step=step,
-            )
-        check_pool(memory, flag=flag, asked=asked, num_blocks=num_asked, block_bytes=self.block_bytes)
-        return num_asked
+        num_asked = self._num_asked(memory.left(1.0), memory.describe())
+        if num_asked is not None:
+            return num_asked
+        return size_pool(
+            memory,
+            utilization=self.config.gpu_memory_utilization,
+            block_bytes=self.block_bytes,
+            max_num_blocks=self.max_num_blocks,
+            step=step,
+        )
 
     def describe_lowered(self) -> str | None:
         """Say that the pool is smaller than --kv-cache-memory, if it is."""
@@ -126,17 +119,23 @@ class PoolSize:
             f"{self.config.max_num_seqs} sequences as long as --max-model-len use no more"
         )
 
-    def _asked(self) -> tuple[str, str, int | None]:
-        """The flag that sized the pool, its value, and usable blocks; these are None without one."""
+    def _num_asked(self, left: int, memory: str) -> int | None:
+        """Usable blocks that a flag asks for; None: none does. Raises ValueError if they do not fit into the bytes that
+        are left. `memory`: what there is, for people."""
         config = self.config
         if config.num_device_blocks is not None:
-            return "--num-device-blocks", str(config.num_device_blocks), config.num_device_blocks
-        if config.kv_cache_memory is None:
-            return "", "", None
-        num_blocks = count_blocks(
-            cache_bytes=parse_memory("--kv-cache-memory", config.kv_cache_memory),
-            block_bytes=self.block_bytes,
-            max_num_blocks=self.max_num_blocks,
-            remedy="raise --kv-cache-memory or lower --block-size",
+            flag, asked, num_blocks = "--num-device-blocks", str(config.num_device_blocks), config.num_device_blocks
+        elif config.kv_cache_memory is not None:
+            flag, asked = "--kv-cache-memory", config.kv_cache_memory
+            num_blocks = count_blocks(
+                cache_bytes=parse_memory(flag, asked),
+                block_bytes=self.block_bytes,
+                max_num_blocks=self.max_num_blocks,
+                remedy="raise --kv-cache-memory or lower --block-size",
+            )
+        else:
+            return None
+        check_pool(
+            left=left, memory=memory, flag=flag, asked=asked, num_blocks=num_blocks, block_bytes=self.block_bytes
         )
-        return "--kv-cache-memory", config.kv_cache_memory, num_blocks
+        return num_blocks

@@ -13,7 +13,7 @@ from worker_service.models.checkpoint_files import FLOAT_BYTES, CheckpointError,
 from worker_service.models.config import ModelConfig
 from worker_service.models.shard import Shard, model_size
 from worker_service.models.source import load_config, model_digest, read_headers
-from worker_service.startup.host_memory import available_bytes
+from worker_service.startup.resources import available_bytes
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # one of them is there where torch can find a GPU
 _32_BITS = ("float32", "F32")

@@ -7,13 +7,13 @@ masks, and which tile suits so many tokens. These steps have all of them.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from pagewire.common.messages import AddedGrammar, GrammarKind, SamplingParams
+from pagewire.common.messages import AddedGrammar, GrammarKind, RowOpening, SamplingParams, StepPlan
 from worker_service.grammars import EpochGrammars
 from worker_service.rows import MAX_LOGITS_POSITIONS, TableLimits
 from worker_service.runner import ModelRunner
-from worker_service.startup.trial_step import TrialRow, plan_trial
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,47 @@ _SAMPLING = {
 }
 
 
-def _row(
-    num_tokens: int, num_new: int, sampling: SamplingParams = _SAMPLING["sampling"], grammar_id: int = 0
-) -> TrialRow:
-    return TrialRow(num_tokens, num_new, sampling, grammar_id)
+@dataclass(frozen=True, slots=True)
+class TrialRow:
+    """A row that no request asked for. It computes the last `num_new` of its `num_tokens`."""
+
+    num_tokens: int
+    num_new: int
+    sampling: SamplingParams = _SAMPLING["sampling"]
+    grammar_id: int = 0
+
+    def num_blocks(self, block_size: int) -> int:
+        """Count the blocks that hold its tokens."""
+        return -(-self.num_tokens // block_size)
+
+
+def plan_trial(rows: Sequence[TrialRow], block_size: int) -> StepPlan:
+    """A plan for an empty table that opens the rows, with blocks from 1 on, and computes what is new of them."""
+    openings, next_block = [], 1
+    for slot, row in enumerate(rows):
+        past_block = next_block + row.num_blocks(block_size)
+        openings.append(
+            RowOpening(
+                slot=slot,
+                sequence_id=slot,
+                token_ids=(0,) * row.num_tokens,
+                num_prompt_tokens=row.num_tokens,
+                num_computed_tokens=row.num_tokens - row.num_new,
+                block_ids=tuple(range(next_block, past_block)),
+                sampling=row.sampling,
+                seed=0,
+                sample_index=0,
+                grammar_id=row.grammar_id,
+            )
+        )
+        next_block = past_block
+    return StepPlan(
+        epoch=0,
+        step=1,
+        openings=tuple(openings),
+        work_slots=tuple(range(len(rows))),
+        work_num_tokens=tuple(row.num_new for row in rows),
+    )
 
 
 def warm_up(runner: ModelRunner, grammars: EpochGrammars, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,16 +118,16 @@ def _steps(limits: TableLimits, has_grammar: bool) -> Iterator[tuple[str, tuple[
         yield f"prompts of {num_tokens} tokens", _split(num_tokens, limits)
     # The head multiplies one token of each row, or all of a prompt's, which come in parts.
     for num_rows in _doubled(limits.max_num_seqs)[1:]:
-        yield f"{num_rows} prompts of a token", (_row(1, 1),) * num_rows
+        yield f"{num_rows} prompts of a token", (TrialRow(1, 1),) * num_rows
     for num_tokens in _doubled(min(limits.max_num_batched_tokens, 2 * MAX_LOGITS_POSITIONS)):
-        row = _row(num_tokens, num_tokens, _SAMPLING["log-probabilities"])
+        row = TrialRow(num_tokens, num_tokens, _SAMPLING["log-probabilities"])
         yield f"log-probabilities of {num_tokens} tokens", (row,)
-    prompt = _row(3, 3)
-    yield "a prompt beside decoding", (_row(2, 1), prompt)
-    yield "a prompt beside decoding with a long context", (_row(_longest(limits), 1), prompt)
+    prompt = TrialRow(3, 3)
+    yield "a prompt beside decoding", (TrialRow(2, 1), prompt)
+    yield "a prompt beside decoding with a long context", (TrialRow(_longest(limits), 1), prompt)
     for grammar_id in range(1 + has_grammar):
         for name, sampling in _SAMPLING.items():
-            yield name, (_row(3, 3, sampling, grammar_id),)
+            yield name, (TrialRow(3, 3, sampling, grammar_id),)
 
 
 def _doubled(highest: int) -> list[int]:
@@ -102,7 +139,7 @@ def _split(num_tokens: int, limits: TableLimits) -> tuple[TrialRow, ...]:
     """Divide so many tokens among as few rows as the longest sequence lets."""
     num_rows = -(-num_tokens // _longest(limits))
     sizes = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
-    return tuple(_row(size, size) for size in sizes)
+    return tuple(TrialRow(size, size) for size in sizes)
 
 
 def _longest(limits: TableLimits) -> int:
