@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from pagewire.common.grammars import GrammarCompiler, Matcher, version
 from pagewire.common.messages import AddedGrammar, GrammarKind, GrammarReport, StepPlan, WorkerProtocolError
 from testing.checkpoints.gguf_files import write_gguf
-from worker_service.grammars import CompileThread, EpochGrammars, epoch_grammars
+from worker_service import grammars
+from worker_service.grammars import CompileThread, EpochGrammars
 from worker_service.startup.grammars import GrammarStart
 
 STORYTELLER = Path("models/storyteller")
@@ -175,7 +176,7 @@ def test_a_grammar_that_takes_long_is_told_of_in_the_log(
 ) -> None:
     epochs.ready(regex(1))
     assert caplog.messages == []
-    monkeypatch.setattr(epoch_grammars, "_LONG_S", 0)
+    monkeypatch.setattr(grammars, "_LONG_S", 0)
     epochs.ready(regex(2))
     (said,) = caplog.messages
     assert said.startswith("grammar 2 of epoch 1 (regex, 2 characters) took ")

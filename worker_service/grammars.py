@@ -1,20 +1,53 @@
-"""The grammars of an epoch by the numbers that plans have for them."""
+"""The grammars of an epoch by the numbers that plans have for them, and the thread that prepares them, which is not the
+one that computes."""
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
-from threading import Lock
 
 from pagewire.common.grammars import GrammarError, MaskQueue, Matcher
 from pagewire.common.messages import AddedGrammar, GrammarReport, StepPlan, WorkerProtocolError
-from worker_service.grammars.compile_thread import Compile, CompileThread
 
 logger = logging.getLogger(__name__)
 
 _LONG_S = 0.1  # a grammar that takes longer is told of in the log
+_NICENESS = 10  # the threads of steps get about nine tenths of a core that they share with the one that compiles
 
+Compile = Callable[[str, str, tuple[int, ...]], Matcher]  # of a kind, a text and end tokens; raises GrammarError
 Report = Callable[[GrammarReport], None]
+
+
+class CompileThread:
+    """Makes what compiles grammars, and then compiles in the order that was asked for."""
+
+    def __init__(self, make_compile: Callable[[], Compile]) -> None:
+        """`make_compile` is called on the thread, at once: reading a large vocabulary takes a second."""
+        self._executor = ThreadPoolExecutor(1, "grammars", _lower_priority)
+        self._compile = self._executor.submit(make_compile)
+
+    def wait(self) -> None:
+        """Return when grammars can be compiled. Raises what `make_compile` raised."""
+        self._compile.result()
+
+    def submit(self, job: Callable[[Compile], None]) -> None:
+        """Have a job done behind those that were submitted before. It may raise nothing."""
+        self._executor.submit(lambda: job(self._compile.result()))
+
+    def stop(self) -> None:
+        """Return when the job in progress is done; the others are dropped."""
+        self._executor.shutdown(cancel_futures=True)
+
+
+def _lower_priority() -> None:
+    """Linux has a priority for each thread, and takes this for the thread's own; others have one for a process."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class EpochGrammars:
@@ -28,7 +61,7 @@ class EpochGrammars:
         self._thread = thread
         self.mask_queue = MaskQueue()  # of the rows that have these grammars
         self._vocab_size = vocab_size
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self._epoch = 0
         self._report: Report = _tell_none
         self._grammars: dict[int, _Grammar] = {}  # by id, from when they are added until they are released
@@ -110,15 +143,15 @@ class EpochGrammars:
         grammar.report(GrammarReport(grammar.epoch, grammar.added.grammar_id, error))
 
 
+@dataclass(slots=True)
 class _Grammar:
     """A grammar from when it is added on. It is ready once it has a matcher, which itself is never moved on."""
 
-    def __init__(self, added: AddedGrammar, epoch: int, report: Report) -> None:
-        self.added = added
-        self.epoch = epoch
-        self.report = report
-        self.matcher: Matcher | None = None
-        self.has_failed = False
+    added: AddedGrammar
+    epoch: int
+    report: Report
+    matcher: Matcher | None = None
+    has_failed: bool = False
 
     def compile(self, compile: Compile) -> tuple[Matcher | None, str]:
         """Return a matcher, or None and why there is none."""
