@@ -35,7 +35,7 @@ from worker_service.startup.progress import LoadProgress
 
 if TYPE_CHECKING:
     from worker_service.engine.tracing import StepTracing
-    from worker_service.runner.profile import ProfiledRunner
+    from worker_service.runner.profile import StepProfile
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class _WorkerProcess:
         self._link_secret = None if config.link_secret_file is None else LinkSecret(config.link_secret_file)
         self._tracing = _tracing(config)
         self.engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
-        self._profile: ProfiledRunner | None = None
+        self._profile: StepProfile | None = None
 
     async def run(self) -> int:
         """Serve until told to stop, and return the exit status. Raises OSError for what a person can put right, such as
@@ -152,10 +152,10 @@ class _WorkerProcess:
         return self._profiled(loaded) if self._config.profile else loaded
 
     def _profiled(self, loaded: LoadedWorker) -> LoadedWorker:
-        from worker_service.runner.profile import ProfiledRunner
+        from worker_service.runner.profile import StepProfile
 
-        self._profile = ProfiledRunner(loaded.runner, self._config.profile, Path(self._config.profile_dir))
-        return replace(loaded, runner=self._profile)
+        self._profile = StepProfile(self._config.profile, Path(self._config.profile_dir))
+        return replace(loaded, around_launch=self._profile.around_launch)
 
     async def _until_loaded(self, stop: asyncio.Event) -> bool:
         """Wait for the worker to load. False if it was told to stop before; an error of loading is raised."""

@@ -15,7 +15,7 @@ from testing import services
 from testing.checkpoints.families import make_checkpoint
 from testing.plans import PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig
-from worker_service.runner.profile import NUM_STEPS_BEFORE, STEP_PREFIX, ProfiledRunner
+from worker_service.runner.profile import NUM_STEPS_BEFORE, STEP_PREFIX, StepProfile
 from worker_service.startup.loader import load_worker
 
 
@@ -39,11 +39,14 @@ def test_the_steps_behind_the_first_ones_are_traced_once(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load_worker(WorkerConfig(model=str(model), device="cpu", num_device_blocks=100), "worker")
-    runner = ProfiledRunner(loaded.runner, 4, tmp_path / "traces")
-    steps = planned(80)
-    runner.reset(1)
+    profile = StepProfile(4, tmp_path / "traces")
+    steps, profiled = planned(80), []
+    loaded.runner.reset(1, lambda report: None)
     with caplog.at_level(logging.INFO):
-        profiled = [runner.launch(step.plan).result().token_ids for step in steps]
+        for step in steps:
+            with profile.around_launch(step.plan):
+                launched = loaded.runner.launch(step.plan)
+            profiled.append(launched.result().token_ids)
     (trace,) = (tmp_path / "traces").glob("pagewire-worker-*.trace.json")
     assert f"wrote a trace of 4 steps to {trace}" in caplog.text
     assert launched_steps(trace) == [NUM_STEPS_BEFORE + 1 + step for step in range(4)]
@@ -56,7 +59,7 @@ def test_the_steps_behind_the_first_ones_are_traced_once(
 def test_a_directory_that_cannot_be_made_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--profile-dir is .*file/traces"):
-        ProfiledRunner(None, 4, tmp_path / "file" / "traces")  # type: ignore[arg-type]
+        StepProfile(4, tmp_path / "file" / "traces")
 
 
 async def test_a_worker_says_where_its_trace_is_and_when_there_is_none(model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from queue import Empty, Queue, SimpleQueue
 from typing import NoReturn, Protocol
@@ -55,24 +56,20 @@ class LoadedWorker:
     runner: Runner
     ready: WorkerCapacity
     close: Callable[[], None] = lambda: None
+    around_launch: Callable[[StepPlan], AbstractContextManager[object]] = nullcontext  # entered while it is launched
 
 
+@dataclass(slots=True)
 class EngineSession:
     """One epoch's steps. Whatever is still queued when it ends is dropped."""
 
-    def __init__(
-        self,
-        deliver: Callable[[Outcome], None],
-        on_moved: Callable[[], None] = lambda: None,
-        on_grammar: Callable[[GrammarReport], None] = lambda report: None,
-    ) -> None:
-        self.deliver = deliver  # called on a thread of the engine; after an exception the session has ended
-        self.on_moved = on_moved  # called on its thread when `last_moved_step` has risen and no result says so
-        self.on_grammar = on_grammar  # called on any thread
-        self.has_ended = False
-        self.last_started_step = 0
-        self.last_finished_step = 0
-        self.last_moved_step = 0
+    deliver: Callable[[Outcome], object]  # called on a thread of the engine; after an exception the session has ended
+    on_moved: Callable[[], object] = lambda: None  # called when `last_moved_step` has risen and no result says so
+    on_grammar: Callable[[GrammarReport], object] = lambda report: None  # called on any thread
+    has_ended: bool = False
+    last_started_step: int = 0
+    last_finished_step: int = 0
+    last_moved_step: int = 0
 
     def end(self) -> None:
         self.has_ended = True
@@ -186,7 +183,8 @@ class Engine:
         session.last_started_step = plan.step
         step = _RunningStep(session, plan, time.time_ns())
         try:
-            launched = runner.launch(plan)
+            with self._loaded.around_launch(plan):
+                launched = runner.launch(plan)
         except Exception as error:
             self._settle()  # what was launched before is told of before
             self._fail(session, error, step.name)

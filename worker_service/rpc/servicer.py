@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -178,7 +179,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             message = f"the worker is still loading its model: {self._engine.load_percent} %"
             raise _SessionEnded(grpc.StatusCode.UNAVAILABLE, message) from None
         begun = asyncio.Event()
-        stream.begin(lambda: stream.loop.call_soon_threadsafe(begun.set))
+        on_begun = partial(stream.loop.call_soon_threadsafe, begun.set)  # on the engine's thread
+        self._engine.begin(stream.engine_session, stream.session.epoch, on_begun)
         try:
             await asyncio.wait_for(begun.wait(), self._begin_timeout_s)
         except TimeoutError:
@@ -204,19 +206,20 @@ class _Stream:
         handler = asyncio.current_task()
         assert handler is not None
         self.handler = handler  # over when the peer has been told how the session ended
-        self.engine_session = EngineSession(self._deliver, self._on_moved, self._on_grammar)
-        self._session = session
+        self.session = session
         self._engine = engine
         self._certificates = certificates
         self._outgoing: asyncio.Queue[StepResult | Heartbeat | GrammarReport] = asyncio.Queue()
+        soon = self.loop.call_soon_threadsafe  # the engine calls on threads of its own
+        self.engine_session = EngineSession(
+            deliver=lambda outcome: soon(self._take, outcome),
+            on_moved=lambda: soon(self._put_heartbeat),
+            on_grammar=lambda report: soon(self._outgoing.put_nowait, report),
+        )
         self._end: asyncio.Future[_SessionEnded | WorkerProtocolError] = self.loop.create_future()
         self._may_write = True
         self._written = asyncio.Event()  # no write is under way
         self._written.set()
-
-    def begin(self, on_begun: Callable[[], object]) -> None:
-        """Let the engine begin the epoch; `on_begun` is called on its thread."""
-        self._engine.begin(self.engine_session, self._session.epoch, on_begun)
 
     def end(self, code: grpc.StatusCode, message: str) -> None:
         """End the session from outside. Its queued steps are dropped."""
@@ -262,7 +265,7 @@ class _Stream:
             plan = decode_request(request)
             if not isinstance(plan, StepPlan):
                 raise WorkerProtocolError("hello came twice on one stream")
-            self._session.plan(plan.epoch, plan.step)
+            self.session.plan(plan.epoch, plan.step)
             self._engine.submit(self.engine_session, plan)
 
     async def _transmit(self) -> None:
@@ -270,7 +273,7 @@ class _Stream:
             message = await self._outgoing.get()
             if isinstance(message, StepResult):
                 # Before the write: its answer, the next plan, may arrive before the write returns here.
-                self._session.answer(message.step)
+                self.session.answer(message.step)
             await self.write(message)
 
     async def _beat(self, interval_s: float) -> None:
@@ -283,25 +286,13 @@ class _Stream:
         progress = self.engine_session
         self._outgoing.put_nowait(
             Heartbeat(
-                self._session.epoch,
+                self.session.epoch,
                 progress.last_started_step,
                 progress.last_finished_step,
                 progress.last_moved_step,
                 self._certificates(),
             )
         )
-
-    def _deliver(self, outcome: Outcome) -> None:
-        """Called on the engine's thread."""
-        self.loop.call_soon_threadsafe(self._take, outcome)
-
-    def _on_moved(self) -> None:
-        """Called on the engine's thread."""
-        self.loop.call_soon_threadsafe(self._put_heartbeat)
-
-    def _on_grammar(self, report: GrammarReport) -> None:
-        """Called on the thread that prepares grammars."""
-        self.loop.call_soon_threadsafe(self._outgoing.put_nowait, report)
 
     def _take(self, outcome: Outcome) -> None:
         if isinstance(outcome, StepResult):

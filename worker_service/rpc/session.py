@@ -5,21 +5,23 @@ and a scheduler that was replaced is turned away for good. They are milliseconds
 scheduler needs one of the future, and a worker that takes none cannot be told the highest there is and be lost to all.
 """
 
+from dataclasses import dataclass
+
 from pagewire.common.messages import PROTOCOL_VERSION, Hello, Refusal, RefusalReason, WorkerProtocolError
 
 _EPOCH_SHIFT = 20
 _MAX_LEAD_S = 24 * 3600.0  # that a scheduler's clock may have
 
 
+@dataclass(slots=True)
 class Session:
     """One epoch: plans arrive in step order, at most `pipeline_depth` of them unfinished."""
 
-    def __init__(self, epoch: int, instance_id: str, pipeline_depth: int) -> None:
-        self.epoch = epoch
-        self.instance_id = instance_id
-        self.pipeline_depth = pipeline_depth
-        self.last_planned_step = 0
-        self.last_answered_step = 0
+    epoch: int
+    instance_id: str
+    pipeline_depth: int
+    last_planned_step: int = 0
+    last_answered_step: int = 0
 
     def plan(self, epoch: int, step: int) -> None:
         """A plan has arrived. Raises WorkerProtocolError if it is not the next one of this epoch, or one too many."""
@@ -41,12 +43,12 @@ class Session:
         self.last_answered_step = step
 
 
+@dataclass(slots=True)
 class SessionRegister:
     """The last epoch this process has seen and the instance that held it."""
 
-    def __init__(self) -> None:
-        self.last_epoch = 0
-        self.instance_id = ""
+    last_epoch: int = 0
+    instance_id: str = ""
 
     def hello(self, hello: Hello, now: float) -> Session | Refusal:
         """Open an epoch, or say why not; `now` is seconds of Unix time. Raises WorkerProtocolError for a hello that no

@@ -1,4 +1,4 @@
-"""A step from plan to result. `profile.py` puts a runner that also writes a trace of its steps around another."""
+"""A step from plan to result. `profile.py` writes a trace of some steps."""
 
 from worker_service.runner.model_runner import Computation, ModelRunner
 

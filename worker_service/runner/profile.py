@@ -3,15 +3,14 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from pagewire.common.messages import GrammarReport, StepPlan
-from worker_service.engine import Runner
-from worker_service.step import LaunchedStep
+from pagewire.common.messages import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -21,29 +20,30 @@ NUM_STEPS_BEFORE = 20  # kernels are compiled and memory is allocated in the fir
 _NUM_TRACED_UNKEPT = 3  # of these: what the profiler itself does at first would be in the trace
 
 
-class ProfiledRunner:
-    """A runner, and once a trace of some steps. To be used on the thread that launches steps."""
+class StepProfile:
+    """Makes a trace of some steps, once. To be used on the thread that launches steps."""
 
-    def __init__(self, runner: Runner, num_steps: int, directory: Path) -> None:
+    def __init__(self, num_steps: int, directory: Path) -> None:
         """`directory` is made where there is none. Raises ValueError if it cannot be."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"--profile-dir is {str(directory)!r}, which cannot be made: {error}") from error
-        self._runner = runner
         self._directory = directory
         self._num_steps = num_steps
         self.num_steps_left = NUM_STEPS_BEFORE + num_steps  # to be launched before the trace is written
         self._profile: profile | None = None
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """See `Runner.launch`."""
+    @contextmanager
+    def around_launch(self, plan: StepPlan) -> Iterator[None]:
+        """The plan is launched meanwhile."""
         if not self.num_steps_left:
-            return self._runner.launch(plan)
+            yield
+            return
         if self._profile is None:
             self._profile = self._start()
         with record_function(f"{STEP_PREFIX}{plan.step}"):
-            launched = self._runner.launch(plan)
+            yield
         self.num_steps_left -= 1
         if not self.num_steps_left and torch.cuda.is_available():
             torch.cuda.synchronize()  # what is still to run is to be in the trace
@@ -51,7 +51,6 @@ class ProfiledRunner:
         if not self.num_steps_left:
             self._profile.stop()
             self._profile = None
-        return launched
 
     def _start(self) -> profile:
         activities = [ProfilerActivity.CPU]
@@ -68,20 +67,3 @@ class ProfiledRunner:
         path = self._directory / name
         profiler.export_chrome_trace(str(path))
         logger.info("--profile: wrote a trace of %d steps to %s", self._num_steps, path.resolve())
-
-    def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None] = lambda report: None) -> None:
-        """See `Runner.reset`."""
-        self._runner.reset(epoch, report_grammar)
-
-    def last_moved_step(self) -> int:
-        """See `Runner.last_moved_step`."""
-        return self._runner.last_moved_step()
-
-    @property
-    def is_moving(self) -> bool:
-        """See `Runner.is_moving`."""
-        return self._runner.is_moving
-
-    def is_fatal(self, error: Exception) -> bool:
-        """See `Runner.is_fatal`."""
-        return self._runner.is_fatal(error)
