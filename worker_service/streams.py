@@ -14,34 +14,17 @@ from torch import Tensor
 StreamWork = Callable[[], object]
 
 
-class DeviceEvent(Protocol):
-    """A place in a stream."""
-
-    def is_done(self) -> bool:
-        """Whether all that was put on the stream before it has been carried out."""
-
-    def wait(self) -> None:
-        """Return when it is done. May be called on any thread."""
-
-
 class Stream(Protocol):
     """A queue of operations on a device. They are carried out in the order in which they were put on it."""
 
     def run(self, operation: StreamWork) -> None:
         """Put an operation on the stream."""
 
-    def record(self) -> DeviceEvent:
-        """The place behind all that was put on the stream so far."""
+    def record(self) -> torch.cuda.Event:
+        """The place behind all that was put on the stream so far. Any thread may wait for it."""
 
-    def wait_for(self, event: DeviceEvent) -> None:
+    def wait_for(self, event: torch.cuda.Event) -> None:
         """Whatever is put on this stream from now on is carried out after the event is done."""
-
-
-class Graph(Protocol):
-    """A captured operation."""
-
-    def replay(self) -> None:
-        """Put it on the compute stream again. It reads and writes the tensors that it did when it was captured."""
 
 
 class Device(Protocol):
@@ -55,8 +38,13 @@ class Device(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that streams copy from and to by themselves. Its content is anything."""
 
-    def capture(self, operation: StreamWork) -> Graph:
-        """Carry an operation out on the compute stream as it would be, and keep it as a graph."""
+    def capture(self, operation: StreamWork) -> StreamWork:
+        """Carry an operation out on the compute stream as it would be, and keep it as a graph, for as long as there is
+        what is returned.
+
+        That puts it on the compute stream again, where it reads and writes the tensors that it did when it was
+        captured.
+        """
 
     def synchronize(self) -> None:
         """Return when every stream has carried out everything."""

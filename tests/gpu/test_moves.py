@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagewire.common.messages import StepPlan
+from tests.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.cuda import CudaDevice
 
@@ -37,7 +38,7 @@ def wait_until_moved(cache: CacheEngine, step: int) -> None:
 def test_blocks_come_back_bit_for_bit_and_in_order(dtype: torch.dtype) -> None:
     """What is computed before a move is moved; what is computed after its acknowledgement may use both ends."""
     cache, device = create_cache(dtype)
-    assert cache.host_block(1).is_pinned()
+    assert host_block(cache, 1).is_pinned()
     stored = cache.storage[1:].view(torch.uint8)
     content = torch.randint_like(stored, 256)
     device.synchronize()

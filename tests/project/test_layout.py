@@ -24,16 +24,12 @@ MAX_PARAMETERS = 12  # of a function of the worker, and of a kernel
 BESIDE_THE_CLIENT = ("bench", "cli", "common.gguf", "hosting", "kernels", "llm")
 # Packages whose `__init__` names all that others may use, and modules beside it that load what is not always there.
 DOORS = (
-    *(
-        f"worker_service.{name}"
-        for name in ("attention", "cache", "device", "engine", "grammars", "host", "rows", "runner")
-    ),
+    *(f"worker_service.{name}" for name in ("attention", "cache", "device", "engine", "host", "rows", "runner")),
     *(f"scheduler_service.core.{name}" for name in ("cache", "plans")),
     "pagewire.cli",
 )
 SIDE_DOORS = (
     "worker_service.attention.backends.triton",
-    "worker_service.attention.cached_attend",
     "worker_service.engine.tracing",
     "worker_service.runner.profile",
     "pagewire.cli.chat",

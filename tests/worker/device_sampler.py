@@ -6,7 +6,7 @@ import torch
 
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
 from tests.worker.fake_device import as_kernel
-from worker_service.device.sampler import REFERENCE
+from worker_service.device.kernels import REFERENCE
 
 
 @as_kernel

@@ -42,12 +42,12 @@ class FakeEvent:
         self._host_guard = host_guard
         self.has_happened = False
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         with self._device.lock:
             self._device.carry_out_some()
             return self.has_happened
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         if self._host_guard is None or self._host_guard is not self._device.dropped:
             with self._device.lock:
                 self._device.carry_out_until(self)
@@ -269,12 +269,12 @@ class FakeDevice:
         garbage = torch.frombuffer(bytearray(self._rng.randbytes(num_bytes) or b"\0"), dtype=torch.uint8)
         return garbage[:num_bytes].view(dtype).view(shape)
 
-    def capture(self, operation: StreamWork) -> FakeGraph:
+    def capture(self, operation: StreamWork) -> StreamWork:
         with self.lock:
             self.compute.run(operation)
             self.synchronize()
             self.graphs.append(FakeGraph(self, operation))
-            return self.graphs[-1]
+            return self.graphs[-1].replay
 
     def synchronize(self) -> None:
         with self.lock:

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.compiler import skip_without_compiler
 from worker_service.attention import AttentionBatch, create_backend
-from worker_service.host.decoder import host_model
-from worker_service.host.model import LayeredModel
+from worker_service.host.decoder import LayeredModel, host_model
 from worker_service.host.operations import create_host_operations
 from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.loading import load_model

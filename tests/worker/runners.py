@@ -7,11 +7,11 @@ from worker_service.attention import AttentionBackend
 from worker_service.cache.cache_engine import CacheEngine
 from worker_service.config import WorkerConfig
 from worker_service.device.computation import DeviceComputation
-from worker_service.device.sampler import Sampler
+from worker_service.device.kernels import Sampler
 from worker_service.engine import LoadedWorker
 from worker_service.grammars import EpochGrammars
 from worker_service.host.computation import HostComputation
-from worker_service.host.model import LayeredModel
+from worker_service.host.decoder import LayeredModel
 from worker_service.models.communicator import SingleRank
 from worker_service.models.model import Model
 from worker_service.rows.table import SequenceTable, TableLimits

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from pagewire.common.messages import RowOpening, SamplingParams, StepPlan
-from pagewire.kernels.cpu import PagedRows
-from worker_service.host.batch import BatchBuilder, HostBatch
+from pagewire.kernels.cpu import FlatRows
+from worker_service.host.batch import BatchBuilder
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
@@ -36,13 +36,13 @@ def test_rows_lie_one_after_the_other_in_slot_order(has_kernels: bool) -> None:
     batch = builder.build(rows)
     assert batch.token_ids.tolist() == [50, 36, 37, 38, 39, 10, 11, 12, 13, 14]
     assert batch.positions.tolist() == [0, 6, 7, 8, 9, 0, 1, 2, 3, 4]
-    assert batch.attention.query_start_loc == [0, 1, 5, 10]
-    assert batch.attention.seq_lens == [1, 10, 5]
-    assert batch.attention.slot_mapping.tolist() == [12, 6, 7, 28, 29, 20, 21, 22, 23, 8]
+    assert batch.paged.query_start_loc.tolist() == [0, 1, 5, 10]
+    assert batch.paged.seq_lens.tolist() == [1, 10, 5]
+    assert batch.paged.slot_mapping.tolist() == [12, 6, 7, 28, 29, 20, 21, 22, 23, 8]
     # As wide as the longest row of the step: row 1's last block is not needed yet.
-    assert batch.attention.block_tables.tolist() == [[3, 0, 0], [9, 1, 7], [5, 2, 0]]
+    assert batch.paged.block_tables.tolist() == [[3, 0, 0], [9, 1, 7], [5, 2, 0]]
     assert batch.sampling_indices.tolist() == [0, 4]
-    assert batch.token_ids.dtype == batch.positions.dtype == batch.attention.slot_mapping.dtype == torch.int64
+    assert batch.token_ids.dtype == batch.positions.dtype == batch.paged.slot_mapping.dtype == torch.int64
 
 
 def test_batches_of_random_rows_are_those_of_numpy() -> None:
@@ -63,11 +63,8 @@ def test_batches_of_random_rows_are_those_of_numpy() -> None:
         assert values_of(in_c.build(rows)) == values_of(in_numpy.build(rows))
 
 
-def values_of(batch: HostBatch) -> tuple:
-    attention = batch.attention
-    rows = attention.paged_rows or PagedRows.of(
-        attention.query_start_loc, attention.seq_lens, attention.block_tables, attention.slot_mapping
-    )
-    tensors = [batch.token_ids, batch.positions, batch.sampling_indices, attention.block_tables, attention.slot_mapping]
+def values_of(batch: FlatRows) -> list:
+    rows = batch.paged
+    tensors = [batch.token_ids, batch.positions, batch.sampling_indices]
     tensors += [rows.query_start_loc, rows.seq_lens, rows.block_tables, rows.slot_mapping]
-    return attention.query_start_loc, attention.seq_lens, [(each.shape, each.tolist()) for each in tensors]
+    return [(each.shape, each.dtype, each.tolist()) for each in tensors]

@@ -8,6 +8,7 @@ import torch
 
 from pagewire.common.messages import StepPlan, WorkerProtocolError
 from pagewire.kernels.cache_rows import read_rows, write_rows
+from tests.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.startup.loader import log_size
 
@@ -69,7 +70,7 @@ def numbered_cache(num_device_blocks: int = 12, num_host_blocks: int = 6) -> Cac
     for block, content in enumerate(cache.storage):
         content.fill_(block)
     for block in range(1, num_host_blocks + 1):
-        cache.host_block(block).fill_(100 + block)
+        host_block(cache, block).fill_(100 + block)
     return cache
 
 
@@ -82,7 +83,7 @@ def contents(storage: torch.Tensor) -> list[int]:
 
 def host_contents(cache: CacheEngine) -> list[int]:
     """The same of the host's blocks, from 1 on."""
-    return contents(torch.stack([cache.host_block(block) for block in range(1, cache.num_host_blocks + 1)]))
+    return contents(torch.stack([host_block(cache, block) for block in range(1, cache.num_host_blocks + 1)]))
 
 
 def carry_out(cache: CacheEngine, **columns: Any) -> None:

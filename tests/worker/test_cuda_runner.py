@@ -125,15 +125,15 @@ class Pair:
         self.num_host_blocks = num_host_blocks
         shape = CacheShape(config.num_layers, block_size, config.num_kv_heads, config.head_dim, torch.float32)
         plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks)
-        scoring = attention_shape(config, block_size, torch.float32, torch.float32).scoring(0, CPU)
-        plain_attention = TorchAttention(config.windows, scoring=scoring)
+        attention = attention_shape(config, block_size, torch.float32, torch.float32)
+        plain_attention = TorchAttention(attention, CPU)
         gated = {} if grammars is None else {"grammars": grammars[0], "gates_grammars": True}
         self.plain = host_runner(model, plain_cache, plain_attention, self.limits, **gated)
         self.device = device or FakeDevice(seed)
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # what has not been written
-        backend = DeviceAttention(config.windows, scoring)
+        backend = DeviceAttention(config.windows, attention.scoring(0, CPU))
         graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
         own = grammars and grammars[1]
         self.runner = device_runner(
@@ -423,7 +423,7 @@ def test_masks_belong_to_the_tokens_before_them(
 def test_a_worker_on_a_device_says_that_it_gates_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is loaded, whose table does so."""
     assemble = loader._Assembly
-    monkeypatch.setattr(loader, "_Assembly", lambda *parts: replace(assemble(*parts), streams=FakeDevice(1)))
+    monkeypatch.setattr(loader, "_Assembly", lambda **parts: replace(assemble(**parts), streams=FakeDevice(1)))
     monkeypatch.setattr(loader, "create_sampler", lambda vocab_size: SAMPLER)
     config = WorkerConfig(model="models/storyteller", device="cpu", num_device_blocks=8, max_graph_batch_size=0)
     worker = load_worker(config, "w")

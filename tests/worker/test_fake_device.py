@@ -31,9 +31,9 @@ def test_nothing_has_happened_before_it_is_waited_for() -> None:
     device.compute.run(lambda: log.append(1))
     done = device.compute.record()
     device.compute.run(lambda: log.append(2))
-    assert (log, done.is_done()) == ([], False)
-    done.wait()
-    assert (log, done.is_done()) == ([1], True)
+    assert (log, done.query()) == ([], False)
+    done.synchronize()
+    assert (log, done.query()) == ([1], True)
 
 
 def test_graph_holds_tensors_and_not_what_python_knew() -> None:
@@ -44,10 +44,10 @@ def test_graph_holds_tensors_and_not_what_python_knew() -> None:
     def operation() -> None:
         out.copy_((values * factor + 1).flip(0)[:1].expand(2))
 
-    graph = device.capture(operation)
+    replay = device.capture(operation)
     factor = 1000.0
     values.copy_(torch.tensor([3.0, 4.0]))
-    graph.replay()
+    replay()
     device.synchronize()
     assert out.tolist() == [41.0, 41.0]
 

@@ -28,6 +28,7 @@ from pagewire.common.process import EXIT_WITH_PARENT, MEMORY_PREFIX
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.plans import Row, num_blocks_needed, plan_steps
 from tests.compiler import skip_without_compiler
+from tests.worker.host_blocks import host_block
 from tests.worker.runners import load
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
@@ -339,7 +340,7 @@ def test_move_starts_after_what_was_computed_before(checkpoints: dict[str, Path]
     columns = {"swap_out_device_blocks": (7,), "swap_out_host_blocks": (1,)}
     openings = (opening(1, prompts[1], 0, (7,)),)
     worker.runner.execute(StepPlan(1, 2, (0,), openings=openings, work_slots=(1,), work_num_tokens=(16,), **columns))
-    assert torch.equal(worker.runner._cache.host_block(1), filled)
+    assert torch.equal(host_block(worker.runner._cache, 1), filled)
     assert not torch.equal(worker.runner._cache.storage[7], filled)
 
 
@@ -554,7 +555,7 @@ def test_a_cache_of_16_bits_takes_half_the_memory_and_chooses_nearly_the_likelie
 def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]) -> None:
     worker = load(checkpoints["qwen2"], num_device_blocks=3, num_host_blocks=2)
     cache = worker.runner._cache
-    before = [storage.clone() for storage in (cache.storage, cache.host_block(1), cache.host_block(2))]
+    before = [storage.clone() for storage in (cache.storage, host_block(cache, 1), host_block(cache, 2))]
     swap_in = {"swap_in_host_blocks": (1,), "swap_in_device_blocks": (2,)}
     bad_row = {"openings": (opening(0, [1, 2, 3], 0, (4,)),)}
     bad_copy = {"copy_source_blocks": (1,), "copy_target_blocks": (4,)}
@@ -562,7 +563,7 @@ def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]
         with pytest.raises(WorkerProtocolError):
             worker.runner.execute(StepPlan(1, 1, **swap_in, **columns))
         worker.runner.reset(1)
-    after = (cache.storage, cache.host_block(1), cache.host_block(2))
+    after = (cache.storage, host_block(cache, 1), host_block(cache, 2))
     for storage, expected in zip(after, before, strict=True):
         assert torch.equal(storage.view(torch.int32), expected.view(torch.int32))
 

@@ -34,8 +34,7 @@ from tests.worker.model_logits import (
     use_kernels,
 )
 from worker_service.attention import AttentionBatch
-from worker_service.host.decoder import CpuDecoder, host_model
-from worker_service.host.model import LayeredModel
+from worker_service.host.decoder import CpuDecoder, LayeredModel, host_model
 from worker_service.host.operations import create_host_operations
 from worker_service.models import loading
 from worker_service.models.checkpoint_files import CheckpointError

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagewire.common.messages import StepPlan
 from tests.worker.fake_device import FakeDevice, Guard
+from tests.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.cache.stream_moves import _find_runs, num_staging_blocks
 
@@ -94,7 +95,7 @@ class History:
         assert last_moved_step <= num_steps
         for _, device, host in [moved for moved in self.held if moved[0] <= last_moved_step]:
             for block in host:
-                assert numbers(self.cache.host_block(block)) == {self.host_numbers[block]}
+                assert numbers(host_block(self.cache, block)) == {self.host_numbers[block]}
             for block in device:
                 assert numbers(self.cache.storage[block]) == {self.device_numbers[block]}
         self.held = [moved for moved in self.held if moved[0] > last_moved_step]
@@ -155,7 +156,7 @@ def test_an_epoch_begins_when_everything_has_arrived() -> None:
     history = History(2)
     moves = {"swap_out_device_blocks": (1, 2), "swap_out_host_blocks": (3, 4)}
     history.cache.move(StepPlan(1, 5, **moves))
-    target = history.cache.host_block(4)
+    target = host_block(history.cache, 4)
     history.cache.reset()
     assert not history.cache.is_moving
     assert history.cache.last_moved_step() == 0

@@ -16,8 +16,12 @@ from testing.checkpoints.packed import Case, fp8, make_mxfp4, make_quantized, w8
 from testing.checkpoints.quantized import BY_NAME, CASES  # noqa: E402
 from testing.kernel_checks.linear import held_bytes  # noqa: E402
 from tests.worker.triton_tokens import HEADS_OF_32, SHAPES, check_tokens, make_runner  # noqa: E402
-from worker_service.device.products import PackedExpertProduct, PackedProduct, RoundedProduct  # noqa: E402
-from worker_service.device.triton_operations import TritonOperations  # noqa: E402
+from worker_service.device.triton_operations import (  # noqa: E402
+    PackedExpertProduct,
+    PackedProduct,
+    RoundedProduct,
+    TritonOperations,
+)
 from worker_service.models.linear import ExpertLinear, Linear  # noqa: E402
 from worker_service.models.loading import load_model, prepare_model  # noqa: E402
 from worker_service.models.model import Model  # noqa: E402

@@ -18,12 +18,13 @@ from tests.worker.fake_device import CPU, FakeDevice, as_kernel
 from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
-from worker_service.device.errors import is_fatal, is_out_of_memory
+from worker_service.device.cuda import is_fatal, is_out_of_memory
 from worker_service.models.loading import load_model
 from worker_service.models.source import load_config
 from worker_service.rows.parts import run_in_parts
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
+from worker_service.startup.loader import attention_shape
 
 BLOCK_SIZE = 4
 
@@ -239,8 +240,8 @@ def make_runner(
 
     monkeypatch.setattr(model, "forward", scarce_forward)
     if kind == "plain":
-        cache = CacheEngine(shape, 100, CPU)
-        return host_runner(model, cache, TorchAttention(), limits, splits_steps=splits_steps)
+        cache, attention = CacheEngine(shape, 100, CPU), attention_shape(config, 16, torch.float32, torch.float32)
+        return host_runner(model, cache, TorchAttention(attention, CPU), limits, splits_steps=splits_steps)
     device = FakeDevice(1, eagerness=1.0)
     cache = CacheEngine(shape, 100, CPU, 0, device)
     return device_runner(model, cache, DeviceAttention(), SAMPLER, limits, device, splits_steps=splits_steps)

@@ -12,7 +12,7 @@ from tests.worker.fake_device import FakeDevice
 from tests.worker.runners import device_runner
 from worker_service.attention.backends.triton import TritonAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
-from worker_service.device.sampler import create_sampler
+from worker_service.device.kernels import create_sampler
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.grammars import EpochGrammars
 from worker_service.models.loading import load_model

@@ -15,7 +15,7 @@ from tests.worker.runners import device_runner, host_runner  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
 from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 from worker_service.cache.cache_engine import CacheEngine, CacheShape  # noqa: E402
-from worker_service.device.sampler import create_sampler  # noqa: E402
+from worker_service.device.kernels import create_sampler  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
 from worker_service.models.loading import load_model  # noqa: E402
 from worker_service.models.source import load_config  # noqa: E402

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import LayerCache, Scoring
-from pagewire.kernels.cpu import PagedRows
 from worker_service.models.model import Attend
 
 
@@ -70,7 +69,6 @@ class AttentionBatch:
     block_tables: Tensor  # [S, max_blocks] int32 or int64, padded with block 0
     slot_mapping: Tensor  # [T] int64: block_id * block_size + offset of each token; -1, on a GPU only: it is not kept
     device_rows: DeviceRows | None = None  # on a GPU
-    paged_rows: PagedRows | None = None  # the same rows as the CPU kernels read them, where these made the batch
 
     def rows_on(self, device: torch.device) -> DeviceRows:
         """`device_rows`, or what they would be, copied to `device`: no graph can hold that."""

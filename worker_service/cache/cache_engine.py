@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from pagewire.common.messages import StepPlan, WorkerProtocolError
 from pagewire.kernels.cache_rows import row_size
@@ -88,10 +87,6 @@ class CacheEngine:
         self._moves.synchronize()
         self._moves.reset()
         self._last_planned_step = 0
-
-    def host_block(self, host_block: int) -> Tensor:
-        """A host block's content, laid out as in `storage`."""
-        return self._moves.host_block(host_block).view(self.shape.dtype).view(self.storage.shape[1:])
 
     def check(self, plan: StepPlan) -> None:
         """Raises WorkerProtocolError for a move or copy that names no block, writes one twice, or undoes another."""

@@ -44,10 +44,6 @@ class HostMoves:
     def reset(self) -> None:
         """No block holds anything that is read again."""
 
-    def host_block(self, host_block: int) -> Tensor:
-        """Return the memory of a host block: [block_bytes] uint8."""
-        return self._host_blocks[host_block]
-
 
 def _transfer(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:
     """Copy blocks between tensors, or within one where no block is both read and written.

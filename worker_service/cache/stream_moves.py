@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from pagewire.common.messages import StepPlan
-from worker_service.cache.block_operations import create_block_operations
-from worker_service.streams import Device, DeviceEvent, Stream
+from worker_service.streams import Device, Stream
 
 _MAX_STAGING_BYTES = 32 << 20
 _MAX_TRANSFER_BYTES = 8 << 20
@@ -39,22 +38,53 @@ def num_staging_blocks(num_host_blocks: int, block_bytes: int) -> int:
     return min(num_host_blocks, max(1, _MAX_STAGING_BYTES // block_bytes))
 
 
+@dataclass(frozen=True, slots=True)
+class _BlockOperations:
+    """Blocks are rows of bytes, [num_blocks, block_bytes] uint8; ids are int64 on their device."""
+
+    gather: Callable[[Tensor, Tensor, Tensor], None]  # (blocks, ids, staging): staging[i] = blocks[ids[i]]
+    scatter: Callable[[Tensor, Tensor, Tensor], None]  # (staging, blocks, ids): blocks[ids[i]] = staging[i]
+    # (blocks, source_ids, target_ids): blocks[target_ids[i]] = blocks[source_ids[i]]; no id on both sides.
+    copy: Callable[[Tensor, Tensor, Tensor], None]
+
+
+def _block_operations(device: torch.device) -> _BlockOperations:
+    """Triton's kernels on CUDA, where a gather is one launch without memory of its own; plain torch elsewhere."""
+    if device.type == "cuda":
+        from pagewire.kernels.triton import blocks
+
+        return _BlockOperations(blocks.gather_blocks, blocks.scatter_blocks, blocks.copy_blocks)
+    return _BlockOperations(_gather, _scatter, _copy)
+
+
+def _gather(blocks: Tensor, ids: Tensor, staging: Tensor) -> None:
+    torch.index_select(blocks, 0, ids, out=staging)
+
+
+def _scatter(staging: Tensor, blocks: Tensor, ids: Tensor) -> None:
+    blocks.index_copy_(0, ids, staging)
+
+
+def _copy(blocks: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    blocks.index_copy_(0, target_ids, blocks.index_select(0, source_ids))
+
+
 class _BlockIds:
     """Sends ids to the device. Each lot has host memory of its own until a stream has read it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._under_way: deque[tuple[DeviceEvent, Tensor]] = deque()
+        self._under_way: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def put(self, ids: Sequence[int]) -> Tensor:
         """The ids in pinned memory, for an operation to copy to the device; `hold` them once it is on its stream."""
-        while self._under_way and self._under_way[0][0].is_done():
+        while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
         pinned = self._device.pinned((len(ids),), torch.int64)
         pinned.copy_(torch.tensor(ids, dtype=torch.int64))
         return pinned
 
-    def hold(self, pinned: Tensor, stream: Stream) -> DeviceEvent:
+    def hold(self, pinned: Tensor, stream: Stream) -> torch.cuda.Event:
         """Keep the memory until all that is on the stream now has been done."""
         event = stream.record()
         self._under_way.append((event, pinned))
@@ -87,7 +117,7 @@ class StreamMoves:
         block_bytes = blocks.shape[1]
         self._device = device
         self._blocks = blocks
-        self._operations = create_block_operations(blocks.device)
+        self._operations = _block_operations(blocks.device)
         self._staging = blocks.new_empty((num_staging_blocks(num_host_blocks, block_bytes), block_bytes))
         self._slab_blocks = max(1, _SLAB_BYTES // block_bytes)
         self._slabs = [
@@ -97,8 +127,7 @@ class StreamMoves:
         self._places: dict[int, int] = {}  # of the host blocks that were named; the first places of the pool
         self._max_transfer_blocks = max(1, _MAX_TRANSFER_BYTES // block_bytes)
         self._ids = _BlockIds(device)
-        self._copied_ids = _BlockIds(device)
-        self._pending: deque[tuple[int, DeviceEvent]] = deque()  # step, when its moves are done
+        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()  # step, when its moves are done
 
     def start(self, plan: StepPlan) -> None:
         """Put the plan's moves on their stream. No block is named by moves of both directions."""
@@ -123,9 +152,9 @@ class StreamMoves:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy between device blocks before anything else is computed. All are read before one is written."""
-        ids = self._copied_ids.put([*sources, *targets])
+        ids = self._ids.put([*sources, *targets])
         self._device.compute.run(partial(self._copy, ids, not set(sources).isdisjoint(targets)))
-        self._copied_ids.hold(ids, self._device.compute)
+        self._ids.hold(ids, self._device.compute)
 
     def run(self, operation: Callable[[], object]) -> None:
         """Carry out what writes to the blocks, before anything else is computed."""
@@ -137,7 +166,7 @@ class StreamMoves:
 
     def last_done_step(self, last_planned_step: int) -> int:
         """The moves of all plans up to this step are done."""
-        while self._pending and self._pending[0][1].is_done():
+        while self._pending and self._pending[0][1].query():
             self._pending.popleft()
         return self._pending[0][0] - 1 if self._pending else last_planned_step
 
@@ -150,12 +179,7 @@ class StreamMoves:
         """Every stream has come to its end, and no block holds anything that is read again."""
         self._pending.clear()
         self._ids.reset()
-        self._copied_ids.reset()
         self._places.clear()
-
-    def host_block(self, host_block: int) -> Tensor:
-        """Return the memory of a host block: [block_bytes] uint8."""
-        return self._host(self._place(host_block), 1)[0]
 
     def _host(self, place: int, num: int) -> Tensor:
         """Places of one slab: [num, block_bytes]."""

@@ -4,10 +4,8 @@ What Triton compiles is imported only where it computes: the first import takes 
 """
 
 from worker_service.device.computation import DeviceComputation
-from worker_service.device.cuda import CudaDevice
-from worker_service.device.errors import is_fatal, is_out_of_memory
-from worker_service.device.operations import create_device_operations
-from worker_service.device.sampler import create_sampler
+from worker_service.device.cuda import CudaDevice, is_fatal, is_out_of_memory
+from worker_service.device.kernels import create_device_operations, create_sampler
 
 __all__ = [
     "CudaDevice",

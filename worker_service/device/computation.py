@@ -25,12 +25,11 @@ from torch import Tensor
 from pagewire.common.messages import StepParts, StepResult
 from worker_service.attention import AttentionBackend, LayerCache
 from worker_service.device.graphs import DecodeBuffers, DecodeGraphs, graph_sizes
-from worker_service.device.inputs import DeviceBatch, StepInputs
-from worker_service.device.mixed_graphs import MixedGraphs, MixedInputs
-from worker_service.device.sampler import Sampler
-from worker_service.device.sampling import PackedSampling
+from worker_service.device.inputs import OrderedRows, StepInputs
+from worker_service.device.kernels import Sampler
+from worker_service.device.mixed_graphs import MixedGraphs
 from worker_service.device.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing
-from worker_service.device.table import DeviceTable, Edit
+from worker_service.device.table import DeviceTable, Edit, PackedSampling
 from worker_service.models.model import Model
 from worker_service.rows import (
     BegunStep,
@@ -42,7 +41,6 @@ from worker_service.rows import (
     StepSampling,
     ValueReader,
     WorkingRows,
-    add_embeddings,
     choosing_rows,
     flatten_to_int32,
     pooled_chunks,
@@ -50,7 +48,7 @@ from worker_service.rows import (
     read_embeddings,
 )
 from worker_service.step import FinishedStep, LaunchedStep
-from worker_service.streams import Device, DeviceEvent
+from worker_service.streams import Device
 
 
 class DeviceComputation:
@@ -92,7 +90,7 @@ class DeviceComputation:
     def capture_graphs(self, sum_of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
         """See `Computation.capture_graphs`."""
         agree = None if sum_of_ranks is None else partial(self._agree, sum_of_ranks)
-        self._mixed_graphs.capture(self._mix, agree)
+        self._mixed_graphs.capture(self._forward, agree)
         self._graphs.capture(self._decode, self._sample_decoded, agree)
 
     def drop_graphs(self) -> None:
@@ -102,7 +100,7 @@ class DeviceComputation:
 
     def rehearse_graphs(self) -> None:
         """See `Computation.rehearse_graphs`."""
-        self._mixed_graphs.rehearse(self._mix)
+        self._mixed_graphs.rehearse(self._forward)
         self._graphs.rehearse(self._decode, self._sample_decoded)
 
     def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], LaunchedStep]:
@@ -161,28 +159,25 @@ class DeviceComputation:
         size = self._graphs.captured.size_for(len(rows.slots)) if is_decode else None
         if size is not None:
             return self._plan_decode(work, size)
-        size = self._mixed_graphs.captured.size_for(int(rows.num_new_tokens.sum()))
-        if size is not None:
-            return self._plan_mixed(work, size)
-        inputs = StepInputs.of(rows, self.table.limits.block_size, work.upload)
-        packing = self._pack_readers(work, inputs.token_starts)
-        return partial(self._device.compute.run, partial(self._compute, work, inputs, packing))
+        return self._plan_mixed(work, int(rows.num_new_tokens.sum()))
 
-    def _pack_readers(self, work: "_Work", token_starts: NDArray[np.int64]) -> PackedSampling:
-        """Tells what reads the hidden states of the work, and packs how its rows sample."""
-        work.chunks = prompt_chunks(self.table, work.rows, token_starts)
-        work.pooled = pooled_chunks(self.table, work.rows, token_starts)
-        return PackedSampling.pack(work.sampling, work.upload, self._device_table.scratch_slot)
-
-    def _plan_mixed(self, work: "_Work", size: int) -> Callable[[], None]:
-        """Return a function that launches any mix of rows, by the CUDA graph of `size` tokens."""
-        graphs, compute, num_tokens = self._mixed_graphs, self._device.compute, int(work.rows.num_new_tokens.sum())
-        padded = graphs.padded(work.rows, size)
-        packed, indices = work.upload.add(padded.packed), work.upload.add(padded.sampling_indices)
-        packing = self._pack_readers(work, padded.token_starts)
+    def _plan_mixed(self, work: "_Work", num_tokens: int) -> Callable[[], None]:
+        """Return a function that launches any mix of rows, by the CUDA graph of the next larger number of tokens where
+        there is one."""
+        graphs, compute, upload = self._mixed_graphs, self._device.compute, work.upload
+        rows = OrderedRows.of(work.rows)
+        size = graphs.captured.size_for(num_tokens)
+        # Of each column; those that a graph reads lie as one.
+        places = [upload.add(column) for column in rows.columns] if size is None else [graphs.pad(rows, size, upload)]
+        indices = upload.add(rows.sampling_indices)
+        work.chunks = prompt_chunks(self.table, work.rows, rows.token_starts)
+        work.pooled = pooled_chunks(self.table, work.rows, rows.token_starts)
+        packing = PackedSampling.pack(work.sampling, upload, self._device_table.scratch_slot)
+        if size is None:
+            return partial(compute.run, partial(self._compute, work, rows, places, indices, packing))
 
         def put() -> None:
-            compute.run(lambda: graphs.set_rows(work.packed.tensor[packed]))
+            compute.run(lambda: graphs.set_rows(work.packed.tensor[places[0]]))
             graphs.forward(size)
             compute.run(lambda: self._read_hidden(work, graphs.hidden(num_tokens), indices, packing))
 
@@ -226,11 +221,13 @@ class DeviceComputation:
     # Operations of the compute stream
 
     @torch.inference_mode()
-    def _compute(self, work: "_Work", inputs: StepInputs, packing: PackedSampling) -> None:
-        """Any mix of rows."""
-        packed = work.packed.tensor
-        hidden = self._forward(inputs.gather(packed, self._device_table))
-        self._read_hidden(work, hidden, inputs.sampling_indices, packing)
+    def _compute(
+        self, work: "_Work", rows: OrderedRows, places: Sequence[slice], indices: slice, packing: PackedSampling
+    ) -> None:
+        """Any mix of rows. `places`: of their columns."""
+        columns = [work.packed.tensor[place] for place in places]
+        hidden = self._forward(rows.inputs(columns, self.table.limits.block_size))
+        self._read_hidden(work, hidden, indices, packing)
 
     @torch.inference_mode()
     def _read_hidden(self, work: "_Work", hidden: Tensor, sampling_indices: slice, packing: PackedSampling) -> None:
@@ -262,7 +259,7 @@ class DeviceComputation:
     @torch.inference_mode()
     def _decode(self, buffers: DecodeBuffers) -> None:
         """Compute the logits of a batch of decoding rows. Both CUDA graphs of each batch size hold this."""
-        hidden = self._forward(buffers.inputs.gather(self._device_table))
+        hidden = self._forward(buffers.inputs)
         self._model.compute_logits(hidden, buffers.logits)
 
     @torch.inference_mode()
@@ -270,16 +267,13 @@ class DeviceComputation:
         """Sample a batch of rows that ask for a token and no more. The second CUDA graph of each batch size holds
         this."""
         inputs, table = buffers.inputs, self._device_table
-        columns = table.sampling_columns(inputs.slots, inputs.seq_lens)
-        self._sampler.sample(buffers.logits, columns, None, None, table.target(inputs.slots, buffers.sampled))
+        columns = table.sampling_columns(inputs.row_slots, inputs.seq_lens)
+        self._sampler.sample(buffers.logits, columns, None, None, table.target(inputs.row_slots, buffers.sampled))
 
-    def _mix(self, inputs: MixedInputs) -> Tensor:
+    def _forward(self, inputs: StepInputs) -> Tensor:
         """Compute the hidden states of any mix of rows. The CUDA graph of each number of tokens holds this."""
-        return self._forward(inputs.gather(self._device_table))
-
-    def _forward(self, batch: DeviceBatch) -> Tensor:
-        attend = self._backend.prepare(batch.attention, self._layers)
-        return self._model.forward(batch.token_ids, batch.positions, attend)
+        tokens, batch = inputs.gather(self._device_table)
+        return self._model.forward(tokens.token_ids, tokens.positions, self._backend.prepare(batch, self._layers))
 
 
 def _apply(edit: Edit, packed: OnDevice) -> None:
@@ -327,30 +321,29 @@ class _StepUnderWay:
     step: BegunStep
     work: _Work
     buffer: PinnedBuffer
-    done: DeviceEvent
+    done: torch.cuda.Event
     buffers: ResultBuffers
     clock: "StepTimer"
 
     def is_done(self) -> bool:
-        return self.done.is_done()
+        return self.done.query()
 
     def result(self) -> StepResult:
-        self.done.wait()
+        self.done.synchronize()
         duration_us = self.clock.duration_us(self.step.watch.began_ns)
         reading = ValueReader(self.work.values(self.buffer.array))
         samples = self.work.sampling.read(reading)
         prompt_logprobs = tuple(chunk.read(reading) for chunk in self.work.chunks)
-        pooled = read_embeddings(self.work.pooled, reading, self.work.hidden_size)
-        samples = add_embeddings(samples, self.work.sampling.slots, pooled)
+        samples = read_embeddings(samples, self.work.sampling.slots, self.work.pooled, reading, self.work.hidden_size)
         self.buffers.give_back(self.buffer)
         return self.step.result(samples, prompt_logprobs, duration_us, StepParts(model_us=duration_us))
 
 
+@dataclass(slots=True)
 class StepTimer:
     """Tells how long steps took that follow each other on a device."""
 
-    def __init__(self) -> None:
-        self._last_done_ns = 0
+    _last_done_ns: int = 0
 
     def duration_us(self, launched_ns: int) -> int:
         """Return how long a step took that is done now, in microseconds. Its time begins when it was launched, or when

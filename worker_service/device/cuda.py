@@ -1,25 +1,17 @@
-"""Streams, events, pinned memory and graphs of a GPU, by torch. `worker_service/streams.py` says what they mean."""
+"""A GPU by torch: its errors, and streams, events, pinned memory and graphs as `worker_service/streams.py` has them."""
 
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from worker_service.streams import DeviceEvent, Stream, StreamWork
+from worker_service.streams import Stream, StreamWork
 
-
-class CudaEvent:
-    """See `DeviceEvent`. Who waits sleeps, and leaves the core to others."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def is_done(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        self.event.synchronize()
+_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: nothing was done, and the device goes on
+# Where a library says it in words only: torch's allocator on a CPU, a cuBLAS handle, a kernel that Triton loads.
+_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "[CUDA]: out of memory")
 
 
 class CudaStream:
@@ -32,25 +24,13 @@ class CudaStream:
         with torch.cuda.stream(self.stream):
             operation()
 
-    def record(self) -> CudaEvent:
-        event = torch.cuda.Event(blocking=True)
+    def record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # what waits for it sleeps, and leaves the core to others
         event.record(self.stream)
-        return CudaEvent(event)
+        return event
 
-    def wait_for(self, event: DeviceEvent) -> None:
-        assert isinstance(event, CudaEvent)
-        self.stream.wait_event(event.event)
-
-
-class CudaGraph:
-    """See `Graph`."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, compute: Stream) -> None:
-        self._graph = graph
-        self._compute = compute
-
-    def replay(self) -> None:
-        self._compute.run(self._graph.replay)
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        self.stream.wait_event(event)
 
 
 class CudaDevice:
@@ -62,13 +42,13 @@ class CudaDevice:
         self.compute: Stream = self._compute
         self.results: Stream = CudaStream(torch_device)
         self.moves: Stream = CudaStream(torch_device)
-        self._graphs: WeakSet[CudaGraph] = WeakSet()  # that may be replayed
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that may be replayed
         self._graph_pool: Any = None
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def capture(self, operation: StreamWork) -> CudaGraph:
+    def capture(self, operation: StreamWork) -> StreamWork:
         # Carried out once as it is: kernels are compiled and libraries allocate what a capture may not.
         self.compute.run(operation)
         self.synchronize()
@@ -79,9 +59,22 @@ class CudaDevice:
         stream = self._compute.stream
         with torch.cuda.graph(graph, self._graph_pool, stream, capture_error_mode="thread_local"):
             operation()
-        captured = CudaGraph(graph, self.compute)
-        self._graphs.add(captured)
-        return captured
+        self._graphs.add(graph)
+        return partial(self.compute.run, graph.replay)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the same could be computed with more memory, and less of it with what there is."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+def is_fatal(error: Exception) -> bool:
+    """An error of the device stays: every later call fails too, until a new process begins."""
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)

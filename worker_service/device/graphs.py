@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.gathering import ALIGNMENT
-from worker_service.device.inputs import DecodeInputs
+from worker_service.device.inputs import StepInputs
 from worker_service.device.sized_graphs import Agree, SizedGraphs
+from worker_service.device.staging import aligned
 from worker_service.rows import TableLimits
-from worker_service.streams import Device, Graph
+from worker_service.streams import Device, StreamWork
 
 _FINE_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
@@ -40,7 +40,7 @@ class DecodeBuffers:
         sampled: [2, size] int32: tokens, and whether their logits hold NaN.
     """
 
-    inputs: DecodeInputs
+    inputs: StepInputs
     logits: Tensor
     sampled: Tensor
 
@@ -54,12 +54,12 @@ class DecodeGraphs:
         self._limits = limits
         self._device = device
         torch_device = device.torch_device
-        self._rows = torch.zeros(2 * _aligned(largest), dtype=torch.int32, device=torch_device)  # slots, lengths
+        self._rows = torch.zeros(2 * aligned(largest), dtype=torch.int32, device=torch_device)  # slots, lengths
         self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=torch_device)
         self._logits = torch.empty((largest, limits.vocab_size), dtype=torch.float32, device=torch_device)
         self._sampled = torch.zeros(2 * largest, dtype=torch.int32, device=torch_device)
         self.buffers = {size: self._parts_of(size) for size in sizes}
-        self.captured = SizedGraphs[tuple[Graph, Graph]](sizes, "batch sizes")
+        self.captured = SizedGraphs[tuple[StreamWork, StreamWork]](sizes, "batch sizes")
 
     def capture(
         self,
@@ -73,7 +73,7 @@ class DecodeGraphs:
             forward(buffers)
             sample(buffers)
 
-        def capture_size(size: int) -> tuple[Graph, Graph]:
+        def capture_size(size: int) -> tuple[StreamWork, StreamWork]:
             buffers = self._padding(size)
             forward_alone = self._device.capture(partial(forward, buffers))
             return forward_alone, self._device.capture(partial(forward_and_sample, buffers))
@@ -94,7 +94,7 @@ class DecodeGraphs:
 
     def padded(self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], size: int) -> NDArray[np.int32]:
         """The rows as a graph of that size reads them: slots, then lengths, each aligned."""
-        rows = np.zeros((2, _aligned(size)), np.int32)
+        rows = np.zeros((2, aligned(size)), np.int32)
         rows[0] = self._limits.max_num_seqs  # the scratch slot
         rows[0, : len(slots)] = slots
         rows[1, : len(slots)] = seq_lens
@@ -106,28 +106,27 @@ class DecodeGraphs:
 
     def rows(self, size: int) -> Tensor:
         """Where the graphs of that size read a step's `padded` rows."""
-        return self._rows[: 2 * _aligned(size)]
+        return self._rows[: 2 * aligned(size)]
 
     def forward(self, size: int) -> None:
         """Put the forward pass on the compute stream: from the rows to `DecodeBuffers.logits`."""
-        self.captured[size][0].replay()
+        self.captured[size][0]()
 
     def forward_and_sample(self, size: int) -> None:
         """Put the forward pass and plain sampling on the compute stream: from the rows to their tokens, which go to
         the table and to `DecodeBuffers.sampled`."""
-        self.captured[size][1].replay()
+        self.captured[size][1]()
 
     def _parts_of(self, size: int) -> DecodeBuffers:
-        start = _aligned(size)
-        inputs = DecodeInputs(
-            slots=self._rows[:size],
-            seq_lens=self._rows[start : start + size],
+        slots, seq_lens = self.rows(size).view(2, -1)[:, :size]
+        inputs = StepInputs(
+            token_slots=slots,
+            token_lengths=seq_lens,
+            row_slots=slots,
+            seq_lens=seq_lens,
             query_start_loc=self._query_start_loc[: size + 1],
-            max_seq_len=self._limits.max_model_len,
-            block_size=self._limits.block_size,
+            host_query_start_loc=list(range(size + 1)),
+            host_seq_lens=[self._limits.max_model_len] * size,
+            num_decodes=size,
         )
         return DecodeBuffers(inputs, self._logits[:size], self._sampled[: 2 * size].view(2, size))
-
-
-def _aligned(size: int) -> int:
-    return size + -size % ALIGNMENT

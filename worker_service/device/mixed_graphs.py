@@ -6,22 +6,18 @@ samples among it, differs from step to step and is launched behind the graph.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.gathering import ALIGNMENT
-from worker_service.attention import AttentionBatch, DeviceRows
-from worker_service.device.inputs import DeviceBatch, OrderedRows
+from worker_service.device.inputs import OrderedRows, StepInputs
 from worker_service.device.sized_graphs import Agree, SizedGraphs
-from worker_service.device.staging import Upload
-from worker_service.device.table import DeviceTable
+from worker_service.device.staging import Upload, aligned
 from worker_service.rows import TableLimits, WorkingRows
-from worker_service.streams import Device, Graph
+from worker_service.streams import Device, StreamWork
 
 _FINEST_STEP = 16
 _STEPS_PER_DOUBLING = 4
@@ -38,77 +34,6 @@ def token_counts(max_graph_tokens: int, max_num_batched_tokens: int) -> tuple[in
     return (*counts, largest) if largest else ()
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedRows:
-    """A step's rows on the host, those with one token each first.
-
-    Attributes:
-        packed: int32, the columns of `MixedInputs` one behind the other, each aligned.
-        token_starts: [S] where each row's tokens lie in the flat batch, in slot order.
-        sampling_indices: [R], of the last tokens of the rows that sample, in slot order.
-    """
-
-    packed: NDArray[np.int32]
-    token_starts: NDArray[np.int64]
-    sampling_indices: NDArray[np.int64]
-
-    @staticmethod
-    def of(rows: WorkingRows, num_tokens: int, num_rows: int, scratch_slot: int) -> "PaddedRows":
-        """Return them padded to `num_tokens` and `num_rows`."""
-        ordered = OrderedRows.of(rows)
-        upload = Upload()
-        upload.add(_padded(ordered.token_slots, num_tokens, scratch_slot))
-        upload.add(_padded(ordered.token_lengths, num_tokens, 0))
-        upload.add(_padded(ordered.rows.slots, num_rows, scratch_slot))
-        upload.add(_padded(ordered.rows.ends, num_rows, 0))
-        upload.add(_padded(ordered.query_start_loc, num_rows + 1, num_tokens))
-        packed = np.empty(upload.size, np.int32)
-        upload.write(packed)
-        return PaddedRows(packed, ordered.token_starts, ordered.sampling_indices)
-
-
-@dataclass(frozen=True, slots=True)
-class MixedInputs:
-    """T tokens of any mix of S rows, as a graph reads them.
-
-    Attributes:
-        token_slots, token_lengths: [T] int32, the tokens of a token's row up to it and with it; those of padding are in
-            the scratch slot, with length 0.
-        row_slots, seq_lens: [S] int32; rows of padding are in the scratch slot, with length 0.
-        query_start_loc: [S + 1] int32; rows that decode come first, and the last token of all is T.
-        max_seq_len: the most that any step's rows have.
-    """
-
-    token_slots: Tensor
-    token_lengths: Tensor
-    row_slots: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_seq_len: int
-
-    @staticmethod
-    def lie_in(packed: Tensor, num_tokens: int, num_rows: int, limits: TableLimits) -> "MixedInputs":
-        """Views of `packed`, laid out as `PaddedRows` packs them."""
-        starts = [0]
-        sizes = (num_tokens, num_tokens, num_rows, num_rows, num_rows + 1)
-        for size in sizes:
-            starts.append(starts[-1] + size + -size % ALIGNMENT)
-        columns = [packed[start : start + size] for start, size in zip(starts[:-1], sizes, strict=True)]
-        token_slots, token_lengths, row_slots, seq_lens, query_start_loc = columns
-        return MixedInputs(token_slots, token_lengths, row_slots, seq_lens, query_start_loc, limits.max_model_len)
-
-    def gather(self, table: DeviceTable) -> DeviceBatch:
-        tokens = table.tokens(self.token_slots, self.token_lengths, self.row_slots)
-        attention = AttentionBatch(
-            query_start_loc=[],
-            seq_lens=[self.max_seq_len] * len(self.row_slots),
-            block_tables=tokens.block_tables,
-            slot_mapping=tokens.slot_mapping,
-            device_rows=DeviceRows(self.query_start_loc, self.seq_lens, None),
-        )
-        return DeviceBatch(tokens.token_ids, tokens.positions, attention)
-
-
 class MixedGraphs:
     """Graphs by number of tokens. Until `capture` there are none."""
 
@@ -118,31 +43,38 @@ class MixedGraphs:
         self._limits = limits
         self._device = device
         largest = max(self.sizes, default=0)
-        num_packed = 2 * (largest + self._num_rows(largest)) + self._num_rows(largest) + 1 + 5 * ALIGNMENT
+        num_packed = sum(map(aligned, self._lengths(largest)))
         self._packed = torch.zeros(num_packed, dtype=torch.int32, device=device.torch_device)
-        self.captured = SizedGraphs[Graph](self.sizes, "numbers of tokens")
+        self.captured = SizedGraphs[StreamWork](self.sizes, "numbers of tokens")
         self._hidden: Tensor | None = None  # [at least the largest, hidden_size], once that was carried out
 
-    def capture(self, forward: Callable[[MixedInputs], Tensor], agree: Agree | None) -> None:
+    def capture(self, forward: Callable[[StepInputs], Tensor], agree: Agree | None) -> None:
         """Capture the forward pass, which returns hidden states, over rows of padding. See `SizedGraphs.capture`."""
         self.captured.capture(lambda size: self._device.capture(self._padding(size, forward)), agree)
 
-    def rehearse(self, forward: Callable[[MixedInputs], Tensor]) -> None:
+    def rehearse(self, forward: Callable[[StepInputs], Tensor]) -> None:
         """Carry the forward pass out for the largest size, if there is one, and capture nothing."""
         if self.sizes:
             self._device.compute.run(self._padding(self.sizes[-1], forward))
 
-    def padded(self, rows: WorkingRows, size: int) -> PaddedRows:
-        """The rows as the graph of that size reads them."""
-        return PaddedRows.of(rows, size, self._num_rows(size), self._limits.max_num_seqs)
+    def pad(self, rows: OrderedRows, size: int, upload: Upload) -> slice:
+        """Add to `upload` the columns of the rows, one behind the other, as the graph of that size reads them. Return
+        where they will lie."""
+        paddings = (self._limits.max_num_seqs, 0, self._limits.max_num_seqs, 0, size)
+        start = upload.size
+        for values, length, padding in zip(rows.columns, self._lengths(size), paddings, strict=True):
+            column = np.full(length, padding, np.int32)
+            column[: len(values)] = values
+            upload.add(column)
+        return slice(start, upload.size)
 
     def set_rows(self, packed: Tensor) -> None:
-        """Put a step's `PaddedRows.packed` where graphs read it. To be carried out on the compute stream."""
+        """Put what `pad` has packed of a step where graphs read it. To be carried out on the compute stream."""
         self._packed[: len(packed)].copy_(packed)
 
     def forward(self, size: int) -> None:
         """Put the forward pass on the compute stream: from the rows to `hidden`."""
-        self.captured[size].replay()
+        self.captured[size]()
 
     def hidden(self, num_tokens: int) -> Tensor:
         """[num_tokens, hidden_size], of the step whose graph was replayed last. For operations of the compute stream
@@ -154,24 +86,38 @@ class MixedGraphs:
         """All rows that a step may have, and one for the tokens of padding, where there may be any."""
         return min(self._limits.max_num_seqs + 1, num_tokens)
 
-    def _padding(self, size: int, forward: Callable[[MixedInputs], Tensor]) -> Callable[[], None]:
+    def _padding(self, size: int, forward: Callable[[StepInputs], Tensor]) -> Callable[[], None]:
         """Put rows of padding where the graph reads them. Returns what is to be captured."""
         none = np.empty(0, np.int64)
-        padded = self.padded(WorkingRows(none, none, none, none.astype(np.bool_)), size)
-        self._device.compute.run(partial(self.set_rows, torch.from_numpy(padded.packed)))
-        inputs = MixedInputs.lie_in(self._packed, size, self._num_rows(size), self._limits)
-        return partial(self._keep_hidden, forward, inputs)
+        upload = Upload()
+        self.pad(OrderedRows.of(WorkingRows(none, none, none, none.astype(np.bool_))), size, upload)
+        packed = np.empty(upload.size, np.int32)
+        upload.write(packed)
+        self._device.compute.run(partial(self.set_rows, torch.from_numpy(packed)))
+        return partial(self._keep_hidden, forward, self._inputs(size))
+
+    def _inputs(self, size: int) -> StepInputs:
+        """The columns where `set_rows` puts them."""
+        lengths = self._lengths(size)
+        ends = accumulate(aligned(length) for length in lengths)
+        columns = [self._packed[end - aligned(length) :][:length] for end, length in zip(ends, lengths, strict=True)]
+        token_slots, token_lengths, row_slots, seq_lens, query_start_loc = columns
+        return StepInputs(
+            *(token_slots, token_lengths, row_slots, seq_lens, query_start_loc),
+            host_query_start_loc=[],
+            host_seq_lens=[self._limits.max_model_len] * len(row_slots),
+            num_decodes=None,
+        )
+
+    def _lengths(self, num_tokens: int) -> tuple[int, ...]:
+        """Of the columns of that many tokens: see `StepInputs`."""
+        num_rows = self._num_rows(num_tokens)
+        return num_tokens, num_tokens, num_rows, num_rows, num_rows + 1
 
     @torch.inference_mode()
-    def _keep_hidden(self, forward: Callable[[MixedInputs], Tensor], inputs: MixedInputs) -> None:
+    def _keep_hidden(self, forward: Callable[[StepInputs], Tensor], inputs: StepInputs) -> None:
         hidden = forward(inputs)
         # The largest that fits comes first, and is carried out before it is captured.
         if self._hidden is None or len(self._hidden) < len(hidden):
             self._hidden = torch.empty_like(hidden)
         self._hidden[: len(hidden)].copy_(hidden)
-
-
-def _padded(values: NDArray[np.int64], size: int, padding: int) -> NDArray[np.int32]:
-    column = np.full(size, padding, np.int32)
-    column[: len(values)] = values
-    return column

@@ -2,13 +2,12 @@
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
 
-from worker_service.device.errors import is_out_of_memory
+from worker_service.device.cuda import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,6 @@ class SizedGraphs(Generic[G]):
         self._unfit: set[int] = set()  # memory did not suffice for them in this process
         self._missing: list[int] = []  # those that were told to be done without
         self._graphs: dict[int, G] = {}
-        self._captured: list[int] = []  # sizes, rising
 
     def capture(self, capture_size: Callable[[int], G], agree: Agree | None) -> None:
         """Capture every size that fits the memory.
@@ -58,19 +56,16 @@ class SizedGraphs(Generic[G]):
                     raise
             if size not in self._graphs:  # only now is nothing held by what was raised
                 torch.cuda.empty_cache()
-        self._captured = sorted(self._graphs)
         logger.info("captured graphs for %d of them in %.1f s", len(self._graphs), time.perf_counter() - started)
         self._tell_missing()
 
     def drop(self) -> None:
         """Forget what was captured. It is not replayed again: until the next `capture` there is nothing."""
         self._graphs.clear()
-        self._captured.clear()
 
     def size_for(self, size: int) -> int | None:
         """The smallest size that was captured and is no less; None: there is none."""
-        place = bisect_left(self._captured, size)
-        return self._captured[place] if place < len(self._captured) else None
+        return next((captured for captured in self.sizes if captured >= size and captured in self._graphs), None)
 
     def __getitem__(self, size: int) -> G:
         return self._graphs[size]

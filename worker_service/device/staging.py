@@ -9,9 +9,14 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from pagewire.kernels.gathering import ALIGNMENT
-from worker_service.streams import Device, DeviceEvent
+from worker_service.streams import Device
 
 _MIN_BUFFER_SIZE = 1 << 12  # in int32
+
+
+def aligned(size: int) -> int:
+    """The size of a column with what is left vacant behind it."""
+    return size + -size % ALIGNMENT
 
 
 class Upload:
@@ -25,7 +30,7 @@ class Upload:
         """Integers, of larger ones the lower 32 bits, or float32, flattened; returns where they will lie."""
         column = np.asarray(values).ravel()
         column = column.view(np.int32) if column.dtype == np.float32 else column.astype(np.int32, copy=False)
-        start, num_vacant = self.size, -column.size % ALIGNMENT
+        start, num_vacant = self.size, aligned(column.size) - column.size
         self._parts.append(column)
         if num_vacant:
             self._parts.append(np.zeros(num_vacant, np.int32))
@@ -37,11 +42,11 @@ class Upload:
         np.concatenate(self._parts, out=target)
 
 
+@dataclass(slots=True)
 class OnDevice:
     """A tensor that an operation leaves to those behind it: it is there once they are carried out."""
 
-    def __init__(self) -> None:
-        self._tensor: Tensor | None = None
+    _tensor: Tensor | None = None
 
     def put(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -74,7 +79,7 @@ class UploadRing:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._ring: deque[tuple[PinnedBuffer, DeviceEvent | None]] = deque(
+        self._ring: deque[tuple[PinnedBuffer, torch.cuda.Event | None]] = deque(
             (PinnedBuffer.allocate(device, 1), None) for _ in range(2)
         )
 
@@ -82,7 +87,7 @@ class UploadRing:
         """Copy it on the compute stream to the target, [size] int32, or to a tensor of its own."""
         buffer, read = self._ring.popleft()
         if read is not None:
-            read.wait()
+            read.synchronize()
         if len(buffer.array) < upload.size:
             buffer = PinnedBuffer.allocate(self._device, upload.size)
         upload.write(buffer.array[: upload.size])

@@ -6,6 +6,7 @@ What a plan changes is sent as the values that the host's table has after it, an
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from pagewire.common.messages import RowOpening, StepPlan
 from pagewire.kernels.gathering import GatheredTokens, RowTables
-from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns, TokenTarget
-from worker_service.device.sampler import Sampler
+from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns, TokenTarget
+from worker_service.device.kernels import Sampler
 from worker_service.device.staging import Upload
-from worker_service.rows import SequenceTable, TableLimits, has_penalties
+from worker_service.rows import SequenceTable, StepSampling, TableLimits, has_penalties
 
 # Changes the table, given the step's packed upload. Carried out on the compute stream.
 Edit = Callable[[Tensor], None]
@@ -101,24 +102,13 @@ class DeviceTable:
         firsts = np.concatenate([np.zeros_like(whole), table.num_blocks[appended] - num_appended])
         slots = np.concatenate([np.repeat([*whole, *appended], num_blocks), plan.set_block_slots]).astype(np.int64)
         indexes = np.concatenate([_ranges(firsts, num_blocks), plan.set_block_indexes]).astype(np.int64)
-        where, values = upload.add(np.stack([slots, indexes])), upload.add(table.block_tables[slots, indexes])
-
-        def edit(packed: Tensor) -> None:
-            rows, columns = packed[where].long().view(2, -1)
-            self.block_tables[rows, columns] = packed[values]
-
-        return edit
+        return _write(self.block_tables, slots, indexes, table.block_tables[slots, indexes], upload)
 
     def _open(self, openings: Sequence[RowOpening], upload: Upload) -> list[Edit]:
         lengths = np.array([len(opening.token_ids) for opening in openings])
         slots = np.repeat([opening.slot for opening in openings], lengths)
-        where = upload.add(np.stack([slots, _ranges(np.zeros_like(lengths), lengths)]))
-        values = upload.add(np.concatenate([np.array(opening.token_ids, np.int64) for opening in openings]))
-
-        def edit(packed: Tensor) -> None:
-            rows, columns = packed[where].long().view(2, -1)
-            self.token_ids[rows, columns] = packed[values]
-
+        token_ids = np.concatenate([np.array(opening.token_ids, np.int64) for opening in openings])
+        edit = _write(self.token_ids, slots, _ranges(np.zeros_like(lengths), lengths), token_ids, upload)
         penalized = [opening for opening in openings if has_penalties(opening.sampling)]
         return [edit, self._count(penalized, upload)] if penalized else [edit]
 
@@ -159,6 +149,64 @@ class DeviceTable:
             self.token_counts[counted] = self.token_counts[counted] + packed[increments]
 
         return edit
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSampling:
+    """Where in a step's packed upload the device reads how the step's rows sample."""
+
+    sampling: StepSampling
+    slots: slice
+    num_tokens: slice
+    write_slots: slice  # where the tokens go: those of rows that choose none to the scratch slot
+    uncounted: slice  # what the sampler counts for tokens that rows do not take
+    edits: dict[str, slice]  # as `StepSampling` has them
+
+    @staticmethod
+    def pack(sampling: StepSampling, upload: Upload, scratch_slot: int) -> "PackedSampling":
+        return PackedSampling(
+            sampling=sampling,
+            slots=upload.add(sampling.slots),
+            num_tokens=upload.add(sampling.num_tokens),
+            write_slots=upload.add(np.where(sampling.keeps_no_token, scratch_slot, sampling.slots)),
+            uncounted=upload.add(2 * (sampling.keeps_no_token & sampling.is_penalized)),
+            edits={name: upload.add(column) for name, column in sampling.edits.items()},
+        )
+
+    @property
+    def is_penalized(self) -> bool:
+        return bool(self.sampling.is_penalized.any())
+
+    def columns(self, packed: Tensor, table: DeviceTable) -> SamplingColumns:
+        columns = table.sampling_columns(packed[self.slots], packed[self.num_tokens])
+        return columns._replace(**{name: self._edit(name, packed) for name in self.edits})
+
+    def _edit(self, name: str, packed: Tensor) -> Tensor:
+        column = self.sampling.edits[name]
+        bits = packed[self.edits[name]].view(column.shape)
+        return bits.view(torch.float32) if column.dtype == np.float32 else bits
+
+    def target(self, packed: Tensor, table: DeviceTable) -> TokenTarget:
+        """Return where the tokens go."""
+        slots = packed[self.write_slots]
+        return table.target(slots, slots.new_empty(2, len(slots)))
+
+    def uncount(self, sampled: SampledTokens, packed: Tensor, table: DeviceTable) -> None:
+        """Take back what was counted for rows that do not take their tokens."""
+        if self.is_penalized:
+            counted = (packed[self.slots].long(), sampled.token_ids)
+            table.token_counts[counted] = table.token_counts[counted] - packed[self.uncounted] * ~sampled.is_nan
+
+
+def _write(table: Tensor, slots: NDArray, indexes: NDArray, values: NDArray, upload: Upload) -> Edit:
+    """Return what writes values[i] to table[slots[i], indexes[i]]."""
+    where, written = upload.add(np.stack([slots, indexes])), upload.add(values)
+
+    def edit(packed: Tensor) -> None:
+        rows, columns = packed[where].long().view(2, -1)
+        table[rows, columns] = packed[written]
+
+    return edit
 
 
 def _ranges(firsts: NDArray, lengths: NDArray) -> NDArray:

@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.common.messages import PromptLogprobs, RowStatus
-from pagewire.kernels.cpu import CpuKernels
+from pagewire.kernels.cpu import CpuKernels, PagedRows
 from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TokenHistory, TorchSampler, highest_logits
-from worker_service.attention import AttentionBackend, LayerCache
+from worker_service.attention import AttentionBackend, AttentionBatch, CpuAttention, LayerCache
 from worker_service.host.batch import BatchBuilder
-from worker_service.host.model import HostModel
+from worker_service.host.decoder import CpuDecoder, LayeredModel
+from worker_service.models.model import Attend
 from worker_service.rows import (
     BegunStep,
     Pooler,
@@ -22,7 +23,6 @@ from worker_service.rows import (
     StepWatch,
     ValueReader,
     WorkingRows,
-    add_embeddings,
     choosing_rows,
     pooled_chunks,
     prompt_chunks,
@@ -39,7 +39,7 @@ class HostComputation:
 
     def __init__(
         self,
-        model: HostModel,
+        model: CpuDecoder | LayeredModel,
         layers: Sequence[LayerCache],
         backend: AttentionBackend,
         table: SequenceTable,
@@ -83,11 +83,11 @@ class HostComputation:
     @torch.inference_mode()
     def _compute(self, rows: WorkingRows, watch: StepWatch) -> tuple[Samples, tuple[PromptLogprobs, ...]]:
         chosen = choosing_rows(self.table, rows)
-        batch = self._batches.build(chosen)
-        attend = self._backend.prepare(batch.attention, self._layers)
+        flat = self._batches.build(chosen)
+        attend = self._prepare(flat.paged)
         watch.end("batch")
         hidden, logits, highest, times = self._model.forward_logits(
-            batch.token_ids, batch.positions, attend, batch.sampling_indices
+            flat.token_ids, flat.positions, attend, flat.sampling_indices
         )
         watch.end("model", times)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -100,6 +100,13 @@ class HostComputation:
             samples = self._pool(chosen, hidden, samples)
         watch.end("sampling")
         return samples, prompt_logprobs
+
+    def _prepare(self, rows: PagedRows) -> Attend:
+        """Prepare attention. The C kernels read the rows as they are."""
+        if isinstance(self._backend, CpuAttention):
+            return self._backend.prepare_rows(rows, self._layers)
+        lists = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
+        return self._backend.prepare(AttentionBatch(*lists, rows.block_tables, rows.slot_mapping), self._layers)
 
     def _take_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
         """Sample rows that all take the token of the highest logit. This does without torch, whose operations would
@@ -141,8 +148,7 @@ class HostComputation:
         self._pooler.keep(chunks, sums)
         if not embeddings:
             return samples
-        pooled = read_embeddings(chunks, ValueReader.of(embeddings), hidden.shape[1])
-        return add_embeddings(samples, rows.slots[rows.samples], pooled)
+        return read_embeddings(samples, rows.slots[rows.samples], chunks, ValueReader.of(embeddings), hidden.shape[1])
 
     def _sample(
         self, rows: WorkingRows, hidden: Tensor, logits: Tensor, highest: Tensor | None

@@ -1,6 +1,9 @@
-"""Models that are computed in one call of the C kernels: no Python, and no threads sent home, in between."""
+"""How a CPU gets from a step's tokens to logits: by one call of the C kernels for a whole model, with no Python, and no
+threads sent home, in between; or layer by layer."""
 
+import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +30,43 @@ from pagewire.kernels.cpu import (
     Turn,
 )
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
-from worker_service.host.model import HostModel, LayeredModel, Outputs
 from worker_service.host.operations import CpuExpertProduct, CpuProduct
-from worker_service.models.decoder import Attention, Decoder, DecoderLayer, HeadNorm, Norm
-from worker_service.models.linear import Embedding, ExpertLinear, Linear
+from worker_service.models.decoder import Attention, Decoder, DecoderLayer, Norm
+from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.mlp import MLP, ActivationFunction, ExpertMLP
 from worker_service.models.model import Attend, Model
 from worker_service.models.rope import RotaryEmbedding, query_scales
 
 
-def host_model(model: Model, backend: AttentionBackend) -> HostModel:
+class Outputs(NamedTuple):
+    """The outputs of a model for a step of T tokens, R of which have logits."""
+
+    hidden: Tensor  # [T, hidden_size], final hidden states
+    logits: Tensor  # [R, vocab_size] float32
+    highest: Tensor | None  # [R] int64, as `highest_logits` gives it; None: not looked for
+    times: dict[str, int]  # nanoseconds by part, as `StepParts` names them, as far as they are told apart
+
+
+class LayeredModel:
+    """A model whose parts are called one by one. Callers hold `torch.inference_mode`."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.compute_logits = model.compute_logits
+
+    def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
+        """Compute a step: token_ids and positions are [T] int64, logit_rows the tokens that have logits, [R] int64."""
+        hidden = self._model.forward(token_ids, positions, attend)
+        began_ns = time.perf_counter_ns()
+        if len(logit_rows):
+            chosen = hidden if len(logit_rows) == len(hidden) else hidden.index_select(0, logit_rows)
+            logits = self._model.compute_logits(chosen)
+        else:
+            logits = torch.empty(0, self._model.config.vocab_size)
+        return Outputs(hidden, logits, None, {"head": time.perf_counter_ns() - began_ns})
+
+
+def host_model(model: Model, backend: AttentionBackend) -> "CpuDecoder | LayeredModel":
     """A `CpuDecoder` where the kernels compute all of the model, else its layers. Norms over projections that ranks
     share out are summed up by the layers alone."""
     if not isinstance(backend, CpuAttention) or not isinstance(model, Decoder):
@@ -48,7 +78,7 @@ def host_model(model: Model, backend: AttentionBackend) -> HostModel:
 
 
 class CpuDecoder:
-    """Computes what a model does, as a list of operations."""
+    """Computes what a `LayeredModel` does, as a list of operations."""
 
     def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
         self.compute_logits = model.compute_logits
@@ -59,7 +89,7 @@ class CpuDecoder:
         self._kernel = DecoderKernel(kernels, listed, model.config.num_heads, all_reduce)
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
-        """See `HostModel.forward_logits`. `attend` is one that `CpuAttention` prepared."""
+        """See `LayeredModel.forward_logits`. `attend` is one that `CpuAttention` prepared."""
         assert isinstance(attend, CpuAttend)
         step = (attend.rows, attend.scorings, attend.kv_cache)
         outputs = Outputs(*self._kernel.forward(token_ids, positions, logit_rows, *step), self._kernel.times())
@@ -90,7 +120,9 @@ class _Listing:
         embedded = model.position_embedding
         positions = None if embedded is None or embedded.weight is None else embedded.weight.data
         output = "x" if model.embedding_norm is None else "embedded"
-        yield Embed(output, _table(model.embedding, model.head), positions, config.embedding_multiplier)
+        weight = model.embedding.weight
+        table = _packed(model.embedding.rows or model.head) if weight is None else weight.data
+        yield Embed(output, table, positions, config.embedding_multiplier)
         if model.embedding_norm is not None:
             yield self._normalize(model.embedding_norm, output, "x", None)
         for number, layer in enumerate(model.layers):
@@ -117,8 +149,10 @@ class _Listing:
         eps = self._config.norm_eps
         yield Multiply(source, "heads", _packed(attention.qkv))
         heads = "heads"
-        norms = [_head_norm(norm) for norm in (attention.query_norm, attention.key_norm)]
-        query_norm, key_norm = norms
+        query_norm, key_norm = (
+            None if norm.weight is None else norm.weight.data.float()
+            for norm in (attention.query_norm, attention.key_norm)
+        )
         if attention.norms_projections and query_norm is not None and key_norm is not None:
             yield NormalizeParts(heads, "normed_heads", (query_norm, key_norm), eps)
             heads, query_norm, key_norm = "normed_heads", None, None
@@ -195,14 +229,6 @@ class _Listing:
 def _activate(source: str, output: str, activate: ActivationFunction, num_parts: int = 1) -> Activate:
     parameters = (activate.alpha, activate.limit)
     return Activate(source, output, activate.function, activate.is_gated, num_parts, *parameters)
-
-
-def _head_norm(norm: HeadNorm) -> Tensor | None:
-    return None if norm.weight is None else norm.weight.data.float()
-
-
-def _table(embedding: Embedding, head: Linear) -> Tensor | PackedLinear:
-    return _packed(embedding.rows or head) if embedding.weight is None else embedding.weight.data
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -7,17 +7,15 @@ from worker_service.rows.parts import StepPart, run_in_parts
 from worker_service.rows.pooling import (
     PooledChunk,
     Pooler,
-    add_embeddings,
     choosing_rows,
     pooled_chunks,
     read_embeddings,
 )
 from worker_service.rows.prompt_logprobs import MAX_LOGITS_POSITIONS, PromptChunk, prompt_chunks
 from worker_service.rows.reading import ValueReader, flatten_to_int32
-from worker_service.rows.results import BegunStep, StepOutline, join_results
+from worker_service.rows.results import BegunStep, StepOutline, StepWatch, join_results
 from worker_service.rows.sampling import Samples, StepSampling, has_penalties, row_statuses
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
-from worker_service.rows.watch import StepWatch
 
 __all__ = [
     "MAX_LOGITS_POSITIONS",
@@ -34,7 +32,6 @@ __all__ = [
     "TableLimits",
     "ValueReader",
     "WorkingRows",
-    "add_embeddings",
     "choosing_rows",
     "flatten_to_int32",
     "has_penalties",

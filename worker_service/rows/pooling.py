@@ -4,7 +4,7 @@ A mean goes on from step to step as a sum by slot, of float64. Tokens are added 
 the same however a prompt is cut into steps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -106,38 +106,26 @@ def choosing_rows(table: SequenceTable, rows: WorkingRows) -> WorkingRows:
     return WorkingRows(rows.slots, rows.starts, rows.num_new_tokens, samples)
 
 
-@dataclass(frozen=True, slots=True)
-class PooledRow:
-    """What came of a row that asked for an embedding; `embedding` is None if it is not of numbers."""
-
-    slot: int
-    embedding: bytes | None
-
-    @property
-    def status(self) -> RowStatus:
-        return RowStatus.OK if self.embedding is not None else RowStatus.NAN_LOGITS
-
-
-def read_embeddings(chunks: Iterable[PooledChunk], reading: ValueReader, hidden_size: int) -> list[PooledRow]:
-    """Read what `Pooler.pool` returned for these chunks."""
-    rows = []
+def read_embeddings(
+    samples: Samples,
+    slots: NDArray[np.int64],
+    chunks: Sequence[PooledChunk],
+    reading: ValueReader,
+    hidden_size: int,
+) -> Samples:
+    """Read what `Pooler.pool` returned for the chunks. Return the samples of the rows in `slots`, which choose tokens,
+    with those of the chunks' rows among them, in slot order."""
+    if not any(chunk.is_last for chunk in chunks):
+        return samples
+    statuses = dict(zip(slots.tolist(), samples.statuses or (RowStatus.OK,) * len(slots), strict=True))
+    embeddings = []
     for chunk in chunks:
         if chunk.is_last:
             embedding = reading.floats(hidden_size)
             is_good = bool(np.isfinite(embedding).all())
-            rows.append(PooledRow(chunk.slot, embedding.astype("<f4").tobytes() if is_good else None))
-    return rows
-
-
-def add_embeddings(samples: Samples, slots: NDArray[np.int64], pooled: Sequence[PooledRow]) -> Samples:
-    """Put the samples of the rows in `slots`, which choose tokens, and pooled rows together, in slot order."""
-    if not pooled:
-        return samples
-    statuses = dict(zip(slots.tolist(), samples.statuses or (RowStatus.OK,) * len(slots), strict=True))
-    statuses |= {row.slot: row.status for row in pooled}
+            statuses[chunk.slot] = RowStatus.OK if is_good else RowStatus.NAN_LOGITS
+            if is_good:
+                embeddings.append(embedding.astype("<f4").tobytes())
     in_order = tuple(status for _, status in sorted(statuses.items(), key=itemgetter(0)))
-    return replace(
-        samples,
-        statuses=in_order if set(in_order) - {RowStatus.OK} else (),
-        embeddings=tuple(row.embedding for row in pooled if row.embedding is not None),
-    )
+    is_any_bad = any(status is not RowStatus.OK for status in in_order)
+    return replace(samples, statuses=in_order if is_any_bad else (), embeddings=tuple(embeddings))

@@ -1,5 +1,6 @@
-"""A step's result: of a step that was computed in one, and of one whose parts are put together again."""
+"""A step that is carried out: its time, and its result, also of one whose parts are put together again."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -20,10 +21,32 @@ from worker_service.rows.parts import StepPart
 from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
 from worker_service.rows.sampling import Samples
 from worker_service.rows.table import SequenceTable, WorkingRows
-from worker_service.rows.watch import StepWatch
 
 _PART_NAMES = tuple(field.name for field in fields(StepParts))
 _SAMPLE_COLUMNS = tuple(field.name for field in fields(Samples))
+
+
+class StepWatch:
+    """Times the parts of a step one after the other, from the moment it is made."""
+
+    def __init__(self) -> None:
+        self.began_ns = self._last_ns = self._taken_ns = time.perf_counter_ns()
+        self._ns: dict[str, int] = {}
+
+    def end(self, part: str, known: dict[str, int] | None = None) -> None:
+        """Books the time since the last call to a part, but what is `known` to have gone to others."""
+        now = time.perf_counter_ns()
+        inside = known or {}
+        for name, ns in {part: now - self._last_ns - sum(inside.values()), **inside}.items():
+            self._ns[name] = self._ns.get(name, 0) + ns
+        self._last_ns = now
+
+    def take(self) -> tuple[int, StepParts]:
+        """Microseconds that were booked since this was called last, in all and by part."""
+        duration_us, self._taken_ns = (self._last_ns - self._taken_ns) // 1000, self._last_ns
+        parts = StepParts(**{f"{name}_us": max(0, ns // 1000) for name, ns in self._ns.items()})
+        self._ns.clear()
+        return duration_us, parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,10 @@ class StepSampling:
         num = self.num_rows
         token_ids, is_nan = reading.integers(num), reading.integers(num) != 0
         chooses = ~self.reports_candidates
-        failures = self._constrain(token_ids, is_nan)
+        failures: dict[int, RowStatus] = {}
+        if self.masks is not None:
+            self.masks.take(token_ids, ~is_nan & chooses)
+            failures = self.masks.failures()
         is_nan[list(failures)] = True
         logprobs, candidates = _NO_LOGPROBS, _NO_CANDIDATES
         if self.max_reported is not None:
@@ -232,13 +235,6 @@ class StepSampling:
             )
         token_ids = token_ids[~is_nan & chooses]
         return Samples(row_statuses(is_nan, failures), tuple(token_ids.tolist()), logprobs, candidates)
-
-    def _constrain(self, token_ids: NDArray[np.int32], is_nan: NDArray[np.bool_]) -> dict[int, RowStatus]:
-        """Move the rows' grammars on. Returns the statuses of those that have failed, by index."""
-        if self.masks is None:
-            return {}
-        self.masks.take(token_ids, ~is_nan & ~self.reports_candidates)
-        return self.masks.failures()
 
 
 def _columns(lines: NDArray[np.int32], seeds: NDArray[np.uint64], num_tokens: NDArray[np.int32]) -> SamplingColumns:

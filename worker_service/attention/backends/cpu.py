@@ -63,7 +63,9 @@ class CpuAttention:
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
         """See `AttentionBackend.prepare`."""
-        rows = batch.paged_rows
-        if rows is None:
-            rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
+        rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
+        return self.prepare_rows(rows, kv_cache)
+
+    def prepare_rows(self, rows: PagedRows, kv_cache: Sequence[LayerCache]) -> CpuAttend:
+        """Prepares a step over rows as the kernels read them."""
         return CpuAttend(self._kernels, rows, self._scorings, kv_cache)

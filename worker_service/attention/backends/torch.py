@@ -43,7 +43,7 @@ _ON_A_CPU = replace(_CAPABILITY, cache_dtypes=EIGHT_BITS)
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TorchAttention":
     """Raises UnavailableError where it cannot compute this."""
     (_ON_A_CPU if device.type == "cpu" else _CAPABILITY).check(shape, device)
-    return TorchAttention(shape.windows, shape.dtype, shape.scoring(0, device))
+    return TorchAttention(shape, device)
 
 
 class TorchAttention:
@@ -54,33 +54,22 @@ class TorchAttention:
     is_capturable = False  # rows are sorted on the host
     is_mixed_capturable = False
 
-    def __init__(
-        self,
-        windows: Sequence[int] = (),
-        dtype: torch.dtype | None = None,
-        scoring: Scoring | None = None,
-    ) -> None:
-        """See `AttentionShape`; left out, no layer has a window, queries are of the cache's dtype, and their products
-        are scaled by head_dim ** -0.5. `scoring`: of all layers, but for windows and sinks."""
-        self._windows = windows
-        self._dtype = dtype
-        self._scoring = scoring
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self._shape = shape
+        self._scoring = shape.scoring(0, device)  # of all layers, but for windows and sinks
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Sorts the rows into kinds and computes their cache indices and masks. See `AttentionBackend.prepare`."""
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
-        windows = self._windows or (0,) * len(kv_cache)
-        steps = [
-            _Step.of(batch, kv_cache[0][0], window, self._dtype or kv_cache[0][0].dtype)
-            for window in sorted(set(windows))
-        ]
+        windows = self._shape.windows
+        steps = [_Step.of(batch, kv_cache[0][0], window, self._shape.dtype) for window in sorted(set(windows))]
         parts = {step.window: [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)] for step in steps}
         block_size = steps[0].block_size
         written = steps[0].cache_rows(batch.slot_mapping // block_size, batch.slot_mapping % block_size)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
             key_rows, value_rows = caches[layer]
-            scoring = replace(self._scoring or Scoring(query.shape[-1] ** -0.5), window=windows[layer], sinks=sinks)
+            scoring = replace(self._scoring, window=windows[layer], sinks=sinks)
             key, value = key_rows.write(written, key), value_rows.write(written, value)
             output = query.new_empty(query.shape)
             for part in parts[windows[layer]]:

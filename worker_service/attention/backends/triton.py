@@ -5,7 +5,8 @@ really are is read on the device.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +14,13 @@ from torch import Tensor
 from pagewire.kernels.arguments import LayerCache
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.attention_arguments import LayerGroup, paged_caches
-from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
+from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS, reshape_and_cache
 from pagewire.kernels.triton.decode_attention import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from pagewire.kernels.triton.fused import HeadCaching
 from pagewire.kernels.triton.launching import Strided
 from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows
-from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability
 from worker_service.models.model import Attend
 
@@ -40,6 +40,23 @@ def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | No
     """Raises UnavailableError where it cannot compute this."""
     _CAPABILITY.check(shape, device)
     return TritonAttention(shape, torch.cuda.get_device_properties(device).multi_processor_count, device)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAttend:
+    """An `Attend` whose halves may be called one by one: keys and values are written first, by a launch of their own or
+    by that which turns the heads. A cache of 8-bit floats has scales of 1."""
+
+    kv_cache: Sequence[LayerCache]
+    caching: HeadCaching  # of the step's tokens
+    # (layer, query [T, num_heads, head_dim], sinks of the layer) -> the shape of the query; the cache holds the step's
+    # keys and values already.
+    attend_cached: Callable[[int, Tensor, Tensor | None], Tensor]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See `Attend`."""
+        reshape_and_cache(key, value, *self.kv_cache[layer], self.caching.slot_mapping)
+        return self.attend_cached(layer, query, sinks)
 
 
 class TritonAttention:

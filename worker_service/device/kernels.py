@@ -1,21 +1,22 @@
-"""Chooses what reads and writes the rows' tables on a device, and what samples."""
+"""Chooses the kernels of a GPU: what a model computes with, what reads and writes the rows' tables, and what samples.
+
+Triton is imported only where it computes: the first import takes long.
+"""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from pagewire.kernels import gathering, sampling
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
+from worker_service.models.config import ModelConfig
+from worker_service.models.operations import Operations
 
 logger = logging.getLogger(__name__)
-
-Sample = Callable[[Tensor, SamplingColumns, Tensor | None, int | None, TokenTarget | None], SampledTokens]
-CountTokens = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-GatherTokens = Callable[[RowTables, Tensor, Tensor, Tensor, int], GatheredTokens]
-GatherColumns = Callable[[Tensor, Tensor, Tensor, Tensor], SamplingColumns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,10 @@ class Sampler:
     """The functions of `pagewire.kernels.sampling` and `pagewire.kernels.gathering`, or faster ones that do the
     same."""
 
-    sample: Sample
-    count_tokens: CountTokens
-    gather_tokens: GatherTokens
-    gather_columns: GatherColumns
+    sample: Callable[[Tensor, SamplingColumns, Tensor | None, int | None, TokenTarget | None], SampledTokens]
+    count_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    gather_tokens: Callable[[RowTables, Tensor, Tensor, Tensor, int], GatheredTokens]
+    gather_columns: Callable[[Tensor, Tensor, Tensor, Tensor], SamplingColumns]
     is_capturable: bool  # whether a graph can hold `sample`
 
 
@@ -42,7 +43,6 @@ REFERENCE = Sampler(
 def create_sampler(vocab_size: int) -> Sampler:
     """The Triton kernels where they can, else their specification, which computes row by row."""
     try:
-        # Only where it computes: the first import takes long.
         from pagewire.kernels.triton import gathering as triton_gathering
         from pagewire.kernels.triton import sampler
     except ImportError as error:
@@ -57,3 +57,17 @@ def create_sampler(vocab_size: int) -> Sampler:
         )
         return replace(REFERENCE, gather_tokens=gather_tokens, gather_columns=gather_columns)
     return Sampler(sampler.sample, sampler.count_tokens, gather_tokens, gather_columns, is_capturable=True)
+
+
+def create_device_operations(config: ModelConfig, device: torch.device) -> Operations:
+    """The Triton kernels where there are any and they can compute the model, else plain torch, which is told."""
+    try:
+        from worker_service.device.triton_operations import TritonOperations
+    except ImportError as error:
+        logger.warning("the model is computed in plain torch, which is slower: triton cannot be imported (%s)", error)
+        return Operations()
+    reason = TritonOperations.refusal(config)
+    if reason is None:
+        return TritonOperations(device)
+    logger.warning("the model is computed in plain torch, which is slower: the Triton kernels %s", reason)
+    return Operations()
