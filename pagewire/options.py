@@ -156,7 +156,7 @@ class Parser(argparse.ArgumentParser):
                     spelled.append(name + joint + value)
             elif flag is not None and flag.nargs == 0 and _is_foreign(flag) and argument.lower() in _SWITCH_WORDS:
                 spelled[-1] = _switch(flag, spelled[-1], argument)
-            elif isinstance(flag, _Several) and has_value and is_model_named:
+            elif flag is not None and flag.dest in LISTS and has_value and is_model_named:
                 spelled += [flag.option_strings[0], argument]
             else:
                 spelled.append(argument)
@@ -193,8 +193,8 @@ def _is_foreign(flag: argparse.Action) -> bool:
     return flag.help == argparse.SUPPRESS
 
 
-class _Several(argparse.Action):
-    """Stores a value, or a list of all if there are several."""
+class _Again(argparse.Action):
+    """Stores a value. Another one makes a list of both where a flag takes several, and is an error elsewhere."""
 
     def __call__(
         self,
@@ -203,25 +203,13 @@ class _Several(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        before = getattr(namespace, self.dest, [])
-        both = [*(before if isinstance(before, list) else [before]), values]
-        setattr(namespace, self.dest, both if len(both) > 1 else values)
-
-
-class _Once(argparse.Action):
-    """Stores a value that may be given in two ways, but not in both."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if hasattr(namespace, self.dest):
-            first = getattr(namespace, self.dest)
-            parser.error(f"{self.dest.upper()} is given twice: {first!r} and {values!r}")
-        setattr(namespace, self.dest, values)
+        before = getattr(namespace, self.dest, None)
+        if before is None:
+            setattr(namespace, self.dest, values)
+        elif self.dest in LISTS:
+            setattr(namespace, self.dest, [*(before if isinstance(before, list) else [before]), values])
+        else:
+            parser.error(f"{self.dest.upper()} is given twice: {before!r} and {values!r}")
 
 
 def add_flags(
@@ -243,7 +231,7 @@ def add_flags(
         text = f"{options[positional].help} (or --{positional})"
         metavar = positional.upper()
         parser.add_argument(
-            positional, metavar=metavar, nargs="?", action=_Once, default=argparse.SUPPRESS, help=_escape(text)
+            positional, metavar=metavar, nargs="?", action=_Again, default=argparse.SUPPRESS, help=_escape(text)
         )
     grouped = {name for names in groups.values() for name in names}
     for option in options.values():
@@ -266,7 +254,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser, options: Mapping[str, Opt
         if name in SWITCHES:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, **settings)
         elif name in FOREIGN or name in MAPPED or name in options:
-            action: Any = _Several if name in LISTS else _Once if name == "model" else "store"
+            action: Any = _Again if name in LISTS or name == "model" else "store"
             parser.add_argument(*names, action=action, **settings)
 
 
@@ -277,12 +265,12 @@ def _variable_of(name: str) -> str:
 def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_positional: bool) -> None:
     settings: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS}
     if is_positional:
-        parser.add_argument(option.flag, action=_Once, help=argparse.SUPPRESS, **settings)
+        parser.add_argument(option.flag, action=_Again, help=argparse.SUPPRESS, **settings)
     elif option.value_type is bool:
         parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=_help(option), **settings)
     else:
         metavar = "|".join(map(str, option.choices or ())) or option.value_type.__name__.upper()
-        action: Any = _Several if option.name in LISTS else "store"
+        action: Any = _Again if option.name in LISTS else "store"
         parser.add_argument(option.flag, action=action, metavar=metavar, help=_help(option), **settings)
 
 

@@ -142,7 +142,6 @@ def request_output(
     arrival_time: float,
 ) -> RequestOutput:
     """Makes the result of `LLM` from the client's. `texts` are those of single tokens, as far as they are known."""
-    has_tokens = completion.ttft_s is not None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     if completion.prompt_logprobs is not None:
         prompt_logprobs = [None, *_logprobs(completion.prompt_logprobs, texts)]
@@ -158,7 +157,7 @@ def request_output(
             arrival_time=arrival_time,
             first_token_latency=completion.ttft_s,
             first_token_ts=completion.ttft_s,
-            last_token_ts=completion.total_s if has_tokens else None,
+            last_token_ts=None if completion.ttft_s is None else completion.total_s,
         ),
     )
 
