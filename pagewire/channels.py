@@ -79,7 +79,7 @@ class _Request:
     timer: asyncio.TimerHandle | None = None
 
 
-class SharedCall:
+class GenerateManyCall:
     """One GenerateMany call, while it lasts. One with a request too large to share `is_alone`, and ends with that."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall, url: str, *, is_alone: bool = False) -> None:
@@ -183,7 +183,7 @@ class Connection:
         self.loop = asyncio.get_running_loop()
         self.stub = pb_grpc.SchedulerServiceStub(channel)
         self.can_share = True
-        self._shared_calls: list[SharedCall] = []
+        self._shared_calls: list[GenerateManyCall] = []
         self.num_calls = 0  # of the client's methods that run
         self.num_requests = 0  # of them, those that stream one
 
@@ -214,7 +214,7 @@ class Connection:
         self._shared_calls = [call for call in self._shared_calls if not call.is_over]
         shared = next((call for call in self._shared_calls if not (is_alone or call.is_alone)), None)
         if shared is None:
-            shared = SharedCall(self.stub.GenerateMany(metadata=self.metadata), self._url, is_alone=is_alone)
+            shared = GenerateManyCall(self.stub.GenerateMany(metadata=self.metadata), self._url, is_alone=is_alone)
             self._shared_calls.append(shared)
         return shared.submit(request, put, timeout)
 
