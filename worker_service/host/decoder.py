@@ -33,7 +33,7 @@ from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.operations import CpuExpertProduct, CpuProduct
 from worker_service.models.decoder import Attention, Decoder, DecoderLayer, Norm
 from worker_service.models.linear import ExpertLinear, Linear
-from worker_service.models.mlp import MLP, ActivationFunction, ExpertMLP
+from worker_service.models.mlp import MLP, ExpertMLP
 from worker_service.models.model import Attend, Model
 from worker_service.models.rope import RotaryEmbedding, query_scales
 
@@ -107,6 +107,7 @@ class _Listing:
         self._model = model
         self._kernels = kernels
         self._config = config
+        self._gates_silu = config.is_gated and config.activation == "silu"
         self._factor = config.residual_multiplier
         self._updates: list[str] = []  # buffers that are still to be added to x
         self._angles = [
@@ -135,13 +136,13 @@ class _Listing:
         yield from self._read(layer.attention_norm, "normed")
         source = "normed" if layer.attention_norm is not None else "x"
         yield from self._attention(number, layer.attention, source)
-        if not layer.is_parallel:
+        if not self._config.is_parallel:
             yield from self._finish("update", layer.attention_post_norm)
             yield from self._read(layer.mlp_norm, "normed")
         else:
             yield from self._read(layer.mlp_norm, "normed")
             yield from self._finish("update", layer.attention_post_norm)
-        target = "mlp_update" if layer.is_parallel else "update"
+        target = "mlp_update" if self._config.is_parallel else "update"
         yield from self._mlp(layer.mlp, source, target)
         yield from self._finish(target, layer.mlp_post_norm)
 
@@ -153,7 +154,7 @@ class _Listing:
             None if norm.weight is None else norm.weight.data.float()
             for norm in (attention.query_norm, attention.key_norm)
         )
-        if attention.norms_projections and query_norm is not None and key_norm is not None:
+        if self._config.qk_norm == "projection" and query_norm is not None and key_norm is not None:
             yield NormalizeParts(heads, "normed_heads", (query_norm, key_norm), eps)
             heads, query_norm, key_norm = "normed_heads", None, None
         if self._config.qkv_limit:
@@ -162,7 +163,7 @@ class _Listing:
         place = self._model.rope_numbers[number]
         cos, sin = (None, None) if place is None else self._angles[place]
         yield Turn(
-            heads, "queries", number, attention.head_dim, query_norm, key_norm, eps, cos, sin, self._query_scales
+            heads, "queries", number, self._config.head_dim, query_norm, key_norm, eps, cos, sin, self._query_scales
         )
         yield AttendTo("queries", "attended", number, attention.sinks)
         yield Multiply("attended", "update", _packed(attention.output))
@@ -180,23 +181,23 @@ class _Listing:
 
     def _partial(self, mlp: MLP, source: str, target: str, prefix: str) -> Iterator[Operation]:
         """`prefix`: of the buffers in between, whose widths are those of this MLP."""
-        activate, up, activated = mlp.activate, _packed(mlp.up), f"{prefix}activated"
-        if activate.is_gated and activate.function == "silu" and self._kernels.can_gate(up):
+        up, activated = _packed(mlp.up), f"{prefix}activated"
+        if self._gates_silu and self._kernels.can_gate(up):
             yield Multiply(source, activated, up, is_gated=True)
         else:
             yield Multiply(source, f"{prefix}up", up)
-            yield _activate(f"{prefix}up", activated, activate)
+            yield self._activate(f"{prefix}up", activated)
         yield Multiply(activated, target, _packed(mlp.down))
 
     def _experts(self, mlp: ExpertMLP, source: str, target: str) -> Iterator[Operation]:
         yield Multiply(source, "logits", _packed(mlp.router))
         yield Route("logits", "routes", mlp.routing, mlp.router.correction)
-        activate, ups = mlp.activate, _packed_experts(mlp.up)
-        if activate.is_gated and activate.function == "silu" and all(map(self._kernels.can_gate, ups)):
+        ups = _packed_experts(mlp.up)
+        if self._gates_silu and all(map(self._kernels.can_gate, ups)):
             yield MultiplyRouted(source, "activated_slots", "routes", ups, is_gated=True)
         else:
             yield MultiplyRouted(source, "up_slots", "routes", ups)
-            yield _activate("up_slots", "activated_slots", activate, mlp.routing.num_chosen)
+            yield self._activate("up_slots", "activated_slots", mlp.routing.num_chosen)
         yield MultiplyRouted("activated_slots", "down_slots", "routes", _packed_experts(mlp.down))
         yield SumSlots("down_slots", target, "routes")
         if mlp.shared is None:
@@ -223,12 +224,14 @@ class _Listing:
     def _normalize(self, norm: Norm, source: str, output: str, update: str | None) -> Normalize:
         bias = None if norm.bias is None else norm.bias.data.float()
         weight = norm.weight.data.float()
-        return Normalize(source, output, weight, norm.eps, update, bias, norm.is_centered, self._factor)
+        is_centered = self._config.norm == "layer"
+        return Normalize(source, output, weight, self._config.norm_eps, update, bias, is_centered, self._factor)
 
-
-def _activate(source: str, output: str, activate: ActivationFunction, num_parts: int = 1) -> Activate:
-    parameters = (activate.alpha, activate.limit)
-    return Activate(source, output, activate.function, activate.is_gated, num_parts, *parameters)
+    def _activate(self, source: str, output: str, num_parts: int = 1) -> Activate:
+        config = self._config
+        return Activate(
+            source, output, config.activation, config.is_gated, num_parts, config.swiglu_alpha, config.swiglu_limit
+        )
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -85,8 +85,7 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
-        self.is_parallel = config.is_parallel
-        self.residual_multiplier = config.residual_multiplier
+        self.config = config
         self.attention_norm = Norm(config, operations) if config.pre_norm else None
         self.attention = Attention(config, layer, operations, communicator)
         self.attention_post_norm = Norm(config, operations) if config.post_norm else None
@@ -104,7 +103,7 @@ class DecoderLayer(nn.Module):
         """`update` is what the layer before adds to `x`, which is changed in place; returns what this one adds."""
         attended = self.attention(_add(x, update, self.attention_norm), angles, growth, attend)
         attended = self._finish(attended, self.attention_post_norm)
-        if not self.is_parallel:
+        if not self.config.is_parallel:
             return self._finish(self.mlp(_add(x, attended, self.mlp_norm)), self.mlp_post_norm)
         update = self._finish(self.mlp(_add(x, None, self.mlp_norm)), self.mlp_post_norm)
         x.add_(attended)
@@ -114,7 +113,7 @@ class DecoderLayer(nn.Module):
         """What becomes of an update before it is added."""
         if norm is not None:
             update = norm(update, None)
-        return update if self.residual_multiplier == 1 else update * self.residual_multiplier
+        return update if self.config.residual_multiplier == 1 else update * self.config.residual_multiplier
 
 
 def _add(x: Tensor, update: Tensor | None, norm: "Norm | None") -> Tensor:
@@ -127,11 +126,8 @@ def _add(x: Tensor, update: Tensor | None, norm: "Norm | None") -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
+        self.config = config
         self.layer = layer
-        self.head_dim = config.head_dim
-        self.num_heads = config.num_heads
-        self.qkv_limit = config.qkv_limit
-        self.norm_eps = config.norm_eps
         self.operations = operations
         self.communicator = communicator
         qkv_sizes = [num * config.head_dim for num in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
@@ -139,7 +135,6 @@ class Attention(nn.Module):
         self.qkv.row_order = _row_order(config, layer)
         self.query_norm = HeadNorm(config, layer, config.num_heads)
         self.key_norm = HeadNorm(config, layer, config.num_kv_heads)
-        self.norms_projections = config.qk_norm == "projection"
         self.sinks = nn.Parameter(torch.empty(config.num_heads), requires_grad=False) if config.has_sinks else None
         self.output = Linear(
             qkv_sizes[0],
@@ -150,29 +145,30 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, angles: Angles | None, growth: Tensor | None, attend: Attend) -> Tensor:
+        config = self.config
         qkv = self.qkv(x)
-        if self.norms_projections:
+        if config.qk_norm == "projection":
             qkv = self._normalize_projections(qkv)
-        if self.qkv_limit:
-            qkv = qkv.clamp(-self.qkv_limit, self.qkv_limit)
-        heads = qkv.unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
+        if config.qkv_limit:
+            qkv = qkv.clamp(-config.qkv_limit, config.qkv_limit)
+        heads = qkv.unflatten(1, (-1, config.head_dim))  # [T, all heads, head_dim]
         if growth is not None:
-            heads[:, : self.num_heads] *= growth[:, None, None].to(heads.dtype)
+            heads[:, : config.num_heads] *= growth[:, None, None].to(heads.dtype)
         attended = self._attend(heads, angles, attend)
         return self.communicator.all_reduce(self.output(attended.flatten(1)))
 
     def _attend(self, heads: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         query_weight, key_weight = self.query_norm.weight, self.key_norm.weight
-        if self.norms_projections:
+        if self.config.qk_norm == "projection":
             query_weight = key_weight = None
         if angles is None and query_weight is None and key_weight is None:
-            num_kv_heads = (heads.shape[1] - self.num_heads) // 2
-            query, key, value = heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1)
+            query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
             return attend(self.layer, query, key, value, self.sinks)
         if angles is None:
-            ones = heads.new_ones(len(heads), self.head_dim)
+            ones = heads.new_ones(len(heads), self.config.head_dim)
             angles = ones, torch.zeros_like(ones)
-        preparation = HeadPreparation(self.num_heads, query_weight, key_weight, self.norm_eps, *angles)
+        preparation = HeadPreparation(num_heads, query_weight, key_weight, self.config.norm_eps, *angles)
         return self.operations.attend_heads(attend, self.layer, heads, preparation, self.sinks)
 
     def _normalize_projections(self, qkv: Tensor) -> Tensor:
@@ -183,7 +179,7 @@ class Attention(nn.Module):
         parts = [(queries.contiguous(), self.query_norm.weight), (keys.contiguous(), self.key_norm.weight)]
         if self.communicator.size == 1:
             return torch.cat(
-                [*(self.operations.rms_norm(x, weight, self.norm_eps) for x, weight in parts), values], dim=1
+                [*(self.operations.rms_norm(x, weight, self.config.norm_eps) for x, weight in parts), values], dim=1
             )
         sums = torch.cat([x.float().square().sum(1, keepdim=True) for x, _ in parts], dim=1)
         # Where several ranks hold a key head, all are held equally often.
@@ -192,7 +188,7 @@ class Attention(nn.Module):
             for total, (x, _) in zip(self.communicator.all_reduce(sums).split(1, dim=1), parts, strict=True)
         ]
         normed = [
-            (x.float() / (mean + self.norm_eps).sqrt()).to(weight.dtype) * weight
+            (x.float() / (mean + self.config.norm_eps).sqrt()).to(weight.dtype) * weight
             for mean, (x, weight) in zip(means, parts, strict=True)
         ]
         return torch.cat([*(x.to(qkv.dtype) for x in normed), values], dim=1)
@@ -206,14 +202,14 @@ class HeadNorm(nn.Module):
         num_normed = {"none": 0, "head": 1, "projection": num_heads}[config.qk_norm]
         size = num_normed * config.head_dim
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False) if size else None
-        self.adds_one = config.norm_adds_one
+        self._adds_one = config.norm_adds_one
         order = _head_order(config, layer)
         self._order = None if order is None else _repeated(order, num_normed)
 
     def finish_loading(self) -> None:
         if self.weight is None:
             return
-        if self.adds_one:
+        if self._adds_one:
             self.weight.data.add_(1)
         if self._order is not None:
             self.weight.data.copy_(self.weight.data[torch.tensor(self._order)])
@@ -252,20 +248,19 @@ class Norm(nn.Module):
         size = config.hidden_size
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if config.norm_bias else None
-        self.is_centered = config.norm == "layer"
-        self.adds_one = config.norm_adds_one
-        self.eps = config.norm_eps
+        self.config = config
         self.operations = operations
 
     def finish_loading(self) -> None:
-        if self.adds_one:
+        if self.config.norm_adds_one:
             self.weight.data.add_(1)
 
     def forward(self, x: Tensor, update: Tensor | None) -> Tensor:
         """Return the norm of x, to which an update, if there is one, is added first, in place."""
-        if self.is_centered:
+        eps = self.config.norm_eps
+        if self.config.norm == "layer":
             x = x if update is None else x.add_(update)
-            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, eps)
         if update is None:
-            return self.operations.rms_norm(x, self.weight, self.eps)
-        return self.operations.add_rms_norm(x, update, self.weight, self.eps)
+            return self.operations.rms_norm(x, self.weight, eps)
+        return self.operations.add_rms_norm(x, update, self.weight, eps)

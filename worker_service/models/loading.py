@@ -176,7 +176,7 @@ def _quantizing(
     return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
 
 
-def _keep_float32(model: nn.Module, device: torch.device) -> None:
+def _keep_float32(model: Decoder, device: torch.device) -> None:
     """Leaves in float32 what is computed in it: routers, sinks, and weights of norms to which one is added. On a CPU
     cosines and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
     for module in model.modules():
@@ -186,8 +186,8 @@ def _keep_float32(model: nn.Module, device: torch.device) -> None:
         elif isinstance(module, Attention):
             if module.sinks is not None:
                 module.sinks.data = module.sinks.data.float()
-        elif (isinstance(module, Norm | HeadNorm) and module.adds_one) or (
-            isinstance(module, Linear) and module.is_float32
+        elif (isinstance(module, Linear) and module.is_float32) or (
+            isinstance(module, Norm | HeadNorm) and model.config.norm_adds_one
         ):
             module.float()
 

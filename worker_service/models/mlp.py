@@ -52,18 +52,17 @@ class ActivationFunction:
     """What stands between the products of MLPs and of experts: [T, up] to [T, intermediate_size]."""
 
     def __init__(self, config: ModelConfig, operations: Operations) -> None:
-        self.is_gated = config.is_gated
-        self.function = config.activation
-        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self._config = config
         self._operations = operations
 
     def __call__(self, up: Tensor) -> Tensor:
-        if self.is_gated and self.function == "silu":
+        config = self._config
+        if config.is_gated and config.activation == "silu":
             return self._operations.silu_mul(up)
-        if self.function == "clamped_swiglu":
-            return clamped_swiglu(up, self.alpha, self.limit)
-        function = _ACTIVATIONS[self.function]
-        if not self.is_gated:
+        if config.activation == "clamped_swiglu":
+            return clamped_swiglu(up, config.swiglu_alpha, config.swiglu_limit)
+        function = _ACTIVATIONS[config.activation]
+        if not config.is_gated:
             return function(up)
         gate, up = up.chunk(2, dim=-1)
         return function(gate) * up
