@@ -14,7 +14,6 @@ from worker_service.models.families import (
     llama,
     mistral,
     olmo,
-    phi3,
     qwen,
     starcoder2,
 )
@@ -28,7 +27,7 @@ _FAMILIES = (
     qwen.QWEN2,
     qwen.QWEN3,
     llama.SMOLLM3,
-    phi3.FAMILY,
+    llama.PHI3,
     llama.GRANITE,
     mistral.MINISTRAL3,
     mistral.MISTRAL3,

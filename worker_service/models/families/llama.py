@@ -1,18 +1,43 @@
 """Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971) with grouped-query attention (Ainslie et al., 2023,
-https://arxiv.org/abs/2305.13245), and those whose weights have its names and shapes.
+https://arxiv.org/abs/2305.13245), and those that changed little of it.
 
 Granite 3, dense (https://arxiv.org/abs/2405.04324 describes their forebears), has four factors, which are those of
 maximal update parametrization (https://arxiv.org/abs/2203.03466). In Seed-OSS (ByteDance Seed, 2025,
 https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Base) biases of queries, keys and values and of attention's output
 are chosen apart. In SmolLM3 (Bakouch et al., 2025, https://huggingface.co/blog/smollm3) one layer of four has no
-positions (NoPE, https://arxiv.org/abs/2501.18795); those layers alone may have a sliding window.
+positions (NoPE, https://arxiv.org/abs/2501.18795); those layers alone may have a sliding window. In
+Phi-3 (Abdin et al., 2024, https://arxiv.org/abs/2404.14219) and Phi-4 queries, keys and values are one product, gates
+and ups another; Phi-4-mini turns a part of each head, and both stretch positions by LongRoPE.
 """
 
 from dataclasses import replace
 
 from worker_service.models.config import JsonObject, ModelConfig
-from worker_service.models.families.family import LLAMA_WEIGHTS, Family, read_decoder
-from worker_service.models.families.positions import FULL, SLIDING, read_layer_types, read_rope, sliding_window
+from worker_service.models.families.family import (
+    ATTENTION_OUTPUT,
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    LLAMA_WEIGHTS,
+    MERGED_MLP,
+    MLP_OUTPUT,
+    OURS,
+    PRE_NORMS,
+    Family,
+    Weight,
+    head_dim_of,
+    read_decoder,
+)
+from worker_service.models.families.positions import (
+    FULL,
+    SLIDING,
+    read_equal_windows,
+    read_layer_types,
+    read_longrope,
+    read_rope,
+    rope_settings,
+    sliding_window,
+)
 from worker_service.models.families.reading import (
     attention_biases,
     flag,
@@ -20,6 +45,13 @@ from worker_service.models.families.reading import (
     number,
     positive,
     unserved,
+)
+from worker_service.models.shard import Split
+
+_PHI3_QKV = Weight(
+    f"{LAYER}.self_attn.qkv_proj",
+    f"{OURS}.attention.qkv",
+    split=(Split.HEADS, Split.KV_HEADS, Split.KV_HEADS),
 )
 
 
@@ -75,6 +107,24 @@ def _layers_with_rope(config: JsonObject) -> list[bool]:
     return [bool(has) for has in given]
 
 
+def _read_phi3(config: JsonObject, architecture: str) -> ModelConfig:
+    settings = rope_settings(config, default_share=1.0)
+    rope_type = settings.get("rope_type") or settings.get("type") or "default"
+    if rope_type in ("longrope", "su", "yarn"):  # as transformers reads them
+        ropes = read_longrope(config, settings, head_dim_of(config))
+    elif rope_type == "default":
+        ropes = read_rope(config, default_share=1.0)
+    else:
+        raise unserved("rope_type", rope_type, "default or longrope")
+    return read_decoder(
+        config,
+        architecture,
+        ropes=ropes,
+        windows=read_equal_windows(config, default_window=None),
+        default_eps=1e-5,
+    )
+
+
 LLAMA = Family(("LlamaForCausalLM",), _read_llama, LLAMA_WEIGHTS)
 GRANITE = Family(("GraniteForCausalLM",), _read_granite, LLAMA_WEIGHTS)
 SEED_OSS = Family(
@@ -85,4 +135,9 @@ SMOLLM3 = Family(
     _read_smollm3,
     LLAMA_WEIGHTS,
     defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+)
+PHI3 = Family(
+    ("Phi3ForCausalLM",),
+    _read_phi3,
+    (EMBEDDING, *PRE_NORMS, _PHI3_QKV, ATTENTION_OUTPUT, *MERGED_MLP, MLP_OUTPUT, *HEAD),
 )
