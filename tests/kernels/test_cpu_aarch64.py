@@ -13,6 +13,7 @@ from pagewire.kernels.cache_rows import write_rows
 from pagewire.kernels.cpu import BuildError, CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS, choose_variant, load_library
 from testing.checkpoints.families import make_checkpoint
+from testing.models import load_model
 from tests.compiler import skip_without_compiler
 from tests.kernels.emulated import aarch64
 from tests.kernels.paged import paged_attention
@@ -21,7 +22,6 @@ from tests.worker import shared_steps
 from tests.worker.model_logits import TOLERANCE, transformers_logits
 from tests.worker.shared_steps import CPU, VOCAB, Engine
 from worker_service.host import create_host_operations
-from worker_service.models import loading
 from worker_service.startup.cpu_kernels import environment_build
 
 NUM_ROWS = (1, 3, 8, 13)
@@ -110,7 +110,7 @@ def test_steps_of_a_decoder(emulated, family, dtype, tmp_path, monkeypatch):
     """Chunks of prompts beside each other: in float32 what transformers computes; always the bits of a prompt alone."""
     monkeypatch.setattr(shared_steps, "load_cpu_kernels", lambda: emulated)
     checkpoint = make_checkpoint(tmp_path, family, seed=3, dtype=str(dtype).removeprefix("torch."))
-    model = loading.load_model(checkpoint, dtype=dtype, device=CPU, operations=create_host_operations(emulated))
+    model = load_model(checkpoint, dtype=dtype, device=CPU, operations=create_host_operations(emulated))
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (5, 23)]
     engine = Engine(model, dtype, dtype, 8, random.Random(1))

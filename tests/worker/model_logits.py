@@ -7,12 +7,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from testing.models import load_model
 from tests.compiler import skip_without_compiler
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host.decoder import LayeredModel, host_model
 from worker_service.host.operations import create_host_operations
 from worker_service.models.linear import ExpertLinear, Linear
-from worker_service.models.loading import load_model
 from worker_service.models.model import Model
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import attention_shape

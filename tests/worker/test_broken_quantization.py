@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 
 from testing.checkpoints.packed import E4M3, make_quantized, with_section
 from testing.checkpoints.quantized import BY_NAME
+from testing.models import load_model
 from tests.broken_json import refusal_of
 from tests.worker.model_logits import compute_logits, edited, random_tokens
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.loading import load_model, prepare_model
+from worker_service.models.loading import prepare_model
 
 CPU = torch.device("cpu")
 QUERIES, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from testing.checkpoints.families import make_checkpoint
+from testing.models import load_model
 from tests.worker.model_logits import edit_config
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError, model_digest
-from worker_service.models.loading import load_model
 
 CPU = torch.device("cpu")
 

@@ -50,6 +50,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.scheduler import Scheduler
 from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.models import load_model
 from testing.plans import GREEDY, Row, plan_steps
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.device_sampler import SAMPLER
@@ -66,7 +67,6 @@ from worker_service.device.mixed_graphs import token_counts
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.grammars import CompileThread, EpochGrammars
 from worker_service.models.communicator import SingleRank
-from worker_service.models.loading import load_model
 from worker_service.models.operations import ExpertProduct, Operations, multiply_all
 from worker_service.models.source import load_config
 from worker_service.rows.table import TableLimits, WorkingRows

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from testing.checkpoints.families import make_checkpoint
+from testing.models import load_model
 from tests.worker.float32_products import float32_products
 from tests.worker.thread_ranks import on_every_rank
-from worker_service.models.loading import load_model
 
 CPU = torch.device("cpu")
 FACTORS = {"logits_multiplier": 1 / 1.5, "logits_softcap": 30.0}

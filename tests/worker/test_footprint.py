@@ -13,12 +13,13 @@ import torch
 from pagewire.kernels.cpu import Turn
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
+from testing.models import load_model
 from tests.compiler import skip_without_compiler
 from worker_service.host.decoder import CpuDecoder
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.decoder import Decoder
 from worker_service.models.linear import Linear
-from worker_service.models.loading import load_model, prepare_model
+from worker_service.models.loading import prepare_model
 from worker_service.models.shard import Shard, model_size
 from worker_service.models.source import load_config
 from worker_service.startup.cpu_kernels import load_cpu_kernels

@@ -12,6 +12,7 @@ import torch
 
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import dequantized, write_dequantized, write_gguf
+from testing.models import load_model
 from tests.compiler import skip_without_compiler
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
@@ -21,7 +22,7 @@ from worker_service.models.families.gpt_oss import FAMILY as GPT_OSS
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.gguf.files import open_gguf
 from worker_service.models.linear import Embedding, Linear
-from worker_service.models.loading import load_model, prepare_model
+from worker_service.models.loading import prepare_model
 from worker_service.models.rope import inverse_frequencies
 from worker_service.models.source import load_config, model_digest, read_headers
 from worker_service.startup.cpu_kernels import load_cpu_kernels

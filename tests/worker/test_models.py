@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from testing import models
 from testing.checkpoints.families import (
     DEFAULTS,
     FAMILIES,
@@ -36,7 +37,6 @@ from tests.worker.model_logits import (
 from worker_service.attention import AttentionBatch
 from worker_service.host.decoder import CpuDecoder, LayeredModel, host_model
 from worker_service.host.operations import create_host_operations
-from worker_service.models import loading
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.families import parse_config
 from worker_service.models.linear import Linear
@@ -151,7 +151,7 @@ def path_of_model(request, monkeypatch):
 @pytest.fixture
 def load_model(path_of_model):
     def load(path, *, dtype, **options):
-        model = loading.load_model(path, dtype=dtype, operations=host_operations(), **options)
+        model = models.load_model(path, dtype=dtype, operations=host_operations(), **options)
         model.is_fused = path_of_model == "fused"
         return model
 
@@ -338,14 +338,14 @@ def test_a_missing_head_suggests_that_it_is_the_embedding(tmp_path):
     path = make_checkpoint(tmp_path, "llama", seed=15, tie_word_embeddings=True)
     edit_config(path, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing in .* set tie_word_embeddings to true"):
-        loading.load_model(path, dtype=torch.float32, device=CPU)
+        models.load_model(path, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("mode", ["require", "off"])
 def test_weights_are_not_held_twice(tmp_path, monkeypatch, mode):
     use_kernels(monkeypatch, mode)
     path = make_checkpoint(tmp_path, "llama", seed=16, **TIED)
-    model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=host_operations())
+    model = models.load_model(path, dtype=torch.float32, device=CPU, operations=host_operations())
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 9
     assert all(linear.weight is None for linear in linears)
@@ -359,7 +359,7 @@ def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch,
     use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "qwen3", seed=19, dtype=held, tie_word_embeddings=tied)
     operations = host_operations()
-    model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
+    model = models.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
     dtypes = {module.product.packed.panels.dtype for module in model.modules() if isinstance(module, Linear)}
     assert dtypes == {getattr(torch, held)}
     model.is_fused = True
@@ -377,7 +377,7 @@ def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
         ("qwen3", torch.float32, onednn, False), ("qwen3", torch.bfloat16, onednn, False),
     ]:  # fmt: skip
         path = make_checkpoint(tmp_path / f"{family}-{dtype}-{expected}", family, seed=22)
-        model = loading.load_model(path, dtype=dtype, device=CPU, operations=operations)
+        model = models.load_model(path, dtype=dtype, device=CPU, operations=operations)
         assert isinstance(host_model(model, create_attention(model.config)), CpuDecoder) == expected
         assert isinstance(host_model(model, create_attention(model.config, "torch")), LayeredModel)
 

@@ -15,6 +15,7 @@ from testing.checkpoints.gguf_files import write_gguf  # noqa: E402
 from testing.checkpoints.packed import Case, fp8, make_mxfp4, make_quantized, w8a8  # noqa: E402
 from testing.checkpoints.quantized import BY_NAME, CASES  # noqa: E402
 from testing.kernel_checks.linear import held_bytes  # noqa: E402
+from testing.models import load_model  # noqa: E402
 from tests.worker.triton_tokens import HEADS_OF_32, SHAPES, check_tokens, make_runner  # noqa: E402
 from worker_service.device.triton_operations import (  # noqa: E402
     PackedExpertProduct,
@@ -23,7 +24,7 @@ from worker_service.device.triton_operations import (  # noqa: E402
     TritonOperations,
 )
 from worker_service.models.linear import ExpertLinear, Linear  # noqa: E402
-from worker_service.models.loading import load_model, prepare_model  # noqa: E402
+from worker_service.models.loading import prepare_model  # noqa: E402
 from worker_service.models.model import Model  # noqa: E402
 from worker_service.models.operations import DenseProduct, Operations  # noqa: E402
 

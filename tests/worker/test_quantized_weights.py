@@ -12,6 +12,7 @@ from scheduler_service.serving.model_info import read_model_info
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.packed import awq, gptq, make_quantized
 from testing.checkpoints.quantized import BY_NAME, CASES
+from testing.models import load_model
 from tests.worker.model_logits import compute_logits, host_operations, packed_products, random_tokens, use_kernels
 from tests.worker.thread_ranks import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig
@@ -19,7 +20,6 @@ from worker_service.models import packing
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError, model_digest
 from worker_service.models.linear import Linear
-from worker_service.models.loading import load_model
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
 from worker_service.models.source import load_config

@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
+from testing.models import load_model
 from tests.compiler import skip_without_compiler
 from tests.worker.model_logits import TOLERANCE, compute_logits
 from tests.worker.rotary_tables import SCALINGS, filled_tables
@@ -24,7 +25,6 @@ from worker_service.config import WorkerConfig
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import MAX_SIZE, RopeConfig
 from worker_service.models.families import parse_config
-from worker_service.models.loading import load_model
 from worker_service.models.rope import inverse_frequencies
 from worker_service.startup import loader
 from worker_service.startup.loader import load_worker

@@ -14,11 +14,11 @@ from testing.checkpoints.families import FAMILIES, FIRST_FAMILIES, make_checkpoi
 from testing.checkpoints.gguf_files import write_gguf
 from testing.checkpoints.packed import make_mxfp4, make_quantized
 from testing.checkpoints.quantized import BY_NAME
+from testing.models import load_model
 from tests.compiler import skip_without_compiler
 from tests.worker.model_logits import packed_products
 from tests.worker.shared_steps import CPU, VOCAB, alone, together
 from worker_service.host import create_host_operations
-from worker_service.models import loading
 from worker_service.models.communicator import SingleRank
 from worker_service.models.ranks import RankGroup
 from worker_service.startup.cpu_kernels import load_cpu_kernels
@@ -56,7 +56,7 @@ def threads():
 def load(path, dtype, communicator):
     operations = create_host_operations(load_cpu_kernels())
     options = {"dtype": dtype, "device": CPU, "operations": operations, "communicator": communicator}
-    return loading.load_model(path, **options)
+    return load_model(path, **options)
 
 
 def assert_same_bits(model, dtype, cache_dtype, seed, *, num_rows=33) -> None:

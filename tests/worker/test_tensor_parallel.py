@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from testing.checkpoints.families import FAMILIES, make_checkpoint
+from testing.models import load_model
 from tests.worker.model_logits import (
     BIASES,
     CPU,
@@ -16,7 +17,6 @@ from tests.worker.model_logits import (
     use_kernels,
 )
 from tests.worker.thread_ranks import Meeting, ThreadRank, kept, on_every_rank
-from worker_service.models.loading import load_model
 
 VARIANTS = [
     *[(family, {}, 2) for family in FAMILIES],

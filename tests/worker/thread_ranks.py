@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from testing.models import load_model
 from tests.worker.model_logits import CPU
 from worker_service.models.linear import Linear
-from worker_service.models.loading import load_model
 from worker_service.models.operations import Operations
 
 

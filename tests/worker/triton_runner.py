@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from testing.models import load_model
 from tests.worker.fake_device import FakeDevice
 from tests.worker.runners import device_runner
 from worker_service.attention.backends.triton import TritonAttention
@@ -15,7 +16,6 @@ from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.kernels import create_sampler
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.grammars import EpochGrammars
-from worker_service.models.loading import load_model
 from worker_service.models.source import load_config
 from worker_service.rows.table import TableLimits
 from worker_service.runner import ModelRunner

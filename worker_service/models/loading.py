@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pagewire.common.gguf import is_gguf
 from pagewire.kernels.float8 import Float8Format
@@ -22,7 +22,6 @@ from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
-from worker_service.models.quantization import Quantization, WeightFormat
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
 from worker_service.models.quantizing import QuantizingTensors
 from worker_service.models.rope import RotaryEmbedding
@@ -34,59 +33,13 @@ from worker_service.models.weights import (
     fill_layers,
     hold_dtypes,
     keep_quantized,
-    list_targets,
     load_weights,
+    targets_of,
     working_bytes,
 )
 
 # Of a quantised element before it is packed: a code, and at most a scale and a minimum for each 16.
 _UNPACKED_BYTES = 1.5
-
-
-def load_model(
-    path: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: TensorProgress | None = None,
-    operations: Operations | None = None,
-    is_dummy: bool = False,
-    communicator: Communicator | None = None,
-    quantization: str | None = None,
-    max_model_len: int | None = None,
-    held_dtype: torch.dtype | None = None,
-) -> Model:
-    """Loads a model, or one rank's part of it, ready to run.
-
-    Args:
-        path: a directory that holds config.json and the safetensors files, or a GGUF file.
-        dtype: what the model computes in. Weights are converted as they are read, except where `operations` multiply
-            with them in the dtype of the checkpoint.
-        device: where it computes.
-        progress: called after each tensor with (tensors loaded, tensors in all).
-        operations: what the model computes with; by default plain torch.
-        is_dummy: the directory need hold nothing but config.json, and the weights are random.
-        communicator: the rank whose part it is, of how many, and how they meet; by default there is one.
-        quantization: "int8" or "int4", for one rank's weights of floats where `operations` multiply with codes.
-        max_model_len: the longest sequence that there will be; by default as many positions as the model has.
-        held_dtype: what weights of float32 are rounded to, where `operations` multiply with that; by default they stay.
-
-    Raises:
-        CheckpointError: the checkpoint is broken or not supported.
-        ValueError: the model cannot be shared out among so many ranks.
-    """
-    unloaded = prepare_model(
-        path,
-        dtype=dtype,
-        device=device,
-        operations=operations,
-        is_dummy=is_dummy,
-        communicator=communicator,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        held_dtype=held_dtype,
-    )
-    return unloaded.load(progress)
 
 
 def prepare_model(
@@ -101,8 +54,24 @@ def prepare_model(
     max_model_len: int | None = None,
     held_dtype: torch.dtype | None = None,
 ) -> "UnloadedModel":
-    """Return the model that `load_model` would load, compared with the headers of the files. Its arguments and errors
-    are those of `load_model`."""
+    """Return a model, or one rank's part of it, compared with the headers of the files, and ready to be loaded.
+
+    Args:
+        path: a directory that holds config.json and the safetensors files, or a GGUF file.
+        dtype: what the model computes in. Weights are converted as they are read, except where `operations` multiply
+            with them in the dtype of the checkpoint.
+        device: where it computes.
+        operations: what the model computes with; by default plain torch.
+        is_dummy: the directory need hold nothing but config.json, and the weights are random.
+        communicator: the rank whose part it is, of how many, and how they meet; by default there is one.
+        quantization: "int8" or "int4", for one rank's weights of floats where `operations` multiply with codes.
+        max_model_len: the longest sequence that there will be; by default as many positions as the model has.
+        held_dtype: what weights of float32 are rounded to, where `operations` multiply with that; by default they stay.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+        ValueError: the model cannot be shared out among so many ranks.
+    """
     communicator = communicator or SingleRank()
     shard = Shard.of(load_config(path).serving(max_model_len), communicator.rank, communicator.size)
     checkpoint = DummyTensors() if is_dummy else _open(path, shard.config)
@@ -112,38 +81,26 @@ def prepare_model(
         model = Decoder(shard.config, operations, communicator)
     table = tuple(_weights(family, shard.config, checkpoint))
     if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
-        checkpoint = QuantizedCheckpoint(checkpoint, _formats(model, table, shard.config.quantization))
+        linears = [weight.source for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
+        checkpoint = QuantizedCheckpoint(checkpoint, shard.config.quantization.formats_of(linears))
     if quantization is not None:
         assert (shard.size, checkpoint.formats) == (1, ()), "refused before"
         checkpoint, table = _quantizing(model, checkpoint, table, BITS[quantization], operations)
     is_tied = shard.config.tie_word_embeddings
     if not is_dummy:
         is_tied = _lacks_head(checkpoint, table, path, is_tied=is_tied)
-    (embedding,) = [weight for weight in table if weight.target == "embedding"]
-    embedding_format = checkpoint.quantized_format(f"{embedding.source}.weight", shard.config.hidden_size)
-    has_codes = embedding_format is not None and operations.holds_quantized(embedding_format)
-    if has_codes and shard.size == 1:
-        # The embedding takes rows of the head, which has the codes, or of a layer of its own.
-        holder = "head" if is_tied else model.embedding.hold_rows(operations)
-        others = (weight for weight in table if not is_tied or weight.target != "head")
-        table = tuple(replace(weight, target=holder) if weight.target == "embedding" else weight for weight in others)
-        model.embedding.weight = None
-    elif is_tied and shard.size > 1:
-        # Each rank's head has the rows of its tokens, and their codes if there are any; the embedding is whole.
-        others = (weight for weight in table if weight.target != "head")
-        table = (*others, replace(embedding, target="head", split=Split.VOCABULARY))
-        is_tied = False
-    elif is_tied:
-        model.head.weight = None
+    table = _place_embedding(model, checkpoint, table, shard.size, operations, is_tied=is_tied)
     model.to(dtype)
     _keep_float32(model, device)
     hold_dtypes(model, checkpoint, table, held_dtype, lambda held: operations.can_hold(held, dtype))
     keep_quantized(model, checkpoint, table, operations.holds_quantized)
-    targets = list_targets(model, table, shard)
+    targets = [target for weight in table for target in targets_of(model, weight, shard)]
     check_weights(model, checkpoint, targets, _ignored(family, shard.config))
-    reading_bytes = working_bytes(checkpoint, targets)
     return UnloadedModel(
-        model, checkpoint, table, shard, dtype, device, operations, is_tied, reading_bytes, quantization
+        *(model, checkpoint, table, shard, dtype, device, operations),
+        is_tied=is_tied and shard.size == 1,
+        reading_bytes=working_bytes(checkpoint, targets),
+        quantization=quantization,
     )
 
 
@@ -159,6 +116,35 @@ def _lacks_head(checkpoint: Tensors, table: tuple[Weight, ...], path: Path, *, i
             f"to true in {CONFIG_FILE}"
         )
     return True
+
+
+def _place_embedding(
+    model: Decoder,
+    checkpoint: Tensors,
+    table: tuple[Weight, ...],
+    num_ranks: int,
+    operations: Operations,
+    *,
+    is_tied: bool,
+) -> tuple[Weight, ...]:
+    """Return the table in which embedding and head have the weights that each is to hold, and take from the model those
+    that neither does."""
+    (embedding,) = [weight for weight in table if weight.target == "embedding"]
+    embedding_format = checkpoint.quantized_format(f"{embedding.source}.weight", model.config.hidden_size)
+    has_codes = embedding_format is not None and operations.holds_quantized(embedding_format)
+    if has_codes and num_ranks == 1:
+        # The embedding takes rows of the head, which has the codes, or of a layer of its own.
+        holder = "head" if is_tied else model.embedding.hold_rows(operations)
+        others = (weight for weight in table if not is_tied or weight.target != "head")
+        table = tuple(replace(weight, target=holder) if weight.target == "embedding" else weight for weight in others)
+        model.embedding.weight = None
+    elif is_tied and num_ranks > 1:
+        # Each rank's head has the rows of its tokens, and their codes if there are any; the embedding is whole.
+        others = (weight for weight in table if weight.target != "head")
+        table = (*others, replace(embedding, target="head", split=Split.VOCABULARY))
+    elif is_tied:
+        model.head.weight = None
+    return table
 
 
 def _quantizing(
@@ -342,12 +328,6 @@ def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
 def _is_whole(module: Linear | Embedding) -> bool:
     """Whether a layer's weight is not of codes."""
     return isinstance(module, Embedding) or module.quantized_format is None
-
-
-def _formats(model: Decoder, table: tuple[Weight, ...], quantization: Quantization) -> dict[str, WeightFormat]:
-    """The formats of the checkpoint's linear modules that are quantised, by their names there."""
-    modules = [weight.source for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
-    return quantization.formats_of(modules)
 
 
 def _weights(family: Family, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:

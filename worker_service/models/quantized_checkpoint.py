@@ -46,7 +46,7 @@ class QuantizedCheckpoint(Tensors):
         self.formats = tuple(sorted({weight_format.describe() for weight_format in self._formats.values()}))
         unneeded = {f"{module}.bias" for module, kept in self._formats.items() if kept.layout.startswith("gptq")}
         # Without biases of 0 that some GPTQ checkpoints hold for models without any.
-        self.names = frozenset(name for name in checkpoint.names if not (name in unneeded and self._is_zero(name)))
+        self.names = frozenset(name for name in checkpoint.names if name not in unneeded or checkpoint.read(name).any())
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
         """See `Tensors.quantized_format`. There is none of FP8 in blocks that have no panels, and of columns whose
@@ -179,9 +179,6 @@ class QuantizedCheckpoint(Tensors):
     def _refuse(self, name: str, fault: str, cause: Exception | None = None) -> NoReturn:
         described = self._checkpoint.described(name)
         raise CheckpointError(f"tensor {described} in {self._checkpoint.header(name).file} {fault}") from cause
-
-    def _is_zero(self, name: str) -> bool:
-        return not self._checkpoint.read(name).any()
 
 
 def _alternatives(values: Iterable[str | TensorShape]) -> str:

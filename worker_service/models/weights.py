@@ -49,7 +49,7 @@ def load_weights(
     """
     by_module: dict[str, list[tuple[str, list[Piece]]]] = {}
     for weight in table:
-        by_module.setdefault(weight.target, []).extend(_targets(model, weight, shard))
+        by_module.setdefault(weight.target, []).extend(targets_of(model, weight, shard))
     num_loaded, num_all = 0, sum(map(len, by_module.values()))
     for target, sources in by_module.items():
         module = model.get_submodule(target)
@@ -78,11 +78,6 @@ def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) ->
     if num_missing:
         codes = torch.zeros(num_missing, in_size, dtype=torch.int8)
         product.add_part(QuantizedWeight(codes, torch.zeros(num_missing, 1), None, in_size))
-
-
-def list_targets(model: nn.Module, table: Iterable[Weight], shard: Shard) -> Targets:
-    """Return where this rank's part of every parameter is in the checkpoint. `table`: as `fill_layers` gives it."""
-    return [target for weight in table for target in _targets(model, weight, shard)]
 
 
 def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignored: str) -> None:
@@ -191,8 +186,9 @@ def fill_layers(table: Iterable[Weight], config: ModelConfig) -> Iterator[Weight
                 yield replace(weight, source=source, target=target)
 
 
-def _targets(model: nn.Module, weight: Weight, shard: Shard) -> Iterator[tuple[str, list[Piece]]]:
-    """(checkpoint name, what is read of it and where it goes) of each parameter of the module."""
+def targets_of(model: nn.Module, weight: Weight, shard: Shard) -> Iterator[tuple[str, list[Piece]]]:
+    """Yield where this rank's part of each parameter of a module is in the checkpoint: its name there, and what is read
+    of it and where that goes. `weight`: as `fill_layers` gives it."""
     module = model.get_submodule(weight.target)
     for kind, parameter in module.named_parameters(recurse=False):
         target = parameter.data

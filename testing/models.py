@@ -1,0 +1,18 @@
+"""Models as they are loaded, for tests that need no worker."""
+
+from pathlib import Path
+from typing import Any
+
+from worker_service.models.loading import prepare_model
+from worker_service.models.model import Model
+from worker_service.models.weights import TensorProgress
+
+
+def load_model(path: Path, *, progress: TensorProgress | None = None, **options: Any) -> Model:
+    """Load a model, or one rank's part of it, ready to run.
+
+    Args:
+        progress: called after each tensor with (tensors loaded, tensors in all).
+        options: of `prepare_model`.
+    """
+    return prepare_model(path, **options).load(progress)
