@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,12 +36,17 @@ class CompileThread:
         self._compile.result()
 
     def submit(self, job: Callable[[Compile], None]) -> None:
-        """Have a job done behind those that were submitted before. It may raise nothing."""
-        self._executor.submit(lambda: job(self._compile.result()))
+        """Have a job done behind those that were submitted before. It is to raise nothing: what it raises is logged."""
+        self._executor.submit(lambda: job(self._compile.result())).add_done_callback(_log_failure)
 
     def stop(self) -> None:
         """Return when the job in progress is done; the others are dropped."""
         self._executor.shutdown(cancel_futures=True)
+
+
+def _log_failure(job: Future[None]) -> None:
+    if not job.cancelled() and job.exception() is not None:
+        logger.critical("a grammar's job failed", exc_info=job.exception())
 
 
 def _lower_priority() -> None:

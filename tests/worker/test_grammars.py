@@ -227,3 +227,18 @@ def test_without_a_tokenizer_that_can_be_read_grammars_alone_are_refused(
     assert reason in said
     with pytest.raises(WorkerProtocolError, match="no tokenizer"):
         grammars.add(regex(1))
+
+
+def test_a_job_that_raises_is_logged_and_the_next_runs(caplog: pytest.LogCaptureFixture) -> None:
+    thread = CompileThread(lambda: HeldCompiler().compile)
+    done = threading.Event()
+
+    def fail(_: object) -> None:
+        raise RuntimeError("no job of a grammar raises")
+
+    with caplog.at_level(logging.CRITICAL):
+        thread.submit(fail)
+        thread.submit(lambda _: done.set())
+        assert done.wait(TIMEOUT_S)
+    thread.stop()
+    assert "no job of a grammar raises" in caplog.text
