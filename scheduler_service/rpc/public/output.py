@@ -8,6 +8,7 @@ the last.
 """
 
 import asyncio
+import io
 import struct
 import sys
 from array import array
@@ -21,7 +22,6 @@ from scheduler_service.serving.tokenizer import TextDecoder
 # Tokens, or prompt log-probabilities, of one response: keeps it far below a client's message limit of 4 MiB.
 MAX_RESPONSE_TOKENS = 2048
 _PIECE_TOKENS = 256  # of a whole output: less than a millisecond's work, log-probabilities included
-_MAX_TEXTS = 256  # texts of tokens that wait to be joined
 _BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
 FINISH_REASONS = {
     EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
@@ -97,9 +97,8 @@ class OutputBuffer:
         # Lists are faster where little is in them, arrays smaller.
         self._first_token = self._first_prompt_logprob = 0
         self._token_ids: MutableSequence[int] = array("I") if is_kept else []
-        self._text = ""
-        self._texts: list[str] = []  # that follow it
-        self._num_chars = 0  # of both
+        self._text = io.StringIO()
+        self._num_chars = 0
         self._text_ends: MutableSequence[int] = array("I") if is_kept else []  # where in the text each token's own ends
         self._logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
         self._cumulative_logprobs: MutableSequence[float] = array("d") if is_kept else []  # up to each token
@@ -111,7 +110,7 @@ class OutputBuffer:
         """Estimate the memory that an output which is kept takes."""
         columns = (self._logprobs, self._prompt_logprobs)
         in_columns = sum(each.num_bytes for each in columns if isinstance(each, LogprobColumns))
-        return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._whole_text()) + in_columns
+        return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._text.getvalue()) + in_columns
 
     def add(self, delta: Delta) -> None:
         """Take what the sequence got. The end comes with the last token, or alone; with it comes all text there is."""
@@ -144,7 +143,7 @@ class OutputBuffer:
         start = first_token - self._first_token
         stop = start + num_tokens
         is_last = first_token + num_tokens == self.num_tokens
-        text, token_ids = self._whole_text() if self._texts else self._text, self._token_ids
+        text, token_ids = self._text.getvalue(), self._token_ids
         if start or not is_last:
             end_of_text = self._num_chars if is_last else self._chars_before(first_token + num_tokens)
             text = text[self._chars_before(first_token) : end_of_text]
@@ -178,7 +177,7 @@ class OutputBuffer:
         if self._is_kept:
             return
         self._first_token = self.num_tokens
-        self._text, self._num_chars = "", 0
+        self._text, self._num_chars = io.StringIO(), 0
         self._token_ids.clear()
         self._text_ends.clear()
         if self._with_logprobs:
@@ -211,13 +210,7 @@ class OutputBuffer:
             if num_kept > 1:
                 self._text_ends.extend([self._num_chars] * (num_kept - 1))
             if text:
-                self._num_chars += len(text)
-                if not self._text:
-                    self._text = text
-                else:
-                    self._texts.append(text)
-                    if len(self._texts) == _MAX_TEXTS:
-                        self._whole_text()
+                self._num_chars += self._text.write(text)
             if num_kept:
                 self.num_tokens += num_kept
                 self._token_ids.extend(token_ids if num_kept == len(token_ids) else token_ids[:num_kept])
@@ -254,12 +247,6 @@ class OutputBuffer:
             self._cumulative_logprob += entry.logprob
             self._cumulative_logprobs.append(self._cumulative_logprob)
         self._logprobs.extend(entries)
-
-    def _whole_text(self) -> str:
-        """Return all text that is here, which is in one piece from now on."""
-        self._text += "".join(self._texts)
-        self._texts.clear()
-        return self._text
 
     def _chars_before(self, token: int) -> int:
         """Return where in the text that of a token begins."""
