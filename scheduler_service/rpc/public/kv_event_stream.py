@@ -1,7 +1,6 @@
 """One subscription to the events of the prefix cache."""
 
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
 
 import grpc
 
@@ -28,43 +27,32 @@ async def kv_event_messages(
             "subscribe without start_sequence_number for a snapshot",
             "instance_id",
         )
-    is_first = True
+    is_snapshot, told_id = not request.HasField("start_sequence_number"), instance_id
     with kv_events.following():
-        async with aclosing(_endless(request, kv_events)) as messages:
-            async for message in messages:
-                if is_first:
-                    message.instance_id = instance_id
-                    is_first = False
+        batch = kv_events.snapshot() if is_snapshot else await _after(request.start_sequence_number, kv_events)
+        while True:
+            for message in _messages(batch):
+                message.is_snapshot, message.instance_id = is_snapshot, told_id
+                told_id = ""  # in the first message alone
                 yield message
+            is_snapshot, batch = False, await _after(batch.sequence_number, kv_events)
 
 
-async def _endless(
-    request: scheduler_pb2.SubscribeKvEventsRequest, kv_events: KvEvents
-) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
-    if request.HasField("start_sequence_number"):
-        last = request.start_sequence_number
-    else:
-        snapshot = kv_events.snapshot()
-        last = snapshot.sequence_number
-        for message in _messages(snapshot):
-            message.is_snapshot = True
-            yield message
-    while True:
-        try:
-            batch = await kv_events.after(last)
-        except LookupError:
-            first_start, last_start = kv_events.starts
-            raise RpcError(
-                grpc.StatusCode.OUT_OF_RANGE,
-                f"the events after sequence number {last} are not held, but those after {first_start} to {last_start} "
-                "are; subscribe without start_sequence_number for a snapshot",
-                "start_sequence_number",
-            ) from None
-        if batch is None:
-            raise RpcError(grpc.StatusCode.UNAVAILABLE, "the server has shut down; subscribe at its successor")
-        for message in _messages(batch):
-            yield message
-        last = batch.sequence_number
+async def _after(sequence_number: int, kv_events: KvEvents) -> KvEventBatch:
+    """Return the batch after this one, as soon as there is one. Raises RpcError."""
+    try:
+        batch = await kv_events.after(sequence_number)
+    except LookupError:
+        first_start, last_start = kv_events.starts
+        raise RpcError(
+            grpc.StatusCode.OUT_OF_RANGE,
+            f"the events after sequence number {sequence_number} are not held, but those after {first_start} to "
+            f"{last_start} are; subscribe without start_sequence_number for a snapshot",
+            "start_sequence_number",
+        ) from None
+    if batch is None:
+        raise RpcError(grpc.StatusCode.UNAVAILABLE, "the server has shut down; subscribe at its successor")
+    return batch
 
 
 def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsResponse]:
