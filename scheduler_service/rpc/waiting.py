@@ -5,12 +5,12 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, NamedTuple
 
 import grpc.aio
 
+from pagewire.common.stopping import cancel
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.wrong_port import RightPort
 
@@ -91,45 +91,35 @@ class Waiting:
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
-    @asynccontextmanager
-    async def for_connection(
-        self, dialler: Dialler, probe: Callable[[], grpc.aio.Call], on_reason: Callable[[str], object]
-    ) -> AsyncIterator[None]:
-        """While the block waits for a connection, which gRPC does without a word, tell why there is none.
-
-        `probe` makes a call that fails where there is no connection, instead of waiting for one. `on_reason` hears the
-        reason, too. Raises Outdated in place of the block once `dialler` would give another channel.
-        """
-        try:
-            async with asyncio.timeout(None) as limit:
-                explaining = asyncio.create_task(self._explain(dialler, limit, probe, on_reason))
-                try:
-                    yield
-                finally:
-                    explaining.cancel()
-                    await asyncio.wait({explaining})
-                if not explaining.cancelled():
-                    explaining.result()
-        except TimeoutError:
-            raise Outdated("there are renewed files to connect with") from None
-
-    async def _explain(
+    async def connect(
         self,
+        connecting: Coroutine[Any, Any, None],
         dialler: Dialler,
-        limit: asyncio.Timeout,
         probe: Callable[[], grpc.aio.Call],
         on_reason: Callable[[str], object],
     ) -> None:
-        while True:
-            await asyncio.sleep(_PATIENCE)
-            if dialler.is_outdated:
-                limit.reschedule(asyncio.get_running_loop().time())
-                return
-            call = probe()
-            try:
-                await call.wait_for_connection()
-            except grpc.aio.AioRpcError as error:
-                reason = f"there is no connection ({_LAST_ERROR.sub('', error.details() or error.code().name)})"
-                on_reason(self.tell(reason, is_calm=True))
-            finally:
-                call.cancel()
+        """Return when `connecting` is done, which waits for a connection without a word, and tell why there is none.
+
+        `probe` makes a call that fails where there is no connection, instead of waiting for one. `on_reason` hears the
+        reason, too. Raises what `connecting` does, and Outdated once `dialler` would give another channel.
+        """
+        task = asyncio.create_task(connecting)
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=_PATIENCE)
+                if done:
+                    return task.result()
+                if dialler.is_outdated:
+                    raise Outdated("there are renewed files to connect with")
+                await self._explain(probe(), on_reason)
+        finally:
+            await cancel([task])
+
+    async def _explain(self, call: grpc.aio.Call, on_reason: Callable[[str], object]) -> None:
+        try:
+            await call.wait_for_connection()
+        except grpc.aio.AioRpcError as error:
+            reason = f"there is no connection ({_LAST_ERROR.sub('', error.details() or error.code().name)})"
+            on_reason(self.tell(reason, is_calm=True))
+        finally:
+            call.cancel()

@@ -58,7 +58,6 @@ class _Sent:
         self.stream_ids = list(range(stream_id, stream_id + request.n))
         self.key = (request.tenant, request.request_id)
         self.is_beam_search = request.beam is not None
-        self.num_open = request.n
         self.receiver = receiver
         self._counts = counts
         self._num_tokens = [0] * request.n  # that came of each sample
@@ -276,8 +275,8 @@ class SchedulerLink:
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(metadata))
         sending: asyncio.Task[None] | None = None
         try:
-            async with self._waiting.for_connection(self._dialler, stub.GenerateMany, self._set_reason):
-                await call.wait_for_connection()
+            connecting = call.wait_for_connection()
+            await self._waiting.connect(connecting, self._dialler, stub.GenerateMany, self._set_reason)
             async for message in call:
                 if message.HasField("server_info"):
                     mismatch = self._mismatch(message.server_info)
@@ -347,8 +346,7 @@ class SchedulerLink:
             end = _decode_end(stream_id, delta)
             self.num_ended[end.reason] += 1
             del self._streams[stream_id]
-            sent.num_open -= 1
-            if sent.num_open == 0:
+            if self._streams.keys().isdisjoint(sent.stream_ids):
                 self._forget(sent)
         sent.deliver(
             stream_id,

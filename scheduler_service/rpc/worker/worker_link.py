@@ -29,7 +29,7 @@ from pagewire.common.transport.wrong_port import RightPort
 from pagewire.common.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.rpc.waiting import Ended, Outdated, Waiting
-from scheduler_service.rpc.worker.worker_session import RankSession, Session, SessionEnded, WorkerHangs, read, write
+from scheduler_service.rpc.worker.worker_session import RankSession, Session, SessionEnded, WorkerUnusable, read, write
 from scheduler_service.serving.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
@@ -63,10 +63,6 @@ _MAX_LEAD_S = 24 * 3600.0  # that another scheduler's clock may have
 
 class FencedError(Exception):
     """Another scheduler has taken the worker that this one held."""
-
-
-class WorkerTaken(SessionEnded):
-    """The worker is another scheduler's until its process ends."""
 
 
 class EpochsExhausted(Exception):
@@ -164,9 +160,9 @@ class WorkerLink:
         execute = partial(stub.Execute, metadata=self._secret.metadata() if self._secret else ())
         call = execute(wait_for_ready=True)
         try:
-            async with self._waiting.for_connection(self._diallers[rank], execute, self._step_loop.worker_missing):
-                hello = Hello(PROTOCOL_VERSION, self._instance_id, epoch, self._pipeline_depth)
-                await write(call, encode_request(hello))
+            hello = Hello(PROTOCOL_VERSION, self._instance_id, epoch, self._pipeline_depth)
+            sending = write(call, encode_request(hello))
+            await self._waiting.connect(sending, self._diallers[rank], execute, self._step_loop.worker_missing)
             # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
             async with asyncio.timeout(_READY_TIMEOUT):
                 answer = await read(call)
@@ -184,7 +180,7 @@ class WorkerLink:
             await session.hold(call, capacity, partial(self._certificates.__setitem__, rank))
         except TimeoutError:
             return self._given_up(rank, f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
-        except (WorkerHangs, WorkerTaken) as error:
+        except WorkerUnusable as error:
             return self._given_up(rank, str(error))
         except (SessionEnded, WorkerProtocolError) as error:
             return Ended(str(error))
@@ -243,15 +239,15 @@ class WorkerLink:
         return answer
 
     def _take_refusal(self, refusal: Refusal) -> None:
-        """Give up a worker that another one holds, or count on from its epoch. Raises FencedError, WorkerTaken."""
+        """Give up a worker that another one holds, or count on from its epoch. Raises FencedError, WorkerUnusable."""
         if refusal.reason is not RefusalReason.STALE_EPOCH:
             return
         if self._first_capacities and refusal.instance_id != self._instance_id:
             reason = f"scheduler {refusal.instance_id} has taken the worker in epoch {refusal.epoch}"
             # A process that is started for this scheduler alone knows of no other one.
-            raise WorkerTaken(reason) if self._restart_worker is not None else FencedError(reason)
+            raise WorkerUnusable(reason) if self._restart_worker is not None else FencedError(reason)
         if not self._epochs.hear_of(refusal.epoch):
-            raise WorkerTaken(
+            raise WorkerUnusable(
                 f"the worker is held in epoch {refusal.epoch}, more than a day ahead of this scheduler's clock; "
                 "restart the worker, or set the clocks of both"
             )

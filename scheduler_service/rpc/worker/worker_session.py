@@ -46,8 +46,8 @@ class SessionEnded(Exception):
     """The epoch is over; the text says why."""
 
 
-class WorkerHangs(SessionEnded):
-    """The worker is connected, but it does nothing."""
+class WorkerUnusable(SessionEnded):
+    """The worker hangs, or is another scheduler's, until its process ends."""
 
 
 class Session:
@@ -228,7 +228,7 @@ class RankSession:
             await asyncio.sleep(_JUDGE_INTERVAL)
             verdict = self._liveness.judge(time.monotonic())
             if verdict:
-                raise WorkerHangs(verdict)
+                raise WorkerUnusable(verdict)
 
 
 async def read(call: grpc.aio.StreamStreamCall) -> Response:
