@@ -18,7 +18,6 @@ from scheduler_service.request_service import RequestService, refused
 from scheduler_service.rpc.front_end.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.front_end.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.rpc.public.report import decode_stats
-from scheduler_service.serving.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from scheduler_service.rpc.vllm.report import Load
@@ -58,7 +57,7 @@ async def run(
             service.tokenizer,
             text_limits=service.text_limits,
         )
-        service.listen(servicer, partial(_make_vllm, link, servicer, service.model))
+        service.listen(servicer, partial(_make_vllm, link, servicer))
         read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)
         metrics = serve_metrics(FrontEndCollector(read_stats), config)
     except (ValueError, OSError) as error:
@@ -104,13 +103,13 @@ def _scheduler_link(config: FrontEndConfig, dialler: Dialler, service: RequestSe
     )
 
 
-def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, model: ModelInfo, vllm: ModuleType) -> "VllmServicer":
+def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, vllm: ModuleType) -> "VllmServicer":
     async def read_load() -> "Load":
         loads, worker, max_num_seqs = await link.loads(), link.capacity, link.server_info().max_num_seqs
         throughput = round(loads.generation_throughput, 1)
         return vllm.Load(decode_stats(loads), worker.block_size if worker else 0, max_num_seqs, throughput)
 
-    return vllm.VllmServicer(link, servicer.intake, model, link.server_info, read_load, None)
+    return vllm.VllmServicer(servicer.intake, link.server_info, read_load, None)
 
 
 def _failed(error: BaseException | None) -> int:

@@ -191,14 +191,7 @@ class _Scheduler:
         async def read_load() -> "Load":
             return load()
 
-        return vllm.VllmServicer(
-            step_loop,
-            servicer.intake,
-            self._service.model,
-            servicer.server_info,
-            read_load,
-            (step_loop, load),
-        )
+        return vllm.VllmServicer(servicer.intake, servicer.server_info, read_load, (step_loop, load))
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         gc.callbacks.append(self._metrics.collection)

@@ -23,7 +23,7 @@ from pagewire.kernels.cpu import VARIANTS
 from scheduler_service import metrics_server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.policy import POLICIES
-from scheduler_service.rpc.public import generate_request, shared_call, structured_output
+from scheduler_service.rpc.public import generate_request, shared_call
 from scheduler_service.rpc.worker import liveness
 from scheduler_service.server import EXIT_FENCED
 from scheduler_service.serving import chat_template, grammars, recording
@@ -68,7 +68,7 @@ FACTS = [
     ("docs/tracing.md", f"in a queue of at most {queued_writer.MAX_WAITING_BYTES // MIB} MiB"),
     ("docs/tracing.md", f"waits at most {logs.FLUSH_TIMEOUT:g} seconds"),
     ("docs/structured_output.md", f"| {1000 * trial.MAX_MASK_SECONDS:g} ms each on average"),
-    ("docs/structured_output.md", f"more than {structured_output.MAX_GRAMMAR_BYTES >> 10} KiB"),
+    ("docs/structured_output.md", f"more than {generate_request.MAX_GRAMMAR_BYTES >> 10} KiB"),
     ("docs/structured_output.md", f"at most {round(1000 * trial.MAX_CPU_SECONDS)} ms of CPU time"),
     ("docs/structured_output.md", f"of CPU time and {trial.MAX_BYTES // MIB} MiB of memory"),
     ("docs/structured_output.md", f"more than {grammars.MAX_TENANT_WAITING} different ones of one tenant"),

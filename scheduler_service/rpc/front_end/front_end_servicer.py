@@ -31,7 +31,7 @@ class FrontEndServicer(RequestServicer):
     ) -> None:
         """`address` is the scheduler's, for messages."""
         intake = Intake(link, model, tokenizer, max_pending_calls=_MAX_PENDING_CALLS, text_limits=text_limits)
-        super().__init__(link, model, tokenizer, intake, link.server_info)
+        super().__init__(intake, link.server_info)
         self._link = link
         self._address = address
         for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods_by_name:

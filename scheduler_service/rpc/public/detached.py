@@ -23,9 +23,8 @@ class DetachedRequests:
         self._max_ended = max_ended
         self._max_bytes = max_bytes
         self._generations: dict[tuple[str, str], Generation] = {}  # by tenant and request id
-        self._ended: dict[tuple[str, str], asyncio.TimerHandle] = {}  # oldest first
+        self._ended: dict[tuple[str, str], tuple[asyncio.TimerHandle, int]] = {}  # and bytes; oldest first
         self._num_ended: Counter[str] = Counter()  # by tenant; none is 0
-        self._sizes: dict[tuple[str, str], int] = {}  # bytes of each that has ended
         self._ended_bytes: Counter[str] = Counter()  # by tenant; none is 0
         self.num_bytes = 0  # of all that have ended
 
@@ -54,9 +53,10 @@ class DetachedRequests:
         """Keep a request for a while that has ended, or that has failed: then what is left of it ends now."""
         generation = self._generations[key]
         generation.cancel()
-        self._ended[key] = asyncio.get_running_loop().call_later(self._retention, self._forget, key)
+        num_bytes = sum(output.num_bytes for output in generation.outputs)
+        timer = asyncio.get_running_loop().call_later(self._retention, self._forget, key)
+        self._ended[key] = timer, num_bytes
         self._num_ended[key[0]] += 1
-        num_bytes = self._sizes[key] = sum(output.num_bytes for output in generation.outputs)
         self._ended_bytes[key[0]] += num_bytes
         self.num_bytes += num_bytes
         if len(self._ended) > self._max_ended:
@@ -70,9 +70,9 @@ class DetachedRequests:
         return next(key for key in self._ended if amounts[key[0]] == most)
 
     def _forget(self, key: tuple[str, str]) -> None:
-        self._ended.pop(key).cancel()
+        timer, num_bytes = self._ended.pop(key)
+        timer.cancel()
         del self._generations[key]
-        num_bytes = self._sizes.pop(key)
         self.num_bytes -= num_bytes
         for amounts, amount in ((self._num_ended, 1), (self._ended_bytes, num_bytes)):
             amounts[key[0]] -= amount

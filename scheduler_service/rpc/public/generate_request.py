@@ -3,19 +3,20 @@
 The legal ranges of its numbers stand in `common/sampling_ranges.py`.
 """
 
+import json
+import math
 import secrets
 from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import Message
 
-from pagewire.common.messages import SamplingParams
+from pagewire.common.messages import GrammarKind, SamplingParams
 from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES
+from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import BeamParams, Grammar, Request
-from scheduler_service.rpc.public.beam_search import check_beam_search, num_candidates, resolve_beam
+from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, Request
 from scheduler_service.rpc.public.prompt_text import too_many_tokens
-from scheduler_service.rpc.public.structured_output import check_structured_output, resolve_grammar
 from scheduler_service.rpc.status import invalid
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.sampling_defaults import FILTERS_OFF
@@ -25,7 +26,12 @@ MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
+MAX_GRAMMAR_BYTES = 512 * 1024  # of UTF-8
 _MAX_NAME_CHARS = {"tenant": 1024, "cache_salt": 1024, "session_id": 128}
+_EARLY_STOPPING = {
+    scheduler_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
+    **{number: EarlyStopping(name) for number, name in enum_names(scheduler_pb2.EarlyStopping.DESCRIPTOR).items()},
+}
 # What a request and a row call by the same name.
 SAME_NUMBERS = tuple(
     field.name
@@ -53,8 +59,10 @@ def check_before_tokenizing(request: scheduler_pb2.GenerateRequest, model: Model
         raise invalid("prompt", "the request has no prompt; set text or token_ids")
     if prompt == "text" and not model.has_tokenizer:
         raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
-    if request.embed:
-        _check_embedding(request, model)
+    if request.embed and model.embedding.refusal:
+        raise invalid("embed", model.embedding.refusal)
+    if request.embed and request.HasField("sampling"):
+        raise invalid("sampling", "an embedding chooses no tokens; leave sampling unset")
     _check_sampling(request.sampling, model)
 
 
@@ -67,8 +75,21 @@ def resolve_request(
 ) -> Request:
     """`deadline` in the caller's clock. Raises RpcError. Call `check_before_tokenizing` first."""
     _check_prompt(request, prompt_token_ids, model, max_sequence_tokens)
+    prompt_alone = Request(  # which is all that an embedding computes
+        request_id=request.request_id if request.HasField("request_id") else f"req-{secrets.token_hex(8)}",
+        tenant=request.tenant,
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=SamplingParams(pooling=model.embedding.pooling),
+        max_tokens=0,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        deadline=deadline,
+        session_id=request.session_id,
+        will_return=_value_or(request, "will_return", None),
+        retention_seconds=_value_or(request, "retention_seconds", None),
+    )
     if request.embed:
-        return _resolve_embedding(request, prompt_token_ids, model, deadline)
+        return prompt_alone
     sampling = request.sampling
     max_tokens = max_sequence_tokens - len(prompt_token_ids)
     if sampling.HasField("max_tokens"):
@@ -85,58 +106,16 @@ def resolve_request(
             "sampling.min_tokens",
             f"min_tokens is {sampling.min_tokens}, but the output has at most {max_tokens} tokens; lower min_tokens",
         )
-    beam, grammar = resolve_beam(sampling), resolve_grammar(sampling, model)
-    return Request(
-        request_id=_request_id(request),
-        tenant=request.tenant,
-        prompt_token_ids=tuple(prompt_token_ids),
+    beam, grammar = _resolve_beam(sampling), _resolve_grammar(sampling, model)
+    return replace(
+        prompt_alone,
         sampling=_resolve_sampling(sampling, model, beam, grammar),
         max_tokens=max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         n=_value_or(sampling, "n", 1),
-        priority=request.priority,
-        cache_salt=request.cache_salt,
         beam=beam,
-        deadline=deadline,
         grammar=grammar,
-        **_session(request),
     )
-
-
-def _request_id(request: scheduler_pb2.GenerateRequest) -> str:
-    return request.request_id if request.HasField("request_id") else f"req-{secrets.token_hex(8)}"
-
-
-def _check_embedding(request: scheduler_pb2.GenerateRequest, model: ModelInfo) -> None:
-    if model.embedding.refusal:
-        raise invalid("embed", model.embedding.refusal)
-    if request.HasField("sampling"):
-        raise invalid("sampling", "an embedding chooses no tokens; leave sampling unset")
-
-
-def _resolve_embedding(
-    request: scheduler_pb2.GenerateRequest, prompt_token_ids: list[int], model: ModelInfo, deadline: float | None
-) -> Request:
-    return Request(
-        request_id=_request_id(request),
-        tenant=request.tenant,
-        prompt_token_ids=tuple(prompt_token_ids),
-        sampling=SamplingParams(pooling=model.embedding.pooling),
-        max_tokens=0,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        deadline=deadline,
-        **_session(request),
-    )
-
-
-def _session(request: scheduler_pb2.GenerateRequest) -> dict[str, Any]:
-    """Return what the request says of the conversation that it is part of."""
-    return {
-        "session_id": request.session_id,
-        "will_return": _value_or(request, "will_return", None),
-        "retention_seconds": _value_or(request, "retention_seconds", None),
-    }
 
 
 def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) -> None:
@@ -144,8 +123,8 @@ def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) ->
         value = getattr(sampling, field)
         if sampling.HasField(field) and not legal.holds(value):
             raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {legal}")
-    check_beam_search(sampling)
-    check_structured_output(sampling, model)
+    _check_beam_search(sampling)
+    _check_structured_output(sampling, model)
     _check_stop(sampling, model)
     _check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for position, token_id in enumerate(sampling.stop_token_ids):
@@ -158,6 +137,69 @@ def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) ->
                 f"sampling.logit_bias[{token_id}]",
                 f"the logit bias of token {token_id} is {bias:g}, but must be {LOGIT_BIAS}",
             )
+
+
+def _check_beam_search(sampling: scheduler_pb2.SamplingParams) -> None:
+    """Raises RpcError. The ranges of numbers have been checked already."""
+    if not sampling.HasField("beam_width"):
+        for field in ("length_penalty", "early_stopping"):
+            if sampling.HasField(field):
+                raise invalid(
+                    f"sampling.{field}",
+                    f"{field} is set, but without beam_width there is no beam search; set beam_width too",
+                )
+        return
+    if sampling.n > sampling.beam_width:
+        raise invalid(
+            "sampling.n",
+            f"n is {sampling.n}, but {sampling.beam_width} beams find at most as many hypotheses; lower n or raise "
+            "beam_width",
+        )
+    if not math.isfinite(sampling.length_penalty):
+        raise invalid(
+            "sampling.length_penalty", f"length_penalty is {sampling.length_penalty:g}, but must be a finite number"
+        )
+    if sampling.early_stopping not in _EARLY_STOPPING:
+        raise invalid(
+            "sampling.early_stopping", f"early_stopping is {sampling.early_stopping}, which is none of its values"
+        )
+    for field, off in FILTERS_OFF.items():
+        value = getattr(sampling, field)
+        if sampling.HasField(field) and value != off:
+            raise invalid(
+                f"sampling.{field}",
+                f"{field} is {value:g}, but beam search chooses nothing at random; leave {field} or beam_width unset",
+            )
+    for field in ("logprobs", "prompt_logprobs"):
+        if sampling.HasField(field):
+            raise invalid(
+                f"sampling.{field}",
+                f"beam search reports no {field}; leave {field} unset, or sample without beam_width",
+            )
+    if sampling.stop:
+        raise invalid(
+            "sampling.stop", "beam search watches for no stop texts; use stop_token_ids, or sample without beam_width"
+        )
+
+
+def _check_structured_output(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) -> None:
+    """Check everything but whether the grammar can be read."""
+    kind = sampling.WhichOneof("structured_output")
+    if kind is None:
+        return
+    field = f"sampling.{kind}"
+    if model.grammar_refusal:
+        raise invalid(field, model.grammar_refusal)
+    if kind == "json_object":
+        if not sampling.json_object:
+            raise invalid(field, "json_object is false, but only true says something; leave it unset")
+        return
+    text = _grammar_text(sampling, kind)
+    if not text or (kind == "choice" and not sampling.choice.texts):
+        raise invalid(field, f"{kind} is empty; say what the output must match, or leave it unset")
+    size = len(text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise invalid(field, f"{kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; shorten it")
 
 
 def _check_stop(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) -> None:
@@ -216,8 +258,36 @@ def _resolve_sampling(
     if beam is None:
         return resolved
     end_token_ids = {*resolved.stop_token_ids, *(grammar.end_token_ids if grammar is not None else ())}
-    candidates = num_candidates(beam, len(end_token_ids), model.vocab_size)
+    # Continuations of each beam that a step looks at: even if all stop tokens come first, enough go on (after
+    # transformers).
+    candidates = min(model.vocab_size, max(2, 1 + len(end_token_ids)) * beam.beam_width)
     return replace(resolved, num_candidates=candidates, **FILTERS_OFF)
+
+
+def _resolve_beam(sampling: scheduler_pb2.SamplingParams) -> BeamParams | None:
+    if not sampling.HasField("beam_width"):
+        return None
+    return BeamParams(
+        beam_width=sampling.beam_width,
+        length_penalty=sampling.length_penalty if sampling.HasField("length_penalty") else 1.0,
+        early_stopping=_EARLY_STOPPING[sampling.early_stopping],
+    )
+
+
+def _resolve_grammar(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) -> Grammar | None:
+    """Return what the output must match."""
+    kind = sampling.WhichOneof("structured_output")
+    if kind is None:
+        return None
+    return Grammar(GrammarKind[kind.upper()], _grammar_text(sampling, kind), model.grammar_end_token_ids)
+
+
+def _grammar_text(sampling: scheduler_pb2.SamplingParams, kind: str) -> str:
+    if kind == "json_object":
+        return ""
+    if kind == "choice":
+        return json.dumps(list(sampling.choice.texts), ensure_ascii=False)
+    return getattr(sampling, kind)
 
 
 def _value_or(message: Message, field: str, default: Any) -> Any:

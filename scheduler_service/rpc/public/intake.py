@@ -9,19 +9,23 @@ from dataclasses import replace
 import grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import AdmissionError, AdmissionReason, OutputMode, Request
+from scheduler_service.core.request import AdmissionError, AdmissionReason, Grammar, OutputMode, Request
 from scheduler_service.rpc.entrance import session_of_call
 from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.generate_request import check_before_tokenizing, resolve_request
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer
 from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
-from scheduler_service.rpc.public.structured_output import check_grammar, check_grammars_served
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.serving.engine import RequestEngine
-from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.grammars import (
+    GrammarChecks,
+    GrammarRefusedError,
+    GrammarsNotServedError,
+    TooManyGrammarsError,
+)
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.token_stream import ReadyList
 from scheduler_service.serving.tokenizer import Tokenizer
@@ -50,9 +54,9 @@ class Intake:
         """The names of `detached` requests are taken as long as those are kept. Without `quotas` tenants are held to
         none. Without `grammars` those of requests are checked behind the engine, and without `retention_limit`, a
         tenant's in seconds, their hints are bounded there."""
-        self._engine = engine
-        self._model = model
-        self._tokenizer = tokenizer
+        self.engine = engine
+        self.model = model
+        self.tokenizer = tokenizer
         self.texts = PromptTexts(tokenizer, text_limits) if tokenizer is not None else None
         self._max_pending_calls = max_pending_calls
         self._detached = detached
@@ -85,7 +89,7 @@ class Intake:
         generation = Generation(
             request,
             outputs,
-            self._engine,
+            self.engine,
             ready_list if _is_plain(request) else None,
             label,
             keeps_all=request.beam is not None or not message.sampling.stop,
@@ -112,7 +116,7 @@ class Intake:
 
     def settle(self, stream_id: int, num_computed: int, num_kept: int) -> None:
         """Take note of how much of a relayed sample its client got."""
-        self._engine.settle(stream_id, num_computed, min(num_kept, num_computed))
+        self.engine.settle(stream_id, num_computed, min(num_kept, num_computed))
 
     def revoke(self, tenants: frozenset[str]) -> None:
         """End what runs for tenants that are none any more, also for front ends and for clients that have
@@ -131,24 +135,20 @@ class Intake:
         deadline = None if time_remaining is None else time.monotonic() + time_remaining
         message.tenant = tenant_of_call(message.tenant)
         message.session_id = message.session_id or session_of_call()
-        check_before_tokenizing(message, self._model)
+        check_before_tokenizing(message, self.model)
         if message.embed and output_mode is OutputMode.DETACHED:
             raise invalid("request.embed", "an embedding cannot be detached; call Embed and wait for it")
         self._check_available(output_mode)
         with self._pending(message.tenant):
             prompt_token_ids = await self._tokenize(message, output_mode)
-            limit = self._engine.availability.max_sequence_tokens
-            request = resolve_request(message, prompt_token_ids, self._model, limit, deadline)
+            limit = self.engine.availability.max_sequence_tokens
+            request = resolve_request(message, prompt_token_ids, self.model, limit, deadline)
             if request.grammar is not None and self._grammars is not None:
-                await check_grammar(self._grammars, request.grammar, request.tenant)
-        return replace(request, output_mode=output_mode, retention_seconds=self._bounded_retention(request))
-
-    def _bounded_retention(self, request: Request) -> int | None:
-        """Return what the tenant's limit leaves of the hint: a limit of 0 leaves none."""
-        hint = request.retention_seconds
-        if hint is None or self._retention_limit is None:
-            return hint
-        return min(hint, self._retention_limit(request.tenant)) or None
+                await _check_grammar(self._grammars, request.grammar, request.tenant)
+        retention = request.retention_seconds
+        if retention is not None and self._retention_limit is not None:  # a limit of 0 leaves none
+            retention = min(retention, self._retention_limit(request.tenant)) or None
+        return replace(request, output_mode=output_mode, retention_seconds=retention)
 
     @contextlib.contextmanager
     def _pending(self, tenant: str) -> Iterator[None]:
@@ -167,9 +167,9 @@ class Intake:
 
     async def _tokenize(self, message: scheduler_pb2.GenerateRequest, output_mode: OutputMode) -> list[int]:
         """Return the tokens of the prompt, once it is known what fits."""
-        await self._engine.availability.wait_for_first_worker(output_mode)
+        await self.engine.availability.wait_for_first_worker(output_mode)
         if message.WhichOneof("prompt") == "text" and self.texts is not None:
-            limit = self._engine.availability.max_sequence_tokens
+            limit = self.engine.availability.max_sequence_tokens
             return await self.texts.encode(message.text, message.tenant, limit)
         return list(message.token_ids.ids)
 
@@ -181,8 +181,8 @@ class Intake:
         outputs = []
         for index in range(request.n):
             decoder = None
-            if with_text and self._tokenizer is not None and not message.embed:
-                decoder = self._tokenizer.text_decoder(
+            if with_text and self.tokenizer is not None and not message.embed:
+                decoder = self.tokenizer.text_decoder(
                     request.prompt_token_ids,
                     stop=options.stop,
                     min_tokens=request.sampling.min_tokens,
@@ -206,7 +206,7 @@ class Intake:
         request = generation.request
         self._check_available(request.output_mode)
         if request.grammar is not None and self._grammars is not None:
-            check_grammars_served(self._grammars, request.grammar)
+            _check_grammars_served(self._grammars, request.grammar)
         if self._detached is not None and self._detached.has(request.tenant, request.request_id):
             raise RpcError(
                 grpc.StatusCode.ALREADY_EXISTS,
@@ -218,7 +218,7 @@ class Intake:
             # What waits in a ready list is not delivered, and would not be counted.
             generation.claim, generation.ready_list = claim, None
         try:
-            generation.sequence_ids = self._engine.submit(request, generation)
+            generation.sequence_ids = self.engine.submit(request, generation)
         except AdmissionError as error:
             if claim is not None:
                 claim.release()
@@ -226,7 +226,7 @@ class Intake:
         self._generations.add(generation)
 
     def _check_available(self, output_mode: OutputMode) -> None:
-        reason = self._engine.availability.refusal(output_mode)
+        reason = self.engine.availability.refusal(output_mode)
         if reason:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, reason)
 
@@ -235,3 +235,26 @@ def _is_plain(request: Request) -> bool:
     """Say whether a request's outputs have nothing but tokens to tell."""
     sampling = request.sampling
     return request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
+
+
+async def _check_grammar(grammars: GrammarChecks, grammar: Grammar, tenant: str) -> None:
+    """Return if the grammar can be read and is served. Raises RpcError."""
+    try:
+        await grammars.check(grammar, tenant)
+    except GrammarRefusedError as error:
+        raise invalid(_field_of(grammar), f"{grammar.kind.name.lower()} cannot be used: {error}") from None
+    except GrammarsNotServedError as error:
+        raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, str(error), _field_of(grammar)) from None
+    except TooManyGrammarsError as error:
+        raise RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+
+
+def _check_grammars_served(grammars: GrammarChecks, grammar: Grammar) -> None:
+    """Return if grammars are served still: another worker may have come since this one was checked. Raises RpcError."""
+    if grammars.refusal:
+        raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, grammars.refusal, _field_of(grammar))
+
+
+def _field_of(grammar: Grammar) -> str:
+    """Return the path of the field that a request's grammar stood in."""
+    return f"sampling.{grammar.kind.name.lower()}"

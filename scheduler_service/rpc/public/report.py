@@ -7,18 +7,11 @@ from google.protobuf.message import Message
 
 from pagewire.common.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import BlockMap, RequestReport, SchedulerStats
+from scheduler_service.core.request import RequestReport, SchedulerStats
 from scheduler_service.serving.model_info import ModelInfo
 
 # Of a scheduler's limits, those that its worker has too, under the same names: the lower ones hold.
 WORKERS_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-_STATES = {
-    "waiting": scheduler_pb2.REQUEST_STATE_WAITING,
-    "running": scheduler_pb2.REQUEST_STATE_RUNNING,
-    "swapping_out": scheduler_pb2.REQUEST_STATE_SWAPPING_OUT,
-    "swapped": scheduler_pb2.REQUEST_STATE_SWAPPED,
-    "swapping_in": scheduler_pb2.REQUEST_STATE_SWAPPING_IN,
-}
 
 
 def encode_server(
@@ -74,15 +67,9 @@ def decode_stats(loads: scheduler_pb2.GetLoadsResponse) -> SchedulerStats:
 def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequestResponse:
     """Encode what one request is doing; `now` is of the clock that the report's times are of."""
     same = _common(report, scheduler_pb2.GetRequestResponse)
-    same["state"] = _STATES[report.state]
+    same["state"] = scheduler_pb2.RequestState.Value(f"REQUEST_STATE_{report.state.upper()}")
     same["holders"] = [{"request_id": holder.request_id, "num_blocks": holder.num_blocks} for holder in report.holders]
     return scheduler_pb2.GetRequestResponse(**same, age_seconds=now - report.arrived_at)
-
-
-def encode_block_map(block_map: BlockMap) -> scheduler_pb2.GetBlocksResponse:
-    return scheduler_pb2.GetBlocksResponse(
-        owners=block_map.owners, device_blocks=block_map.device, host_blocks=block_map.host
-    )
 
 
 def _common(record: Any, message: type[Message]) -> dict[str, Any]:

@@ -16,9 +16,6 @@ from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.shared_call import SharedCall
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
-from scheduler_service.serving.engine import RequestEngine
-from scheduler_service.serving.model_info import ModelInfo
-from scheduler_service.serving.tokenizer import Tokenizer
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 _PIECE_TOKENS = 16_384  # that are put into a message before others have their turn
@@ -28,9 +25,6 @@ _ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
 class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(
         self,
-        engine: RequestEngine,
-        model: ModelInfo,
-        tokenizer: Tokenizer | None,
         intake: Intake,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None = None,
@@ -38,9 +32,6 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """`intake` is there for other services of the same server too: its limits hold for all of them together.
         Without `loads` calls of GenerateMany are not told any."""
         self.intake = intake
-        self._engine = engine
-        self._model = model
-        self._tokenizer = tokenizer
         self._make_shared_call = lambda: SharedCall(intake, server_info, loads)
         self._shared_calls: set[SharedCall] = set()
         self._is_closed = False
@@ -98,7 +89,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.AbortResponse:
         try:
-            self._engine.abort(tenant_of_call(request.tenant), request.request_id)
+            self.intake.engine.abort(tenant_of_call(request.tenant), request.request_id)
         except KeyError:
             raise self._unknown(request.request_id) from None
         return scheduler_pb2.AbortResponse()
@@ -127,17 +118,18 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.DetokenizeResponse:
         """Make texts of tokens."""
-        if self._tokenizer is None:
+        tokenizer = self.intake.tokenizer
+        if tokenizer is None:
             raise _no_tokenizer("prompts")
         skip_special_tokens = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         response = scheduler_pb2.DetokenizeResponse()
         for index, prompt in enumerate(request.prompts):
-            highest, vocab_size = max(prompt.ids, default=0), self._model.vocab_size
+            highest, vocab_size = max(prompt.ids, default=0), self.intake.model.vocab_size
             if highest >= vocab_size:
                 raise invalid(
                     f"prompts[{index}].ids", f"token id {highest} is not below the vocabulary's size, {vocab_size}"
                 )
-            response.texts.append(await self._tokenizer.text_of(prompt.ids, skip_special_tokens=skip_special_tokens))
+            response.texts.append(await tokenizer.text_of(prompt.ids, skip_special_tokens=skip_special_tokens))
         return response
 
     def _unknown(self, request_id: str) -> RpcError:

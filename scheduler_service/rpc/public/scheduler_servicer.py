@@ -53,7 +53,7 @@ class SchedulerServicer(RequestServicer):
             grammars=grammars,
             retention_limit=retention_limit,
         )
-        super().__init__(step_loop, model, tokenizer, intake, self.server_info, self._loads)
+        super().__init__(intake, self.server_info, self._loads)
         self._step_loop = step_loop
         self._grammars = grammars
         self._info = info
@@ -92,7 +92,8 @@ class SchedulerServicer(RequestServicer):
         self, request: scheduler_pb2.GetBlocksRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetBlocksResponse:
         check_operator("the map of blocks")
-        return report.encode_block_map(explain.block_map(self._step_loop.state))
+        found = explain.block_map(self._step_loop.state)
+        return scheduler_pb2.GetBlocksResponse(owners=found.owners, device_blocks=found.device, host_blocks=found.host)
 
     async def SubscribeKvEvents(
         self, request: scheduler_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext

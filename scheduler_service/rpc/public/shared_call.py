@@ -21,7 +21,7 @@ from scheduler_service.rpc.public.generation import Generation, News
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.output import OutputReader
 from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
-from scheduler_service.rpc.tenants.authentication import check_forwarded
+from scheduler_service.rpc.tenants.authentication import caller_of_call
 from scheduler_service.serving.token_stream import ReadyList
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,10 @@ class SharedCall:
             elif command == "stop":
                 self._stop(message.stop.stream_id, message.stop.num_tokens)
             elif command == "get_loads":
-                self._ask_loads()
+                if self._loads is None:
+                    raise invalid("get_loads", "a front end does not tell loads; call the scheduler itself")
+                self._tells_loads = True
+                self._news.tell()
             else:
                 raise invalid(
                     "command",
@@ -182,9 +185,11 @@ class SharedCall:
         continue_trace(submission.traceparent)
         message, token_only = submission.request, submission.token_only
         if submission.tenants_revision:
-            check_forwarded(message.tenant, submission.tenants_revision)
-        if token_only:
-            _check_token_only(message)
+            caller_of_call().check_forwarded(message.tenant, submission.tenants_revision)
+        if token_only and message.WhichOneof("prompt") == "text":
+            raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
+        if token_only and message.sampling.stop:
+            raise invalid("sampling.stop", "a token-only request has no stop texts; send stop for those you find")
         timeout = submission.timeout_seconds if submission.HasField("timeout_seconds") else None
         output_mode = OutputMode.WHOLE if submission.read_whole else OutputMode.STREAMED
         generation = await self._intake.begin(
@@ -219,13 +224,6 @@ class SharedCall:
             request.generation.stop(index, num_tokens)
         elif stream_id in self._unsettled:
             self._intake.settle(stream_id, self._unsettled.pop(stream_id), num_tokens)
-
-    def _ask_loads(self) -> None:
-        """Tell the client the loads in the next message. Raises RpcError."""
-        if self._loads is None:
-            raise invalid("get_loads", "a front end does not tell loads; call the scheduler itself")
-        self._tells_loads = True
-        self._news.tell()
 
     def _expire(self, request: _Submitted) -> None:
         message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
@@ -332,14 +330,6 @@ class SharedCall:
                 elif error is not None:
                     message.failures.append(_failure(request.stream_id, error))
                     self._cancel(request)
-
-
-def _check_token_only(message: scheduler_pb2.GenerateRequest) -> None:
-    """Refuse texts in a request of which only tokens are wanted. Raises RpcError."""
-    if message.WhichOneof("prompt") == "text":
-        raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
-    if message.sampling.stop:
-        raise invalid("sampling.stop", "a token-only request has no stop texts; send stop for those you find")
 
 
 def _weight(response: scheduler_pb2.GenerateResponse) -> int:

@@ -38,26 +38,16 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 
 def tenant_of_call(named: str) -> str:
     """Return the tenant of the call that is being served; `named` is what the request itself says. Raises RpcError."""
-    return _calling().tenant(named)
-
-
-def is_operator() -> bool:
-    """Say whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
-    return _calling().is_operator()
+    return caller_of_call().tenant(named)
 
 
 def check_operator(what: str) -> None:
     """Raises RpcError unless the caller may see what belongs to all tenants."""
-    if not is_operator():
+    if not caller_of_call().is_operator():
         raise RpcError(grpc.StatusCode.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
 
 
-def check_forwarded(tenant: str, revision: str) -> None:
-    """Raises RpcError unless the caller may say that it has authenticated this tenant, by a file so revised."""
-    _calling().check_forwarded(tenant, revision)
-
-
-def _calling() -> Caller:
+def caller_of_call() -> Caller:
     """Return who calls. Raises RpcError where nothing has told that: no caller is trusted by default."""
     caller = _caller.get(None)
     if caller is None:
@@ -113,7 +103,7 @@ class Authentication:
         """Look whether the file of tenants has changed, until cancelled."""
         while True:
             await asyncio.sleep(_WATCH_INTERVAL)
-            self._tenants.look()
+            self._tenants.current()
 
     def _end_strangers(self, removed: frozenset[str]) -> None:
         """End the running calls of those who are no tenants any more, UNAUTHENTICATED."""
@@ -174,7 +164,7 @@ class _IdentifiedCaller:
     def check_forwarded(self, tenant: str, revision: str) -> None:
         """Refuse a tenant that only the front end's file has: it may be one that was revoked here. Raises RpcError."""
         check_operator("what a front end forwards")
-        if not self._tenants.has(tenant):
+        if tenant not in self._tenants.current():
             is_same = revision == self._tenants.revision
             why = "" if is_same else "; the front end's file of tenants is another than the scheduler's"
             raise RpcError(grpc.StatusCode.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")

@@ -72,7 +72,7 @@ class TenantFile:
         """Compare the key with every one there is, so that the time tells nothing about any of them."""
         digest = hashlib.sha256(key.encode()).digest()
         found = None
-        for tenant in self._current().values():
+        for tenant in self.current().values():
             for known in tenant.key_digests:
                 if hmac.compare_digest(digest, known):
                     found = tenant
@@ -80,32 +80,25 @@ class TenantFile:
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
         """Return the tenant that one of the names belongs to."""
-        shown = set(names)
-        return next((tenant for tenant in self._current().values() if tenant.certificates & shown), None)
+        tenants = self.current().values()
+        return next((tenant for tenant in tenants if not tenant.certificates.isdisjoint(names)), None)
 
     def anonymous(self) -> Tenant | None:
-        return next((tenant for tenant in self._current().values() if tenant.is_anonymous), None)
+        return next((tenant for tenant in self.current().values() if tenant.is_anonymous), None)
 
     @property
     def revision(self) -> str:
         """The digest of the file's last content that makes sense."""
-        self._current()
+        self.current()
         return self._revision
-
-    def look(self) -> None:
-        """Read the file again if it has changed."""
-        self._current()
-
-    def has(self, name: str) -> bool:
-        return name in self._current()
 
     def quota(self, name: str) -> Quota:
         """Return the limits of a tenant, none for one that an operator has made up."""
-        tenant = self._current().get(name)
+        tenant = self.current().get(name)
         return Quota() if tenant is None else tenant.quota
 
-    def _current(self) -> dict[str, Tenant]:
-        """Return the tenants of now. A file that is gone, or makes no sense any more, changes nothing."""
+    def current(self) -> dict[str, Tenant]:
+        """Return the tenants of now, by name. A file that is gone, or makes no sense any more, changes nothing."""
         version = self._look()
         if version != self._version:
             before = self._tenants

@@ -21,23 +21,18 @@ class ResponseTranslator:
 
     def __init__(self, message: vllm_engine_pb2.GenerateRequest, request: Request) -> None:
         """`request` is what was made of the call's `message`."""
-        prompt_token_ids, num_samples = request.prompt_token_ids, request.n
-        sampling = message.sampling_params
+        self._sampling = sampling = message.sampling_params
         self._is_streaming = message.stream
-        self._prompt_token_ids = prompt_token_ids
+        self._prompt_token_ids = request.prompt_token_ids
         self._with_logprobs = sampling.HasField("logprobs")
-        self._with_top = sampling.logprobs > 0
-        self._with_top_of_prompt = sampling.prompt_logprobs > 0
-        self._stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._token_ids = [array("I") for _ in range(num_samples)]
-        self._logprobs = [vllm_engine_pb2.OutputLogProbs() for _ in range(num_samples)]
+        self._token_ids = [array("I") for _ in range(request.n)]
+        self._logprobs = [vllm_engine_pb2.OutputLogProbs() for _ in range(request.n)]
         self._prompt_logprobs: vllm_engine_pb2.InputLogProbs | None = None
         if sampling.HasField("prompt_logprobs"):
-            self._prompt_logprobs = vllm_engine_pb2.InputLogProbs(token_ids=prompt_token_ids[:1])
+            self._prompt_logprobs = vllm_engine_pb2.InputLogProbs(token_ids=request.prompt_token_ids[:1])
             self._prompt_logprobs.token_logprobs.add()  # nothing comes before the first token
-            if self._with_top_of_prompt:
+            if sampling.prompt_logprobs > 0:
                 self._prompt_logprobs.top_logprobs.add()
-        self._has_sent_chunk = False
 
     def translate(self, response: scheduler_pb2.GenerateResponse) -> Iterator[vllm_engine_pb2.GenerateResponse]:
         """Yield what is to be sent for one of our responses."""
@@ -60,9 +55,9 @@ class ResponseTranslator:
         )
         if self._with_logprobs:
             self._add_logprobs(response.logprobs, chunk.output_logprobs)
-        if self._prompt_logprobs is not None and not self._has_sent_chunk:
+        if self._prompt_logprobs is not None:
             chunk.input_logprobs.CopyFrom(self._prompt_logprobs)
-        self._has_sent_chunk = True
+            self._prompt_logprobs = None  # the first chunk alone has them
         return chunk
 
     def _complete(self, response: scheduler_pb2.GenerateResponse) -> vllm_engine_pb2.GenerateComplete:
@@ -83,7 +78,7 @@ class ResponseTranslator:
         match response.WhichOneof("stop"):
             case "stop_text":
                 complete.matched_stop_str = response.stop_text
-            case "stop_token_id" if response.stop_token_id in self._stop_token_ids:
+            case "stop_token_id" if response.stop_token_id in self._sampling.stop_token_ids:
                 complete.matched_token_id = response.stop_token_id
         return complete
 
@@ -93,7 +88,7 @@ class ResponseTranslator:
         for entry in entries:
             self._prompt_logprobs.token_ids.append(entry.token_id)
             self._prompt_logprobs.token_logprobs.add(value=entry.logprob)
-            if self._with_top_of_prompt:
+            if self._sampling.prompt_logprobs > 0:
                 _add_top(entry, self._prompt_logprobs.top_logprobs.add())
 
     def _add_logprobs(
@@ -102,7 +97,7 @@ class ResponseTranslator:
         for entry in entries:
             logprobs.token_ids.append(entry.token_id)
             logprobs.token_logprobs.append(entry.logprob)
-            if self._with_top:
+            if self._sampling.logprobs > 0:
                 _add_top(entry, logprobs.top_logprobs.add())
 
 

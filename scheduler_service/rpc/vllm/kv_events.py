@@ -36,17 +36,15 @@ class KvEventFeed:
         first_number: int,
         read_load: Callable[[], Load] | None,
         tenant: str,
-        *,
-        sees_all: bool = True,
     ) -> None:
         """`first_number` is the server's: the sequence number of what happened before its first event. Without
-        `read_load` no load is told. `tenant` is whose requests the subscriber sends; `sees_all` says whether it may
-        learn how many batches there are of all tenants."""
+        `read_load` the subscriber is told no load, nor how many batches there are of all tenants. `tenant` is whose
+        requests it sends."""
         self._kv_events = kv_events
         self._first_number = first_number
         self._read_load = read_load
         self._tenant = tenant
-        self._sees_all = sees_all
+        self._sees_all = read_load is not None
         self._number = time.time_ns() // 1000  # of the last batch that was told
         self._num_records = 0
         self._num_events = 0
@@ -140,27 +138,24 @@ class KvEventFeed:
         self._sent_at = time.monotonic()
 
 
-def _encode(events: Sequence[KvEvent]) -> Iterator[common_pb2.KvCacheEvent]:
+def _encode(events: Sequence[KvEvent]) -> list[common_pb2.KvCacheEvent]:
     """Make one message for each run of blocks that follow one another, and for each run of removals."""
-    message: common_pb2.KvCacheEvent | None = None
+    messages: list[common_pb2.KvCacheEvent] = []
     previous: KvEvent | None = None
     for event in events:
-        if message is None or not _continues(event, previous):
-            if message is not None:
-                yield message
-            message = _begin(event)
+        if not _continues(event, previous):
+            messages.append(_begin(event))
         if isinstance(event, BlockStored):
-            message.stored.blocks.add(
+            messages[-1].stored.blocks.add(
                 block_hash=_signed(event.block_hash),
                 token_ids=event.token_ids,
                 block_size=len(event.token_ids),
                 cache_level=_LEVELS[event.tier],
             )
         elif isinstance(event, BlockRemoved):
-            message.removed.block_hashes.append(_signed(event.block_hash))
+            messages[-1].removed.block_hashes.append(_signed(event.block_hash))
         previous = event
-    if message is not None:
-        yield message
+    return messages
 
 
 def _continues(event: KvEvent, previous: KvEvent | None) -> bool:

@@ -72,47 +72,33 @@ class Load:
     def num_waiting(self) -> int:
         return self.stats.num_waiting + self.stats.num_swapped
 
-    @property
-    def num_used_tokens(self) -> int:
-        return self.stats.num_held_blocks * self.block_size
-
-    @property
-    def max_total_tokens(self) -> int:
-        return self.stats.num_device_blocks * self.block_size
-
-    @property
-    def token_usage(self) -> float:
-        return share(self.stats.num_held_blocks, self.stats.num_device_blocks)
-
-    @property
-    def cache_hit_rate(self) -> float:
-        return share(self.stats.num_cached_prompt_tokens, self.stats.num_prompt_tokens)
-
 
 def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
+    known = engine_load_in_full(load)
     return vllm_engine_pb2.SchedulerLoad(
-        num_running_reqs=load.stats.num_running,
-        num_waiting_reqs=load.num_waiting,
-        num_total_reqs=load.stats.num_running + load.num_waiting,
-        num_used_tokens=load.num_used_tokens,
-        max_total_num_tokens=load.max_total_tokens,
-        token_usage=load.token_usage,
-        gen_throughput=load.generation_throughput,
-        cache_hit_rate=load.cache_hit_rate,
+        num_running_reqs=known.running_requests,
+        num_waiting_reqs=known.waiting_requests,
+        num_total_reqs=known.running_requests + known.waiting_requests,
+        num_used_tokens=known.num_used_tokens,
+        max_total_num_tokens=known.max_total_num_tokens,
+        token_usage=known.token_usage,
+        gen_throughput=known.gen_throughput,
+        cache_hit_rate=known.cache_hit_rate,
         utilization=share(load.stats.num_running, load.max_num_seqs),
-        max_running_requests=load.max_num_seqs,
-        num_waiting_uncached_tokens=load.stats.num_waiting_tokens,
+        max_running_requests=known.max_running_requests,
+        num_waiting_uncached_tokens=known.waiting_uncached_tokens,
     )
 
 
 def engine_load(load: Load) -> common_pb2.EngineLoad:
     """Encode what routing needs of the load."""
+    usage = share(load.stats.num_held_blocks, load.stats.num_device_blocks)
     return common_pb2.EngineLoad(
         running_requests=load.stats.num_running,
         waiting_requests=load.num_waiting,
         waiting_uncached_tokens=load.stats.num_waiting_tokens,
-        token_usage=load.token_usage,
-        active_token_usage=load.token_usage,
+        token_usage=usage,
+        active_token_usage=usage,
         gen_throughput=load.generation_throughput,
         max_running_requests=load.max_num_seqs,
     )
@@ -120,9 +106,9 @@ def engine_load(load: Load) -> common_pb2.EngineLoad:
 
 def engine_load_in_full(load: Load) -> common_pb2.EngineLoad:
     record = common_pb2.EngineLoad(
-        cache_hit_rate=load.cache_hit_rate,
-        num_used_tokens=load.num_used_tokens,
-        max_total_num_tokens=load.max_total_tokens,
+        cache_hit_rate=share(load.stats.num_cached_prompt_tokens, load.stats.num_prompt_tokens),
+        num_used_tokens=load.stats.num_held_blocks * load.block_size,
+        max_total_num_tokens=load.stats.num_device_blocks * load.block_size,
     )
     record.MergeFrom(engine_load(load))
     return record

@@ -22,14 +22,12 @@ from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.public.generation import send_headers_if_silent, write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.status import RpcError, invalid
-from scheduler_service.rpc.tenants.authentication import check_operator, is_operator, tenant_of_call
+from scheduler_service.rpc.tenants.authentication import caller_of_call, check_operator, tenant_of_call
 from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.report import Load, model_info, scheduler_load, server_info
 from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
-from scheduler_service.serving.engine import RequestEngine
-from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.step_loop import StepLoop
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -51,18 +49,15 @@ _HTTP_NAMES = {
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(
         self,
-        engine: RequestEngine,
         intake: Intake,
-        model: ModelInfo,
         info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         read_load: Callable[[], Awaitable[Load]],
         cache: tuple[StepLoop, Callable[[], Load]] | None,
     ) -> None:
         """`intake` is that of all services of this server. `read_load` may raise RpcError. A front end has no `cache`;
         the load that comes with one is told with its events."""
-        self._engine = engine
         self._intake = intake
-        self._model = model
+        self._availability = intake.engine.availability
         self._info = info
         self._read_load = read_load
         self._cache = cache
@@ -90,7 +85,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         tenant = tenant_of_call(_TENANT)
         for request_id in request.request_ids:
             with contextlib.suppress(KeyError):
-                self._engine.abort(tenant, request_id)
+                self._intake.engine.abort(tenant, request_id)
         return vllm_engine_pb2.AbortResponse()
 
     async def Embed(
@@ -120,11 +115,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.HealthCheckResponse:
         """Answer UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model
         before."""
-        if self._engine.availability.is_serving and self._engine.availability.capacity is not None:
+        if self._availability.is_serving and self._availability.capacity is not None:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
-        reason = self._engine.availability.unavailable_reason
-        if self._engine.availability.capacity is None:
-            why = self._engine.availability.missing_reason or "no worker has joined yet"
+        reason = self._availability.unavailable_reason
+        if self._availability.capacity is None:
+            why = self._availability.missing_reason or "no worker has joined yet"
             loading = f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
             raise RpcError(grpc.StatusCode.UNAVAILABLE, f"{reason} ({loading})" if reason else loading)
         message = reason or "the worker is lost again and again before it has made a token; see the server's log"
@@ -133,14 +128,14 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetModelInfoResponse:
-        return model_info(self._model, self._info().served_model_name, self._engine.availability.max_sequence_tokens)
+        return model_info(self._intake.model, self._info().served_model_name, self._availability.max_sequence_tokens)
 
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
         """Describe the server; what all tenants are doing is told to operators alone."""
-        info = server_info(self._engine.availability.capacity, self._info().max_num_seqs)
-        if is_operator():
+        info = server_info(self._availability.capacity, self._info().max_num_seqs)
+        if caller_of_call().is_operator():
             load = await self._read_load()
             info.active_requests = load.stats.num_running + load.num_waiting
             info.last_receive_timestamp = self._last_request_at
@@ -176,14 +171,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         cache, load = self._cache
         # The gateway takes the subscription for made when the headers come.
         await context.send_initial_metadata(())
-        sees_all = is_operator()
-        feed = KvEventFeed(
-            cache.kv_events,
-            self._first_event_number,
-            load if sees_all else None,
-            tenant_of_call(_TENANT),
-            sees_all=sees_all,
-        )
+        read_load = load if caller_of_call().is_operator() else None
+        feed = KvEventFeed(cache.kv_events, self._first_event_number, read_load, tenant_of_call(_TENANT))
         await write_all(feed.batches(request), context)
 
     async def FlushCache(
@@ -235,10 +224,10 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _tokenizer_archive(self) -> bytes:
         """Return the archive, which is made once, off the event loop. Raises RpcError."""
-        if not self._model.has_tokenizer:
+        if not self._intake.model.has_tokenizer:
             raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:
-            self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._model.directory))
+            self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._intake.model.directory))
             # Callers that have gone do not ask how it ended, which asyncio would complain of.
             self._archive.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
