@@ -79,6 +79,15 @@ class TorchAttention:
         return attend
 
 
+def _takes_masks(device: torch.device) -> bool:
+    """Whether `F.scaled_dot_product_attention` is given masks, or what needs one is computed without it.
+
+    On a GPU (an H200, torch 2.11) it read a mask at an unaligned address, which ended the process, and under that of a
+    window its results were wrong.
+    """
+    return device.type == "cpu"
+
+
 def _is_plain(scoring: Scoring) -> bool:
     """Whether `F.scaled_dot_product_attention` knows all of it, given a mask."""
     return not scoring.softcap and scoring.alibi_slopes is None and scoring.sinks is None
@@ -134,7 +143,7 @@ class _LaterChunk:
 
     tokens: slice
     positions: Tensor  # [N] cache rows of the row's positions
-    mask: Tensor  # additive, shared by the step's chunks; see `_mask`
+    mask: Tensor | None  # additive, shared by the step's chunks, see `_mask`; None: see `_takes_masks`
 
     def attend(
         self,
@@ -152,8 +161,7 @@ class _LaterChunk:
         for chunk in queries.split(MAX_CHUNK_QUERIES):
             first = max(0, end - scoring.window + 1) if scoring.window else 0
             end += len(chunk)
-            # A copy is aligned: where a mask lies at any address, torch's attention on a GPU reads past its alignment.
-            mask = self.mask[-len(chunk) :, first - end :].clone(memory_format=torch.contiguous_format)
+            mask = None if self.mask is None else self.mask[-len(chunk) :, first - end :]
             outputs.append(_attend_chunk(chunk, keys[first:end], values[first:end], mask, scoring))
         return torch.cat(outputs)
 
@@ -165,7 +173,8 @@ class _DecodeGroup:
     tokens: Tensor  # [R]
     positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
     last_positions: Tensor  # [R] of the N, those of the queries
-    mask: Tensor | None  # [R, 1, 1, N] additive; None where all rows are equally long
+    mask: Tensor | None  # [R, 1, 1, N] additive; None where all rows are equally long, or see `_takes_masks`
+    is_even: bool  # all rows are equally long
 
     def attend(
         self,
@@ -181,7 +190,7 @@ class _DecodeGroup:
         values = value_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)
         # The G query heads of a KV head stand as G rows over the same keys: [R, num_kv_heads, G, head_dim].
         queries = query[self.tokens].unflatten(1, (key.shape[1], -1))
-        if _is_plain(scoring):
+        if _is_plain(scoring) and (self.is_even or self.mask is not None):
             attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask, scale=scoring.scale)
         else:
             distances = self.last_positions[:, None] - torch.arange(keys.shape[2], device=keys.device)
@@ -259,7 +268,9 @@ def _later_chunks(step: _Step) -> list[_Part]:
     ]
     if not rows:
         return []
-    mask = _mask(step, max(step.num_queries[row] for row in rows), max(step.lengths[row] for row in rows))
+    mask = None
+    if _takes_masks(step.block_tables.device):
+        mask = _mask(step, max(step.num_queries[row] for row in rows), max(step.lengths[row] for row in rows))
     return [_LaterChunk(step.tokens(row), step.positions([row], step.lengths[row]), mask) for row in rows]
 
 
@@ -296,22 +307,24 @@ def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
     device = step.block_tables.device
     lengths = [step.lengths[row] for row in rows]  # longest first
     last_positions, mask = torch.tensor(lengths, device=device) - 1, None
-    if lengths[-1] < lengths[0]:
+    is_even = lengths[-1] == lengths[0]
+    if not is_even and _takes_masks(device):
         is_padding = torch.arange(lengths[0], device=device) > last_positions[:, None]
         mask = torch.zeros(is_padding.shape, dtype=step.dtype, device=device).masked_fill_(is_padding, float("-inf"))
         mask = mask[:, None, None, :]
     tokens = torch.tensor([step.query_start_loc[row] for row in rows], device=device)
-    return _DecodeGroup(tokens, step.positions(rows, lengths[0]), last_positions, mask)
+    return _DecodeGroup(tokens, step.positions(rows, lengths[0]), last_positions, mask, is_even)
 
 
 def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention of one row's queries [Q, num_heads, head_dim] over [N, num_kv_heads, head_dim]; no mask: causal."""
+    """Attention of one row's queries [Q, num_heads, head_dim], its last, over [N, num_kv_heads, head_dim]."""
     num_kv_heads = key.shape[1]
     num_groups = query.shape[1] // num_kv_heads
     queries = query.unflatten(1, (num_kv_heads, num_groups)).permute(1, 2, 0, 3)  # [num_kv_heads, G, Q, head_dim]
     keys = key.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)  # [num_kv_heads, G, N, head_dim], not copied
     values = value.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)
-    if _is_plain(scoring):
+    is_causal = len(query) == len(key) and (not scoring.window or len(key) <= scoring.window)  # and nothing else
+    if _is_plain(scoring) and (is_causal or mask is not None):
         attended = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scoring.scale
         )
