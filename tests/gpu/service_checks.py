@@ -55,8 +55,17 @@ RANDOM_BF16_MARGIN = 0.5
 # With keys and values in 8 bits: the largest shortfall of a token, and the mean of all; about three times as much as
 # transformers falls short of itself with keys and values rounded so. A token at random would be worse than the largest.
 FP8_MARGIN, FP8_MEAN = 6.0, 0.15
-# Three times what a CPU falls short, of the family whose scores grow with positions.
-SENSITIVE_FP8 = {"ministral3": (18.0, 0.42)}
+# What a CPU falls short so, of families whose random weights amplify it: experts that part, scores that grow with
+# positions. A GPU may fall short by three times as much.
+FP8_ON_A_CPU = {
+    "ministral3": (6.10, 0.140),
+    "qwen3_moe": (3.68, 0.044),
+    "mixtral": (7.04, 0.159),
+    "olmoe": (3.28, 0.051),
+    "qwen2_moe": (8.20, 0.136),
+    "gpt_oss": (3.10, 0.068),
+    "glm4_moe": (3.08, 0.091),
+}
 # Over random weights of 8 and 4 bits: twice what a CPU falls short (this part with `--device cpu`), which rounds inputs
 # to 8 bits with a scale for each 32 of them. Inputs in FP8 are as coarse as a cache in FP8, and have its margin.
 CODES_MARGIN = 2.3
@@ -67,6 +76,7 @@ WIDE_HEADS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 2},
     "bloom": {"n_head": 2},
     "mpt": {"n_heads": 2},
+    "olmoe": {"hidden_size": 128, "head_dim": 32},  # its norms are over whole projections, of hidden_size
     "gpt2": {"n_embd": 128},
 }
 # Every family at their block sizes, with heads as published models have them.
@@ -191,10 +201,10 @@ def fp8(setting: Setting) -> Iterator[Case]:
 
     def check(family: str | None) -> dict[str, Any]:
         setting.require_cuda()
-        margin, mean = SENSITIVE_FP8.get(family or "", (FP8_MARGIN, FP8_MEAN))
+        largest, mean = FP8_ON_A_CPU.get(family or "", (FP8_MARGIN / 3, FP8_MEAN / 3))
         run = check_storyteller if family is None else partial(check_random, family=family)
-        figures = run(setting, flags=flags, margin=margin)
-        assert figures["mean_shortfall"] <= mean, f"the mean shortfall is {figures['mean_shortfall']:.3f}"
+        figures = run(setting, flags=flags, margin=3 * largest)
+        assert figures["mean_shortfall"] <= 3 * mean, f"the mean shortfall is {figures['mean_shortfall']:.3f}"
         return figures
 
     yield Case("fp8 cache: the bundled model", partial(check, None))
