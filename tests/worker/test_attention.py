@@ -147,6 +147,23 @@ def test_torch_is_given_no_mask_on_a_gpu(monkeypatch):
     assert all(mask is None for mask in masks)
 
 
+def test_scores_without_a_mask_are_bounded(monkeypatch):
+    num_scores = []
+    scored = torch_backend._attend_scored
+
+    def watched(queries, keys, *arguments):
+        num_scores.append(queries.shape[:-1].numel() * keys.shape[-2])
+        return scored(queries, keys, *arguments)
+
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
+    monkeypatch.setattr(torch_backend, "_takes_masks", lambda device: False)
+    monkeypatch.setattr(torch_backend, "MAX_SCORES", 10_000)
+    monkeypatch.setattr(torch_backend, "_attend_scored", watched)
+    check(Rows(random.Random(1), [(500, 257), (5, 3)], block_size=16, num_heads=4, num_kv_heads=2, head_dim=32))
+    assert max(num_scores) <= 10_000
+    assert sum(num_scores) > 257 * 500 * 4
+
+
 def test_decode_rows_of_very_different_lengths():
     lengths = [(1, 1), (900, 1), (70, 1), (1000, 1), (64, 1), (300, 1), (127, 1)]
     check(Rows(random.Random(2), lengths, block_size=16, num_heads=7, num_kv_heads=1, head_dim=80))

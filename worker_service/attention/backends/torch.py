@@ -3,7 +3,7 @@
 A step's rows fall into three kinds, and each kind is attended in the cheapest way torch has for it:
 
 - a prompt's first chunk attends to its own fresh keys and values and reads no cache;
-- a later chunk gathers its context once a layer and attends under a mask;
+- a later chunk gathers its context once a layer and attends under a mask, or without one on a GPU;
 - decoding rows of similar length are padded to one group, gathered and attended at once.
 
 Where a layer has a window, a row's positions begin with that of its first query: to such a layer the row is no longer,
@@ -30,6 +30,8 @@ from worker_service.models.model import Attend
 
 # Queries of a chunk that attend together: bounds the mask's memory, and skips most scores of the future.
 MAX_CHUNK_QUERIES = 256
+# Scores that a chunk without a mask holds at a time, 256 MiB: the memory profile sees none of them.
+MAX_SCORES = 2**26
 # A decoding row joins a group if it is at least this part as long as the longest row of the group...
 MIN_GROUP_FILL = 0.75
 # ...or shorter by no more positions than cost as much as a group of its own.
@@ -103,6 +105,8 @@ def _attend_scored(
         distances: positions from each key to each query, to be broadcast to the scores; keys after a query are hidden.
         head_shape: which of a score's last dimensions count heads, with 1 for the others.
     """
+    if queries.is_cuda:  # whose products are of the operands' type, where those of its fused attention are float32
+        queries, keys = queries.float(), keys.float()
     scores = (queries @ keys.transpose(-1, -2)).float() * scoring.scale
     if scoring.softcap:
         scores = scoring.softcap * (scores / scoring.softcap).tanh()
@@ -157,8 +161,11 @@ class _LaterChunk:
         keys, values = (rows.read(self.positions, query.dtype) for rows in (key_rows, value_rows))
         queries = query[self.tokens]
         end = len(keys) - len(queries)
+        num_together = MAX_CHUNK_QUERIES
+        if self.mask is None:
+            num_together = max(1, min(num_together, MAX_SCORES // (query.shape[1] * len(keys))))
         outputs = []
-        for chunk in queries.split(MAX_CHUNK_QUERIES):
+        for chunk in queries.split(num_together):
             first = max(0, end - scoring.window + 1) if scoring.window else 0
             end += len(chunk)
             mask = None if self.mask is None else self.mask[-len(chunk) :, first - end :]
