@@ -156,7 +156,7 @@ class Parser(argparse.ArgumentParser):
                     spelled.append(name + joint + value)
             elif flag is not None and flag.nargs == 0 and _is_foreign(flag) and argument.lower() in _SWITCH_WORDS:
                 spelled[-1] = _switch(flag, spelled[-1], argument)
-            elif flag is not None and flag.dest in LISTS and has_value and is_model_named:
+            elif isinstance(flag, _Again) and flag.dest in LISTS and has_value and is_model_named:
                 spelled += [flag.option_strings[0], argument]
             else:
                 spelled.append(argument)

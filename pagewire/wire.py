@@ -208,6 +208,8 @@ def put(message: Message, name: str, value: Any, path: str = "") -> None:
     errors name no field, and the server never sees the value.
     """
     try:
+        if value is None:  # which would leave the field as it is
+            raise TypeError("None is no value")
         message.MergeFrom(type(message)(**{name: value}))
     except (TypeError, ValueError) as error:
         field, path = message.DESCRIPTOR.fields_by_name[name], path or name

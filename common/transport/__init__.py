@@ -1,4 +1,4 @@
-"""The work of every service around its calls, whatever these say: TLS, listening, dialling, health, draining.
+"""The work of every service around its calls, whatever these say: TLS, listening, dialling, health.
 
 Nothing here knows a word of the domain.
 """

@@ -5,7 +5,7 @@ import asyncio
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -95,22 +95,29 @@ class _Bench:
         assert self._metrics_url is not None, "--profile was checked to have one"
         url, num_iters = self._metrics_url, self._parsed.num_iters
         workloads = [replace(self._workload, output_len=LengthRange(1, 1)), self._workload] * num_iters
-        # Between two batches nothing else runs in this event loop, which may wait.
         times = [read_times(url)]
-        runs = await self._batches("latency", info, workloads, lambda: times.append(read_times(url)))
-        # An odd one at the end is of one token, and was interrupted.
+
+        async def ended() -> None:
+            times.append(await asyncio.to_thread(read_times, url))
+
+        runs = await self._batches("latency", info, workloads, ended)
+        # An odd one at the end is of one token, or was interrupted.
         measured = _iterations(info, runs[1::2] + runs[len(runs) - len(runs) % 2 :])
-        if len(measured.latencies) < num_iters:
+        if len(measured.latencies) < num_iters or measured.run.was_interrupted:
             return measured
         spent = [after.since(before) for before, after in itertools.pairwise(times)]
         prefill, full = (functools.reduce(ServerTimes.plus, part) for part in (spent[::2], spent[1::2]))
         return replace(measured, profile=profile(prefill, full, measured.run.records))
 
     async def _batches(
-        self, name: str, info: ServerInfo, workloads: Sequence[Workload], ended: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        info: ServerInfo,
+        workloads: Sequence[Workload],
+        ended: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
     ) -> list[Run]:
-        """Runs one batch after the other, until one is interrupted, and calls `ended` after each that is not. The
-        prompts of a batch are such as no other has had."""
+        """Runs one batch after the other, until one is interrupted, and `ended` after each that is not, which may be
+        interrupted too. The prompts of a batch are such as no other has had."""
         num_requests = sum(workload.num_prompts for workload in workloads)
         line = ProgressLine(name, num_requests, None if self._parsed.disable_tqdm else sys.stderr)
         runs: list[Run] = []
@@ -121,7 +128,11 @@ class _Bench:
             runs.append(await run(self._client, planned, flags.sampling(self._parsed), line))
             if runs[-1].was_interrupted:
                 break
-            ended()
+            try:
+                await ended()
+            except asyncio.CancelledError:
+                runs.append(Run((), 0.0, was_interrupted=True))
+                break
         line.close()
         return runs
 

@@ -239,8 +239,10 @@ def attach(arguments: Sequence[str]) -> int:
     with connection.client(parser, parsed, Client) as client:
         num_samples = len(client.result(parsed.request_id, tenant=parsed.tenant).outputs)
         printer = SamplePrinter(num_samples, sys.stdout)
-        for output in client.attach(parsed.request_id, tenant=parsed.tenant, from_token=parsed.from_token):
-            printer.add(output)
+        attached = client.attach(parsed.request_id, tenant=parsed.tenant, from_token=parsed.from_token)
+        with contextlib.closing(attached) as outputs:
+            for output in outputs:
+                printer.add(output)
     return 0
 
 

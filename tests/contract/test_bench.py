@@ -512,6 +512,7 @@ def test_charts_need_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch:
         (["throughput", "--url", "a:1", "--", "--dtype", "float32"], "--dtype stands after --"),
         (["throughput", "--url", "nowhere"], "HOST:PORT"),
         (["latency", "--url", "a:1", "--profile"], "--profile needs --metrics-url"),
+        (["serve", "--model", "m", "--served-model-name", "a", "b"], "unknown argument b"),
         (["latency", "--url", "a:1", "--metrics-url", "x"], "--metrics-url is for --profile"),
         (["latency", "--model", "m", "--profile", "--batch-size", "2"], "--profile looks at one stream"),
         (["latency", "--model", "m", "--profile", "--output-len", "1"], "--profile looks at one stream"),

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, Client, SamplingParams, background_loop, channels
+from pagewire import AsyncClient, Client, SamplingParams, Session, background_loop, channels
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
@@ -172,6 +172,7 @@ def test_a_timeout_without_an_end_is_none(kind: type) -> None:
         ("detokenize", ("abc",), {}, "^token_ids must be"),
         ("detokenize", (5,), {}, "^token_ids must be"),
         ("result", (5,), {}, "^request_id must be a text, got 5"),
+        ("complete", ("a",), {"session": Session(None)}, "^session.id must be a text, got None"),  # type: ignore[arg-type]
         ("attach", ("id",), {"from_token": "x"}, "^from_token must be an integer, got 'x'"),
     ],
 )
