@@ -81,7 +81,7 @@ class Admission:
                     f"{num_waiting} sequences{whose} are queued, the limit is {limit}; try again later",
                 )
         num_tokens = waiting.num_prompt_tokens + len(request.prompt_token_ids)
-        if len(waiting) and num_tokens > self._max_waiting_tokens:
+        if waiting.num_sequences and num_tokens > self._max_waiting_tokens:
             raise AdmissionError(
                 AdmissionReason.QUEUE_FULL,
                 "",

@@ -103,7 +103,9 @@ class Lifecycle:
             self.waiting.remove(group)
             self.standings.leave(group)
         if before is GroupState.RUNNING:
-            del self.running[bisect_left(self.running, group.order, key=_order)]
+            index = bisect_left(self.running, group.order, key=_order)
+            assert self.running[index] is group
+            del self.running[index]
             self.unopened.pop(group, None)
         elif before is GroupState.SWAPPING_IN:
             del self.loading[group]

@@ -27,7 +27,7 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._groups: dict[str, list[SequenceGroup]] = {}  # by tenant, in order; none is empty
+        self._groups: dict[str, list[SequenceGroup]] = {}  # in order, by tenant or all under ""; none is empty
         self.held: dict[SequenceGroup, None] = {}
         self._num_sequences: dict[str, int] = {}  # by tenant, where there are any
         self.num_sequences = 0

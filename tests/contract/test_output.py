@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
-from scheduler_service.serving.tokenizer import Tokenizer
+from scheduler_service.serving.tokenizer import DecodedText, Tokenizer
 from testing.scheduler_stack import EOS, VOCAB_SIZE
 
 
@@ -74,6 +75,28 @@ def test_half_a_character_at_the_end_hides_no_stop_text(
     assert whole.stop_text == (stop if has_stop else "")
     assert whole.HasField("stop_token_id") == (ends_by_token and not has_stop)
     assert whole.usage.completion_tokens == (2 if stop == " " else 4 if ends_by_token and not has_stop else 3)
+
+
+class WordDecoder:
+    """Every token is a word of its own."""
+
+    def push(self, token_ids: list[int]) -> DecodedText:
+        return DecodedText("".join(f" {token_id:06}" for token_id in token_ids), None, len(token_ids))
+
+    def flush(self) -> DecodedText:
+        return DecodedText("", None)
+
+
+def test_what_nothing_reads_takes_a_few_bytes_a_token() -> None:
+    output = OutputBuffer("id", 0, WordDecoder(), with_logprobs=False, is_kept=True)
+    num_tokens = 20_000
+    tracemalloc.start()
+    for position in range(num_tokens):
+        output.add(Delta(0, position, [position], [], [], None))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(asyncio.run(output.whole()).text) == 7 * num_tokens
+    assert taken < 30 * num_tokens
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -322,7 +322,7 @@ MUTANTS = (
     _mutant(
         "a preempted group still stands among those that run",
         "lifecycle",
-        "            del self.running[bisect_left(self.running, group.order, key=_order)]\n",
+        "            del self.running[index]\n",
         "",
     ),
     _mutant(

@@ -6,6 +6,7 @@ whatever else lets go of them meanwhile (S3). So nothing else needs to remember 
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import NamedTuple
 
 from scheduler_service.core.cache.block_pool import BlockPool
@@ -52,8 +53,8 @@ class MoveLedger:
         return num_device, sum(self._host_pool.ref_count(move.host_block) == 1 for move in copies)
 
     def ordered_by(self, step: int) -> list[Move]:
-        """The moves that the plan of `step` orders, in this order."""
-        return [move for move in self._pending if move.step == step]
+        """The moves that the plan of `step`, the last, orders, in this order."""
+        return list(takewhile(lambda move: move.step == step, reversed(self._pending)))[::-1]
 
     def add(self, move: Move) -> None:
         """Hold both ends of a move that a plan orders."""

@@ -23,6 +23,7 @@ from scheduler_service.serving.tokenizer import TextDecoder
 MAX_RESPONSE_TOKENS = 2048
 _PIECE_TOKENS = 256  # of a whole output: less than a millisecond's work, log-probabilities included
 _BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
+_MAX_TEXTS = 256  # tokens after which texts are joined: Python 3.11 keeps each as it was written until it is asked
 FINISH_REASONS = {
     EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
     EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
@@ -213,6 +214,8 @@ class OutputBuffer:
                 self._num_chars += self._text.write(text)
             if num_kept:
                 self.num_tokens += num_kept
+                if self.num_tokens % _MAX_TEXTS < num_kept:
+                    self._text.getvalue()
                 self._token_ids.extend(token_ids if num_kept == len(token_ids) else token_ids[:num_kept])
                 self._text_ends.append(self._num_chars)
             if self._with_logprobs:
