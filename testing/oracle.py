@@ -15,8 +15,16 @@ EARLY_STOPPING = {"heuristic": False, "first": True, "never": "never"}  # ours t
 
 def load(path: Path) -> transformers.PreTrainedModel:
     """Without the checkpoint's own generation parameters: no end token unless asked for."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return _load(path, torch.float32)
+
+
+def _load(path: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model.generation_config = transformers.GenerationConfig()
+    for module in model.modules():
+        # Older versions clamp gpt-oss's gates and ups at 7, whatever the checkpoint says.
+        if type(module).__name__ == "GptOssExperts":
+            module.limit, module.alpha = model.config.swiglu_limit, getattr(model.config, "swiglu_alpha", 1.702)
     return model
 
 
@@ -75,9 +83,7 @@ def shortfalls(model: transformers.PreTrainedModel, prompt: list[int], tokens: l
 
 def load_rounded(checkpoint: Path) -> transformers.PreTrainedModel:
     """The model as transformers computes it in bfloat16."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    model.generation_config = transformers.GenerationConfig()
-    return model
+    return _load(checkpoint, torch.bfloat16)
 
 
 def rounding_error(

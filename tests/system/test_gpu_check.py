@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from pagewire import SamplingParams
 from testing import oracle
@@ -47,6 +50,20 @@ def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_kept(tmp_path: 
     assert all("needs --device cuda" in result["unavailable"] for result in before["graphs"])
     assert rehearse(output, "graphs") == 0
     assert results_of(output)["sampling"] == before["sampling"]
+
+
+def test_the_oracle_clamps_experts_as_their_checkpoint_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their version of transformers: 5.17 clamps those of gpt-oss at 7."""
+    begin = GptOssExperts.__init__
+
+    def begin_in_old_versions(experts: GptOssExperts, config: GptOssConfig) -> None:
+        begin(experts, config)
+        experts.limit, experts.alpha = 7.0, 1.702
+
+    path = make_checkpoint(tmp_path, "gpt_oss", seed=1, swiglu_limit=1.5)
+    expected = oracle.preferences(oracle.load(path), [1, 2, 3], temperature=0)
+    monkeypatch.setattr(GptOssExperts, "__init__", begin_in_old_versions)
+    assert torch.equal(oracle.preferences(oracle.load(path), [1, 2, 3], temperature=0), expected)
 
 
 def test_a_part_ends_at_its_deadline_with_all_it_has_started(tmp_path: Path) -> None:
