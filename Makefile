@@ -7,6 +7,8 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 MINUTES := 30
+# Into the environments below, whatever pip is told elsewhere.
+export PIP_USER := 0
 
 .PHONY: help check setup run test test-lowest nightly check-aarch64 fuzz sim sim-mutants lint lock protos docs model wheel bench gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
@@ -23,9 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@if test -x $(BIN)/python; then $(BIN)/python -c '$(CHECK_PYTHON)' ": remove $(VENV) to have it made again"; \
 	elif command -v $(PYTHON) > /dev/null; then $(PYTHON) -c '$(CHECK_PYTHON)' ": name another, make PYTHON=/path/to/python3.13"; \
 	else echo "there is no $(PYTHON): install Python 3.13, or name one, make PYTHON=/path/to/python3.13" >&2; exit 1; fi
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
-	touch $@
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) deploy/environment.py $(VENV)
 
 setup: $(READY)  ## create .venv with the pinned packages
 
@@ -75,18 +75,18 @@ protos: .venv-protos/.ready  ## generate the stubs under protos/gen
 	.venv-protos/bin/python -m grpc_tools.protoc -Ipagewire/protos/gen=protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
 .venv-protos/.ready:
-	$(PYTHON) -m venv .venv-protos
+	$(PYTHON) -m venv --clear .venv-protos
 	.venv-protos/bin/python -m pip install -q grpcio-tools==1.76.0
 	touch $@
 
 # uv says which versions are the lowest. pip installs them, from wherever it takes packages on this machine.
 .venv-uv/.ready:
-	$(PYTHON) -m venv .venv-uv
+	$(PYTHON) -m venv --clear .venv-uv
 	.venv-uv/bin/python -m pip install -q uv==0.13.9
 	touch $@
 
 .venv-lowest/.ready: pyproject.toml .venv-uv/.ready $(READY)
-	rm -rf .venv-lowest && $(PYTHON) -m venv .venv-lowest
+	$(PYTHON) -m venv --clear .venv-lowest
 	.venv-uv/bin/uv pip compile -q --resolution=lowest-direct --python=.venv-lowest/bin/python -o .venv-lowest/lowest.txt \
 	  --extra=test pyproject.toml
 	.venv-lowest/bin/python -m pip install -q -c .venv-lowest/lowest.txt -e '.[test]'
@@ -135,4 +135,4 @@ gpu-kernel-resources: $(READY)  ## without a GPU: registers, shared memory and s
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.compilation
 
 clean:  ## remove what setup made
-	rm -rf $(VENV) .venv-protos .venv-uv .venv-lowest
+	rm -rf $(VENV) $(VENV).lock .venv-protos .venv-uv .venv-lowest

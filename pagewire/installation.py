@@ -74,8 +74,12 @@ def shortage(extra: str = "") -> str | None:
 def command(extra: str, lacking: Iterable[Package]) -> str:
     """Returns the command that installs an extra. Pagewire is on no package index: where pip does not know it, as in a
     source tree that is not installed, the command installs the packages that are lacking."""
+    found = {package.name: _version(package.name) for package in lacking if not _is_there(package.module)}
+    lost = [f"{name}=={version}" for name, version in found.items() if version is not None]
     wanted = " ".join(f"'{package}'" for package in lacking)
-    if extra != "gpu" and _version("pagewire"):
+    if lost:  # which pip takes to be there
+        wanted = " ".join(("--force-reinstall --no-deps", *lost))
+    elif extra != "gpu" and _version("pagewire"):
         wanted = f"'pagewire[{extra}]'" if extra else "pagewire"
     return f"{sys.executable} -m pip install {wanted}"
 
@@ -115,9 +119,9 @@ def _version(name: str) -> str | None:
 
 
 def _complaint(package: Package) -> str | None:
-    if not _is_there(package.module):
-        return f"{package.name} is not installed"
     version = _version(package.name)
+    if not _is_there(package.module):
+        return f"{package.name} is {'not installed' if version is None else 'installed, but its files are gone'}"
     if version is not None and _numbers(version) < _numbers(package.least):
         return f"{package.name} {version} is too old (at least {package.least})"
     return None

@@ -16,8 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from pagewire import installation
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = os.environ.get("PAGEWIRE_TEST_VERSIONS", "linked")
@@ -133,3 +136,28 @@ def _lowest(folder: Path, extras: tuple[str, ...]) -> list[str]:
     command += [f"--output-file={limits}", "pyproject.toml", *(f"--extra={extra}" for extra in extras)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return ["-c", str(limits)]
+
+
+def hide(package: installation.Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it look as if a package were not installed."""
+    version, is_there = installation._version, installation._is_there
+    monkeypatch.setattr(installation, "_is_there", lambda module: module != package.module and is_there(module))
+    monkeypatch.setattr(installation, "_version", lambda name: None if name == package.name else version(name))
+
+
+def forgetting(*names: str) -> str:
+    """Returns lines for a sitecustomize.py that make packages unknown to pip."""
+    return f"""
+from importlib import metadata
+
+_known = metadata.version
+
+
+def _version(name):
+    if name in {names}:
+        raise metadata.PackageNotFoundError(name)
+    return _known(name)
+
+
+metadata.version = _version
+"""

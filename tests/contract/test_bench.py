@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import importlib.util
 import io
 import itertools
 import json
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from pagewire import installation
 from pagewire.bench.flags import percents
 from pagewire.bench.profile import ServerTimes, Total, parse_times, profile, read_times, report
 from pagewire.bench.progress import ProgressLine
@@ -32,6 +32,7 @@ from pagewire.errors import CommandError, ResourceExhausted
 from pagewire.hosting.supervisor import free_port
 from pagewire.sampling import SamplingParams
 from tests.contract.bench_stack import bench, stack_of
+from tests.environments import hide
 
 # Sent at 0, 1, 2 and 3 s. The first gets tokens at 0.5, 1.0, 2.0 (two) s, the second one at 1.5 s, the third fails and
 # the fourth is cut off.
@@ -471,8 +472,7 @@ def test_percentiles_are_0_to_100() -> None:
 
 
 def test_charts_need_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    hide(installation.NEEDED["bench"][0], monkeypatch)
     assert main(["bench", "serve", "--chart", "x.png"]) == 2
     assert (
         f"--chart needs matplotlib, but matplotlib is not installed: {sys.executable} -m pip install 'pagewire[bench]'"

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import http.client
-import importlib.util
 import json
 import logging
 import os
@@ -17,10 +16,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pagewire import installation
 from pagewire.cli.command import main
 from pagewire.hosting.gateway import GatewayConfig, gateway_command, level_of
 from pagewire.hosting.supervisor import Supervisor, child_environ, free_port
 from testing.scheduler_stack import make_checkpoint, serve
+from tests.environments import hide
 
 SERVE = ["serve", "models/storyteller", "--gateway"]
 
@@ -66,8 +67,7 @@ def test_a_port_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], po
 def test_without_the_wheel_it_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "smg" else find_spec(name))
+    hide(installation.NEEDED["gateway"][0], monkeypatch)
     assert main([*SERVE, "--gateway-port", str(free_port("127.0.0.1"))]) == 2
     assert "pip install 'pagewire[gateway]'" in capsys.readouterr().err
 

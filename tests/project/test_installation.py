@@ -19,7 +19,7 @@ from deploy.platform_wheel import PLACE, platform_wheel, variants_of
 from pagewire import LLM, installation
 from pagewire.common.process import EXIT_REFUSED
 from tests.compiler import skip_without_compiler
-from tests.environments import files_of_the_build, project, requirements_of
+from tests.environments import files_of_the_build, forgetting, hide, project, requirements_of
 from tests.project.sources import imports, parse, sources
 
 ROOT = Path(__file__).parents[2]
@@ -244,10 +244,18 @@ def test_an_extra_brings_what_errors_name_by_it() -> None:
             assert {package.name for package in packages} <= brought
 
 
+def test_files_that_are_gone_are_told_with_what_brings_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip takes a package for installed whose record is there, and would not install it again."""
+    monkeypatch.setattr(installation, "_is_there", lambda name: name != "torch")
+    monkeypatch.setattr(installation, "_version", lambda name: "2.99.0" if name == "torch" else "99")
+    command = f"{sys.executable} -m pip install --force-reinstall --no-deps torch==2.99.0"
+    assert installation.shortage("worker") == f"torch is installed, but its files are gone: {command}"
+
+
 @pytest.mark.parametrize("extra", sorted(OPTIONAL.keys() - {"test", "dev"}))
 def test_what_an_extra_brings_is_named_with_it(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = installation.NEEDED[extra][0]
-    monkeypatch.setattr(installation, "_is_there", lambda name: name != package.module)
+    hide(package, monkeypatch)
     line = str(installation.shortage(extra))
     assert line.startswith(f"{package.name} is not installed")
     assert line.endswith(f": {sys.executable} -m pip install 'pagewire[{extra}]'")
@@ -261,7 +269,8 @@ def test_a_tokenizer_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None
     llm = object.__new__(LLM)
     llm.model = str(ROOT / "models" / "storyteller")
     assert llm.get_tokenizer().decode([388])
-    monkeypatch.setattr(installation, "_is_there", lambda name: name != "transformers")
+    (transformers,) = installation.NEEDED["transformers"]
+    hide(transformers, monkeypatch)
     with pytest.raises(ImportError, match=r"^get_tokenizer needs transformers, but .* 'pagewire\[transformers\]'$"):
         llm.get_tokenizer()
 
@@ -303,7 +312,8 @@ if "protobuf" in {versions}:
 def test_what_is_lacking_is_one_line(
     versions: dict[str, str], absent: list[str], expected: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.format(versions=versions, absent=absent))
+    forgotten = forgetting(*(name.replace("_", "-") for name in absent))
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.format(versions=versions, absent=absent) + forgotten)
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     flags = ["--model", str(ROOT / "models" / "storyteller"), "--worker", "127.0.0.1:1", "--log-level", "warning"]
     command = [sys.executable, "-m", "pagewire", "scheduler", *flags]

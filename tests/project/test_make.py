@@ -54,16 +54,14 @@ def test_another_python_gets_one_line(version: str, tmp_path: Path) -> None:
 def test_a_python_that_it_runs_on_makes_the_environment(version: str, tmp_path: Path) -> None:
     lines, output = make(tmp_path, version, "python")
     assert lines == []
-    assert "ran -m venv .venv" in output
-    # What could not be made whole is not taken for an environment the next time.
-    assert not (tmp_path / ".venv").exists()
+    assert "ran deploy/environment.py .venv" in output
 
 
 def test_an_environment_of_another_python_is_to_be_removed(tmp_path: Path) -> None:
     (line,), output = make(tmp_path, "3.10", ".venv/bin/python")
     assert line.endswith(" is 3.10: remove .venv to have it made again")
     assert "ran" not in output
-    assert "ran -m pip install" in make(tmp_path, "3.11", ".venv/bin/python")[1]
+    assert "ran deploy/environment.py .venv" in make(tmp_path, "3.11", ".venv/bin/python")[1]
 
 
 def test_no_python_at_all_gets_one_line(tmp_path: Path) -> None:

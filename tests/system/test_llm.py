@@ -18,6 +18,7 @@ import torch
 import pagewire
 from pagewire import LLM, SamplingParams
 from testing.services import ENVIRON, children_of
+from tests.environments import forgetting
 
 MODEL = Path(__file__).parents[2] / "models" / "storyteller"
 OPTIONS = {"num_threads": 1, "num_device_blocks": 256}
@@ -402,7 +403,7 @@ def test_a_model_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:
 
 def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
     hidden = tmp_path / "sitecustomize.py"
-    hidden.write_text("import sys\nsys.modules['torch'] = None\n")
+    hidden.write_text(f"import sys\nsys.modules['torch'] = None\n{forgetting('torch')}")
     environ = {**ENVIRON, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ENVIRON['PYTHONPATH']}"}
     program = f"import pagewire\ntry: pagewire.LLM({str(MODEL)!r})\nexcept ImportError as error: print(error)"
     command = [sys.executable, "-c", program]

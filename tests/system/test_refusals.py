@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from testing.checkpoints.families import make_checkpoint
+from tests.environments import forgetting
 
 ROOT = Path(__file__).parents[2]
 EXIT_REFUSED = 78
@@ -161,7 +162,7 @@ def test_what_watches_a_server_is_told_on_its_standard_output(sound: Path, tmp_p
 
 @pytest.mark.parametrize("verb", ["serve", "worker"])
 def test_without_torch_it_says_what_to_install(sound: Path, tmp_path: Path, verb: str) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH + forgetting("torch", "safetensors"))
     ended = run(verb, sound, [], PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert (ended.returncode, ended.stdout) == (EXIT_REFUSED, "")
     [line] = refusals(ended.stderr)

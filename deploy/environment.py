@@ -1,0 +1,138 @@
+"""Makes the environment of a clone, and says what it does: `python3 deploy/environment.py .venv`.
+
+It ends whole or not at all: what an interrupted run left is made again, and a second run waits for the first.
+"""
+
+import fcntl
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS_BETWEEN_LINES = 4.0
+SIZE = "2 GB, or 5 GB where torch comes with CUDA"
+NOT_FOUND = re.compile(r"requirement (.*) \(from versions: none\)")
+NAME = re.compile(r"(?:Collecting|Processing|Requirement already satisfied:|Downloading) (\S+)")
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    with open(f"{folder}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another make, which installs into {folder}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_ready(folder):
+            return 0
+        if not has_pip(folder):
+            print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
+            # Of an environment that is cleared, the Python that it was made with.
+            python = getattr(sys, "_base_executable", sys.executable)
+            made = subprocess.run([python, "-m", "venv", "--clear", str(folder)], capture_output=True, check=False)
+            if made.returncode:
+                print(f"pagewire: error: Python made no environment: {advice_on_venv()}", file=sys.stderr)
+                return 1
+        remove_halves(folder)
+        return install(folder)
+
+
+def is_ready(folder: Path) -> bool:
+    """Whether what pyproject.toml and constraints.txt ask for has been installed since they changed."""
+    ready = folder / ".ready"
+    changed = max((ROOT / name).stat().st_mtime for name in ("pyproject.toml", "constraints.txt"))
+    return ready.exists() and ready.stat().st_mtime >= changed
+
+
+def has_pip(folder: Path) -> bool:
+    """Whether the environment is whole: pip writes its record when all else of it is there."""
+    return (folder / "bin" / "python").exists() and any(
+        folder.glob("lib/python3*/site-packages/pip-*.dist-info/RECORD")
+    )
+
+
+def remove_halves(folder: Path) -> None:
+    """Remove what an interrupt left of packages, which pip takes for whole: their records are written last."""
+    for about in folder.glob("lib/python3*/site-packages/*.dist-info"):
+        if not (about / "RECORD").exists():
+            shutil.rmtree(about)
+
+
+def advice_on_venv() -> str:
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return (
+        f"on Debian and Ubuntu, apt install python{version}-venv; or name another Python, make PYTHON=/path/to/python3"
+    )
+
+
+def install(folder: Path) -> int:
+    """Let pip install, with a line every few seconds. What pip says goes to a file."""
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    num_packages = sum("==" in line for line in constraints)
+    log = folder / "pip.log"
+    print(f"installing about {num_packages} packages into {folder} ({SIZE}); {log} has the details", flush=True)
+    command = [folder / "bin" / "python", "-m", "pip", "install", "--no-color", "--progress-bar", "off"]
+    command += ["-c", "constraints.txt", "-e", ".[dev]"]
+    with log.open("w") as written:
+        pip = subprocess.Popen(command, cwd=ROOT, stdout=written, stderr=subprocess.STDOUT)
+        try:
+            watch(pip, folder, log, num_packages)
+        finally:
+            pip.kill()
+            pip.wait()
+    if pip.returncode:
+        print(f"pagewire: error: {what_failed(log)}", file=sys.stderr)
+        return 1
+    (folder / ".ready").touch()
+    return 0
+
+
+def watch(pip: "subprocess.Popen[bytes]", folder: Path, log: Path, num_packages: int) -> None:
+    """Print how far pip is until it ends."""
+    started, told = time.monotonic(), ""
+    while True:
+        try:
+            pip.wait(SECONDS_BETWEEN_LINES)
+        except subprocess.TimeoutExpired:
+            line = how_far(folder, log.read_text(errors="replace"), num_packages)
+            seconds = f" ({time.monotonic() - started:.0f} s)"
+            print(f"  {line}{seconds if line == told else ''}", flush=True)
+            told = line
+        else:
+            return
+
+
+def how_far(folder: Path, said: str, num_packages: int) -> str:
+    """What pip is doing, in a line."""
+    if "Installing collected packages" in said:
+        num_installed = len(list(folder.glob("lib/python3*/site-packages/*.dist-info")))
+        return f"installed {num_installed} packages of about {num_packages}"
+    found = re.findall(r"^(?:Collecting|Processing|Requirement already satisfied:) \S+", said, re.MULTILINE)
+    last = said.rstrip().rpartition("\n")[2].strip()
+    if "Retrying" in last:
+        return "no answer from the package index, trying again"
+    name = NAME.match(last)
+    doing = last if last.startswith("Downloading") else Path(name[1]).name if name else "looking for versions"
+    return f"found {len(found)} packages of about {num_packages}: {doing}"
+
+
+def what_failed(log: Path) -> str:
+    said = log.read_text(errors="replace")
+    missing = NOT_FOUND.search(said)
+    if missing is not None:
+        return (
+            f"no package index was reached that has {missing[1]}; behind a proxy set HTTPS_PROXY, with an index of "
+            f"your own PIP_INDEX_URL ({log} has what pip said)"
+        )
+    errors = [line for line in said.splitlines() if line.startswith("ERROR:")]
+    return f"pip failed: {errors[-1].removeprefix('ERROR: ') if errors else said[-300:]} ({log} has all it said)"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

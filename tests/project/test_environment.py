@@ -1,0 +1,76 @@
+"""`make` makes the environment whole or not at all, and says what it does."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import environment
+
+SCRIPT = Path(environment.__file__)
+NO_INDEX = {
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    "PIP_RETRIES": "0",
+    "PIP_FIND_LINKS": "",
+    "PIP_CONFIG_FILE": os.devnull,
+}
+
+
+def make(folder: Path) -> subprocess.Popen[str]:
+    command, pipes = [sys.executable, SCRIPT, folder], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=os.environ | NO_INDEX, **pipes)
+
+
+def test_what_an_interrupt_left_is_made_again_and_no_index_is_told_as_such(tmp_path: Path) -> None:
+    """An interrupt while pip is put into the environment leaves a Python without pip."""
+    folder = tmp_path / ".venv"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    assert not environment.has_pip(folder)
+    output, errors = make(folder).communicate()
+    assert environment.has_pip(folder)
+    assert f"making {folder} with Python" in output
+    assert errors.startswith("pagewire: error: no package index was reached that has setuptools>=77; ")
+    assert len(errors.splitlines()) == 1
+    assert not (folder / ".ready").exists()
+
+
+def test_a_second_run_waits_for_the_first_and_takes_what_it_made(tmp_path: Path) -> None:
+    folder = tmp_path / ".venv"
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = make(folder)
+        assert second.stdout is not None
+        assert second.stdout.readline() == f"waiting for another make, which installs into {folder}\n"
+        folder.mkdir()
+        (folder / ".ready").touch()
+    assert second.communicate() == ("", "")
+    assert second.returncode == 0
+
+
+def test_packages_that_an_interrupt_halved_are_not_taken_for_whole(tmp_path: Path) -> None:
+    packages = tmp_path / "lib/python3.11/site-packages"
+    for name, files in {"half-1.dist-info": ["METADATA"], "whole-1.dist-info": ["METADATA", "RECORD"]}.items():
+        (packages / name).mkdir(parents=True)
+        for file in files:
+            (packages / name / file).touch()
+    environment.remove_halves(tmp_path)
+    assert [folder.name for folder in packages.iterdir()] == ["whole-1.dist-info"]
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("", "found 0 packages of about 9: looking for versions"),
+        ("Collecting a>=1\n  Downloading a-1.whl (9 MB)\n", "found 1 packages of about 9: Downloading a-1.whl (9 MB)"),
+        ("Collecting a\nProcessing /wheels/b-1.whl (from c)\n", "found 2 packages of about 9: b-1.whl"),
+        ("Collecting a\nWARNING: Retrying (Retry(total=4))\n", "no answer from the package index, trying again"),
+        ("Collecting a\nInstalling collected packages: a, b\n", "installed 1 packages of about 9"),
+    ],
+)  # fmt: skip
+def test_a_line_says_how_far_pip_is(said: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "lib/python3.11/site-packages/a-1.dist-info").mkdir(parents=True)
+    assert environment.how_far(tmp_path, said, 9) == line
