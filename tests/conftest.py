@@ -1,10 +1,13 @@
 """What holds for all tests."""
 
+import atexit
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,18 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
     process.wait()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays until the end: no collection of garbage walks it before."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # or libraries would call it leaked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
