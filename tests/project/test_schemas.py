@@ -42,12 +42,20 @@ def schema(kind: str) -> dict[str, Any]:
     return yaml.safe_load((SCHEMAS / f"{kind}.yaml").read_text())
 
 
-def examples() -> list[Manifest]:
-    found = [item for overlay in OVERLAYS for item in rendered(overlay)]
-    return found + [item for path in sorted(KSERVE.iterdir()) for item in documents(path)]
+EXAMPLES = [*OVERLAYS, *sorted(KSERVE.iterdir())]
 
 
-CUSTOM = [item for item in examples() if (SCHEMAS / f"{item['kind']}.yaml").exists()]
+def manifests(example: Path) -> list[Manifest]:
+    return rendered(example) if example.is_dir() else documents(example)
+
+
+def has_schema(item: Manifest) -> bool:
+    return (SCHEMAS / f"{item['kind']}.yaml").exists()
+
+
+@functools.cache
+def custom() -> list[Manifest]:
+    return [item for example in EXAMPLES for item in manifests(example) if has_schema(item)]
 
 
 @pytest.mark.parametrize("path", sorted(SCHEMAS.iterdir()), ids=lambda path: path.stem)
@@ -56,27 +64,25 @@ def test_schema_is_one_says_its_source_and_is_used(path: Path) -> None:
     assert re.match(
         r"Written after (\S+/\S+, \S+ at [0-9a-f]{12}|the documentation of \S+ \S+)", schema(path.stem)["$comment"]
     )
-    assert path.stem == "compose" or path.stem in {item["kind"] for item in CUSTOM}
+    assert path.stem == "compose" or path.stem in {item["kind"] for item in custom()}
 
 
-@pytest.mark.parametrize("item", CUSTOM, ids=lambda item: f"{item['kind']}-{item['metadata']['name']}")
-def test_custom_manifest_is_valid(item: Manifest) -> None:
-    jsonschema.validate(item, schema(item["kind"]))
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_manifest_is_valid(example: Path) -> None:
+    """Kinds that kubernetes-validate does not know have a schema here."""
+    for item in manifests(example):
+        if has_schema(item):
+            jsonschema.validate(item, schema(item["kind"]))
+        else:
+            assert kubernetes_validate.validate(item, KUBERNETES_VERSION, strict=True)
 
 
 def test_a_misspelt_field_is_seen() -> None:
-    (scaled, *_) = [item for item in CUSTOM if item["kind"] == "ScaledObject"]
+    (scaled, *_) = [item for item in custom() if item["kind"] == "ScaledObject"]
     scaled = yaml.safe_load(yaml.safe_dump(scaled))
     scaled["spec"]["minReplicas"] = 1
     with pytest.raises(jsonschema.ValidationError, match="minReplicas"):
         jsonschema.validate(scaled, schema("ScaledObject"))
-
-
-def test_every_kind_is_checked_by_someone() -> None:
-    """Kinds that kubernetes-validate does not know have a schema here."""
-    for item in examples():
-        if not (SCHEMAS / f"{item['kind']}.yaml").exists():
-            assert kubernetes_validate.validate(item, KUBERNETES_VERSION, strict=True)
 
 
 # InferencePool and KServe.
