@@ -21,6 +21,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_p
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.rpc import waiting
 from scheduler_service.rpc.waiting import Waiting
 from scheduler_service.rpc.worker import worker_link
 from scheduler_service.serving.model_info import read_model_info
@@ -70,7 +71,7 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(Waiting.__init__.__kwdefaults__, "patience", 0.01)
+    monkeypatch.setattr(waiting, "_PATIENCE", 0.01)
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, logger: str) -> list[tuple[str, str]]:
@@ -310,10 +311,10 @@ async def test_what_is_wrong_with_the_other_side_is_one_warning(
 
 def test_a_refusal_is_one_warning_however_grpc_says_it(caplog: pytest.LogCaptureFixture) -> None:
     """It names one of a host's addresses or another, and what it read of the connection last."""
-    waiting = Waiting("the worker", logging.getLogger("scheduler_service.rpc"), worker_link._PORT)
+    link = Waiting("the worker", logging.getLogger("scheduler_service.rpc"), worker_link._PORT)
     for words in ("ipv4:127.0.0.1:5001: Socket closed", "ipv6:%5B::1%5D:5001: Socket closed", "Secure read failed"):
-        waiting.tell(f"there is no connection ({words})", is_calm=True)
-    waiting.tell("Secure read failed", is_calm=True)
+        link.tell(f"there is no connection ({words})", is_calm=True)
+    link.tell("Secure read failed", is_calm=True)
     ((level, line),) = lines_of(caplog, "scheduler_service.rpc")
     assert level == "WARNING"
     assert REFUSED in line
