@@ -269,6 +269,8 @@ def one_abort(pipeline: Pipeline, batch: list[tuple[int, ...]]) -> float:
 def measure(arguments: argparse.Namespace) -> dict:
     decode = []
     for num_sequences, length in SIZES:
+        if num_sequences > arguments.max_sequences:
+            continue
         decode.append(measure_decode(arguments.policy, num_sequences, length, arguments.steps, arguments.rounds))
         print(f"{num_sequences} sequences of {length} tokens: {decode[-1]['us']:.2f} us", flush=True)
     return {
@@ -317,4 +319,6 @@ def report(figures: dict) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=128, help="steps of a round (default: 128)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each row (default: 5)")
+    most = max(num_sequences for num_sequences, _ in SIZES)
+    parser.add_argument("--max-sequences", type=int, default=most, help="rows of more are left out (default: none)")
     parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="who is next (default: %(default)s)")

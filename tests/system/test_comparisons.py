@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
-    "scheduler": ["--steps=2", "--rounds=1"],
+    "scheduler": ["--steps=2", "--rounds=1", "--max-sequences=32"],
     "front_end": ["--output-len=8", "--rounds=1"],
     "split": ["--num-seqs=2", "--output-len=8", "--rounds=1"],
 }
