@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pagewire.kernels import sampling
 from worker_service.streams import StreamWork
@@ -112,8 +112,6 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_in_kernel:
-            return function(*args, **kwargs)
         assert not _waits_for_host(function, args), f"the host would wait for {function}"
         if function._can_decompose():
             with self:
@@ -123,13 +121,15 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def launch(self, kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
-        is_in_kernel, self.is_in_kernel = self.is_in_kernel, True
+        if self.is_in_kernel:
+            return kernel(*args)
+        self.is_in_kernel = True
         try:
-            made = kernel(*args)
+            with _disable_current_modes():  # what a kernel does is its own
+                made = kernel(*args)
         finally:
-            self.is_in_kernel = is_in_kernel
-        if not is_in_kernel:
-            self.launches.append((as_kernel(kernel), args, {}, _tensors(made)))
+            self.is_in_kernel = False
+        self.launches.append((as_kernel(kernel), args, {}, _tensors(made)))
         return made
 
     def num_launches(self) -> Counter[str]:
