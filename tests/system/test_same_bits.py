@@ -89,7 +89,7 @@ def requests_of(seed: int) -> list[Request]:
             top_p=rng.choice((1.0, 0.9)),
             frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
             seed=i,
-            max_tokens=rng.randint(40, 80),
+            max_tokens=rng.randint(20, 40),
             ignore_eos=True,
             logprobs=5,
             prompt_logprobs=2 if i in (6, 7) else None,
