@@ -37,7 +37,7 @@ SCALES = {
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), slice(0, 4)),
     "Q6_K": slice(208, 210),
 }
-NUM_PROMPTS, PROMPT_LENGTH, NUM_OUTPUTS = 8, 20, 60
+NUM_PROMPTS, PROMPT_LENGTH, NUM_OUTPUTS = 4, 20, 60
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def test_random_steps_launch_nothing_new(tmp_path, variants, max_graph_batch_siz
     known = set(variants)
     rng = random.Random(8)
     print("seed 8")
-    for epoch in range(1, 4 if quantization else 9):
+    for epoch in range(1, 4 if quantization else 6):
         runner.reset(epoch)
         rows = random_rows(rng, num_long=int(epoch == 1))
         if quantization and epoch == 2:
