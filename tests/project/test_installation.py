@@ -87,6 +87,10 @@ class Environment:
     def pip(self, *arguments: str) -> None:
         pip("--python", str(self.python), *arguments)
 
+    def install(self, *arguments: str) -> None:
+        """Modules are compiled when they are imported, as few are."""
+        self.pip("install", "--no-compile", *OFFLINE, *arguments)
+
     def run(self, program: str, path: str = "", folder: Path = Path("/")) -> None:
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": path}
         command = [str(self.python), "-c", program]
@@ -121,7 +125,7 @@ def test_a_platforms_wheel_needs_no_compiler(wheel: Path, environment: Environme
     made = platform_wheel(wheel)
     assert names_in(made) - names_in(wheel) == {f"{PLACE}/{name}.so" for name in variants_of(platform.machine())}
     assert wheel.exists()
-    environment.pip("install", *OFFLINE, str(made))
+    environment.install(str(made))
     environment.run(
         "import os; os.environ.update(CC='no-such-compiler', PAGEWIRE_CACHE='/no/such/folder')\n"
         "from pagewire.kernels.cpu import Build, BuildError, CpuKernels, VARIANTS, load_library\n"
@@ -150,19 +154,19 @@ def test_another_package_kernels_may_come_and_go(
     order: str, wheel: Path, other_wheel: Path, environment: Environment
 ) -> None:
     for path in (other_wheel, wheel) if order == "before" else (wheel, other_wheel):
-        environment.pip("install", *OFFLINE, str(path))
+        environment.install(str(path))
     environment.run(f"{OURS}\n{THEIRS}")
     environment.pip("uninstall", "-q", "-y", "kernels")
     environment.run(f"{OURS}\n{ABSENT}")
-    environment.pip("install", *OFFLINE, str(other_wheel))
+    environment.install(str(other_wheel))
     environment.pip("uninstall", "-q", "-y", "pagewire")
     environment.run(THEIRS)
 
 
 def test_editable_install_leaves_the_name_to_others(source: Path, other_wheel: Path, environment: Environment) -> None:
-    environment.pip("install", *OFFLINE, "-e", str(source))
+    environment.install("-e", str(source))
     environment.run(f"{OURS}\n{ABSENT}")
-    environment.pip("install", *OFFLINE, str(other_wheel))
+    environment.install(str(other_wheel))
     environment.run(f"{OURS}\n{THEIRS}")
 
 
@@ -172,14 +176,14 @@ def test_an_installed_package_wins_over_a_clone_of_its_name(
 ) -> None:
     clone = tmp_path / "pagewire"
     shutil.copytree(source, clone, symlinks=True)
-    environment.pip("install", *OFFLINE, *(["-e", str(clone)] if is_editable else [str(wheel)]))
+    environment.install(*(["-e", str(clone)] if is_editable else [str(wheel)]))
     program = "import pagewire, pagewire.kernels.sampling; pagewire.LLM, pagewire.__version__"
     environment.run(f"{program}\n{OURS}", folder=tmp_path)
 
 
 def test_source_tree_on_the_path_leaves_the_name_to_others(other_wheel: Path, environment: Environment) -> None:
     environment.run(f"{OURS}\n{ABSENT}", path=str(ROOT))
-    environment.pip("install", *OFFLINE, str(other_wheel))
+    environment.install(str(other_wheel))
     environment.run(f"{OURS}\n{THEIRS}", path=str(ROOT))
 
 
