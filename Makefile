@@ -48,8 +48,8 @@ test-lowest: .venv-lowest/.ready  ## with the oldest packages of pyproject.toml'
 	  $(patsubst %,--ignore=tests/contract/test_%.py,gguf_tokenizer template_forms tokenizer_files)
 	env -u TRITON_INTERPRET .venv-lowest/bin/python -m tests.kernels.triton.compilation --pairs --unlimited
 
-nightly:  ## what takes hours: test-lowest, check-aarch64, sim, sim-mutants, fuzz, bench NAME=fresh-starts, each whether or not another fails
-	$(MAKE) --keep-going test-lowest check-aarch64 sim sim-mutants fuzz bench NAME=fresh-starts
+nightly:  ## what takes hours, each whether or not another fails; SEEDS=n, MINUTES=n and STARTS=n shorten it
+	$(MAKE) --keep-going test-lowest check-aarch64 sim sim-mutants fuzz bench NAME='fresh-starts$(if $(STARTS), --starts $(STARTS))'
 
 check-aarch64: $(READY)  ## tests of the CPU kernels as AArch64 computes them, under qemu; ARGS: pytest's, PROCESSOR=cortex-a53: a lesser one
 	$(BIN)/python -m tests.kernels.emulated $(if $(PROCESSOR),--processor $(PROCESSOR)) $(ARGS)
