@@ -1,8 +1,8 @@
-"""Workers as processes of their own that need not import torch first: they are forked from a process that has.
+"""Services as processes of their own that need not import their modules first: they are forked from one that has.
 
-That takes a tenth of the time. Everything else is as if `services.py` had started `pagewire worker`: its flags, its
+That takes a tenth of the time. Everything else is as if `services.py` had started `pagewire VERB`: its flags, its
 signals, its exit code, what it prints. In `test_serve.py`, `test_bench.py`, `test_peers.py` and
-`tests/worker/test_worker_service.py` workers start from nothing.
+`tests/worker/test_worker_service.py` services start from nothing.
 """
 
 import multiprocessing
@@ -10,18 +10,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 from testing import services
 from testing.services import Process, System
 
 # Imported once, by the process that forks. None of them starts a thread: torch does so when it first computes.
-PRELOADED = ["torch", "pagewire.cli.services", "worker_service.server", "worker_service.startup.loader", __name__]
+# A scheduler never has torch in its process.
+PRELOADED = {
+    "scheduler": ["pagewire.cli.services", "scheduler_service.server"],
+    "worker": ["torch", "pagewire.cli.services", "worker_service.server", "worker_service.startup.loader"],
+}
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(PRELOADED)
+SERVERS = {verb: forkserver.ForkServer() for verb in PRELOADED}
+for _verb, _modules in PRELOADED.items():
+    SERVERS[_verb].set_forkserver_preload([*_modules, __name__])
+_starting = threading.Lock()  # one service at a time: multiprocessing knows of one fork server
 
 
 class ForkedProcess:
@@ -32,7 +42,9 @@ class ForkedProcess:
         printed, output = FORKSERVER.Pipe(duplex=False)
         # A daemon: what a test leaves behind ends with the tests.
         self._process = FORKSERVER.Process(target=_run, args=(arguments, output, log), daemon=True)
-        self._process.start()
+        connect = SERVERS[arguments[0]].connect_to_new_process
+        with _starting, mock.patch.object(forkserver, "connect_to_new_process", connect):
+            self._process.start()
         output.close()
         self.stdout = os.fdopen(os.dup(printed.fileno()))
         printed.close()
@@ -55,23 +67,14 @@ class ForkedProcess:
         return self._process.exitcode
 
 
-def start_forked(arguments: Sequence[str]) -> Process:
-    """`pagewire ARGUMENTS`; a scheduler never has torch in its process."""
-    return ForkedProcess(arguments) if arguments[0] == "worker" else services.start_process(arguments)
-
-
 class LoggingStart:
-    """Starts services as `start_forked` does, with a file of a folder for what each of them logs."""
+    """Starts services with a file of a folder for what each of them logs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __call__(self, arguments: Sequence[str]) -> Process:
-        log = self._folder / f"{arguments[0]}.log"
-        if arguments[0] == "worker":
-            return ForkedProcess(arguments, log)
-        with log.open("ab") as file:
-            return services.start_process(arguments, stderr=file)
+        return ForkedProcess(arguments, self._folder / f"{arguments[0]}.log")
 
     def lines(self) -> list[str]:
         """Return what has been logged."""
@@ -79,12 +82,13 @@ class LoggingStart:
 
 
 def running(model: Path, **flags: Sequence[object]) -> AbstractContextManager[System]:
-    return services.running(model, start=start_forked, **flags)
+    return services.running(model, start=ForkedProcess, **flags)
 
 
 def _run(arguments: Sequence[str], output: Connection, log: Path | None) -> None:
     from pagewire.cli.command import main
 
+    os.environ.update(services.ENVIRON)  # for what the service starts
     if log is not None:
         with log.open("ab") as file:
             os.dup2(file.fileno(), sys.stderr.fileno())

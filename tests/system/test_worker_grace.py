@@ -14,7 +14,7 @@ import pytest
 
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from testing.forked import start_forked
+from testing.forked import ForkedProcess
 from testing.gateway import Gateway
 from testing.services import HOST, System
 
@@ -31,7 +31,7 @@ class Pair:
     def __post_init__(self) -> None:
         flags = ["--worker-grace", GRACE, "--worker-timeout", 600, "--metrics-port", self.metrics_port]
         worker = ["--dtype", "float32", "--num-threads", 1, "--num-device-blocks", 2048]
-        self.system = System(MODEL, worker=worker, scheduler=flags, start=start_forked)
+        self.system = System(MODEL, worker=worker, scheduler=flags, start=ForkedProcess)
 
     def loads(self) -> scheduler_pb2.GetLoadsResponse:
         with grpc.insecure_channel(self.system.url) as channel:
