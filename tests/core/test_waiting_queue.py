@@ -1,23 +1,27 @@
 """The queue of waiting groups, against a plain list that is sorted anew for every question."""
 
 import random
+from typing import Any
 
 import pytest
 
 from pagewire.common.messages import SamplingParams
 from scheduler_service.core.policy import POLICIES, Policy, Standing, create_policy
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting import WaitingQueue
 
 
-def item(
-    policy: Policy, arrival: int, tenant: str = "", priority: int = 0, deadline: float | None = None
-) -> SequenceGroup:
-    request = Request(str(arrival), tenant, (1, 2, 3), SamplingParams(), 1, priority=priority, deadline=deadline)
+def item(policy: Policy, arrival: int, tenant: str = "", n: int = 1, **fields: Any) -> SequenceGroup:
+    request = Request(str(arrival), tenant, (1, 2, 3), SamplingParams(), 1, n=n, **fields)
     standing = Standing(arrived_at=0.0, has_precedence=False, num_blocks=0, num_uncached_blocks=0)
     order, waiting_order = policy.running_key(request, arrival), policy.key(request, arrival, standing)
-    return SequenceGroup(request, arrival, order, arrived_at=0.0, waiting_order=waiting_order, num_unfinished=1)
+    return SequenceGroup(request, arrival, order, arrived_at=0.0, waiting_order=waiting_order, num_unfinished=n)
+
+
+def num_sequences(groups: list[SequenceGroup]) -> int:
+    """Of those that wait: a beam search begins with one."""
+    return sum(1 if group.request.beam else group.request.n for group in groups)
 
 
 def filled(name: str, tenants: str) -> tuple[WaitingQueue, list[SequenceGroup], Policy]:
@@ -118,8 +122,15 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
             standing = Standing(0.0, rng.random() < 0.2, 1000, num_uncached_blocks)
             queue.reorder(group, policy.key(group.request, group.arrival, standing))
         elif rng.random() < 0.55 or not waiting:
-            deadline = rng.choice([None, rng.random()])
-            group = item(policy, arrival, rng.choice(tenants), rng.randint(0, 2), deadline)
+            group = item(
+                policy,
+                arrival,
+                rng.choice(tenants),
+                rng.choice([1, 1, 3]),
+                priority=rng.randint(0, 2),
+                deadline=rng.choice([None, rng.random()]),
+                beam=rng.choice([None, BeamParams(3)]),
+            )
             waiting.append(group)
             queue.add(group)
         else:
@@ -129,9 +140,10 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
         assert list(queue) == waiting
         everyone = [*waiting, *held]
         assert list(queue.held) == held
-        assert (len(queue), queue.num_sequences) == (len(everyone), len(everyone))
+        assert (len(queue), queue.num_sequences) == (len(everyone), num_sequences(everyone))
         assert queue.num_prompt_tokens == 3 * len(everyone)
         assert [queue.position(group) for group in waiting[:5]] == list(range(1, len(waiting[:5]) + 1))
         assert queue.next() is (waiting[0] if waiting else None)
         for tenant in tenants:
-            assert queue.num_tenant_sequences(tenant) == sum(group.request.tenant == tenant for group in everyone)
+            of_tenant = [group for group in everyone if group.request.tenant == tenant]
+            assert queue.num_tenant_sequences(tenant) == num_sequences(of_tenant)
