@@ -1,5 +1,6 @@
 """The policy `agent`: waiting by what is left to compute, prompts that give way, and what is kept of sessions."""
 
+import gc
 import random
 
 import pytest
@@ -9,6 +10,7 @@ from scheduler_service.core.cache import RootKey
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import EndReason
 from scheduler_service.core.retention import Expectation, ReturnTimes, Session
+from scheduler_service.core.sequence import SequenceGroup
 from tests.core.system import System, prompt_of
 
 
@@ -125,6 +127,19 @@ def test_waiting_requests_are_ordered_anew_by_another_workers_cache():
     assert explain.report(state, "", "back").queue_position == 2
     system.run()
     system.assert_exact()
+
+
+def test_a_lost_worker_leaves_nothing_of_those_that_waited():
+    system = agent(max_num_seqs=1)
+    system.join()
+    system.add(prompt_of(40), 2, request_id="runs")
+    (sequence_id,) = system.add(prompt_of(40), 2, request_id="waits")
+    system.plan()
+    assert system.scheduler.state.groups["", "waits"].cursor is not None
+    system.lose()
+    system.take(system.scheduler.abort("", "waits", system.now))
+    request, _ = system.sequences[sequence_id]
+    assert not any(type(each) is SequenceGroup and each.request is request for each in gc.get_objects())
 
 
 def test_a_report_says_what_a_request_would_compute():
