@@ -156,6 +156,19 @@ def test_a_file_cut_short_names_the_tensor(bundled: Path, tmp_path: Path) -> Non
         GgufFile.open(path).check_tensors()
 
 
+def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
+    whole = written(tmp_path / "whole.gguf", names=("array", ["a", "", "three"])).read_bytes()
+    path = tmp_path / "x.gguf"
+    for num_bytes in range(len(whole)):
+        path.write_bytes(whole[:num_bytes])
+        with pytest.raises(GgufError, match=r"x\.gguf (is not a (whole )?GGUF file|has \d+ bytes, but tensor)"):
+            GgufFile.open(path).check_tensors()
+    end = whole.index(b"three") + len(b"three")
+    path.write_bytes(whole[: end - 1])
+    with pytest.raises(GgufError, match=rf"it has {end - 1} bytes, and its header speaks of {end} or more"):
+        GgufFile.open(path)
+
+
 def test_rows_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "x.gguf")
     data = path.read_bytes()
