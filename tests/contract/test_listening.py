@@ -1,10 +1,12 @@
 """Ports that cannot be had: one line that names the port and its flag, nothing raw of gRPC, and exit code 1."""
 
 import errno
+import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import grpc.aio
 import pytest
 
 from pagewire.common.transport.addresses import join
-from pagewire.common.transport.listening import check_port, listen, refusal
+from pagewire.common.transport.listening import check_port, create_server, give_way, listen, refusal
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
@@ -78,6 +80,38 @@ async def test_a_server_listens_on_what_it_is_given() -> None:
     with pytest.raises(OSError, match=f"port {port} is taken"):
         listen(server, "127.0.0.1", port, None, "--port")
     await server.stop(0)
+
+
+def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
+    """As after a restart: the system keeps what remembers the connection, and gRPC binds beside it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            served, _ = listener.accept()
+            served.close()  # the side that ends first is the one that remembers
+            assert client.recv(1) == b""
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+        plain.bind(("127.0.0.1", port))
+    check_port("127.0.0.1", port, "--port")
+
+
+def nices_of_pool() -> list[int]:
+    threads = [thread for thread in Path("/proc/self/task").iterdir() if "event" in (thread / "comm").read_text()]
+    return [os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads]
+
+
+async def test_the_threads_of_grpcs_pool_give_way_to_the_services_own() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    server = create_server()
+    port = listen(server, "127.0.0.1", 0, None, "--port")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await channel.channel_ready()  # so that the pool has run
+        give_way()
+        nices = nices_of_pool()
+    await server.stop(0)
+    assert max(nices) >= 10
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
 def test_an_address_of_ipv6_is_in_brackets() -> None:
