@@ -48,7 +48,8 @@ async def test_nothing_is_lost_or_repeated_when_connections_break(checkpoint: Pa
     assert prompt_logprobs == PROMPT[1:]
 
 
-async def test_attempts_are_bounded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_reconnects", [0, 3])
+async def test_attempts_are_bounded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, max_reconnects: int) -> None:
     monkeypatch.setattr(client_module, "DELAYS_S", (0.01, 0.02))
     async with (
         proxied(checkpoint) as (stack, proxy),
@@ -57,7 +58,7 @@ async def test_attempts_are_bounded(checkpoint: Path, monkeypatch: pytest.Monkey
     ):
         stack.worker.step_seconds = 0.01
         request_id = await direct.submit(None, SamplingParams(max_tokens=200), prompt_token_ids=PROMPT)
-        outputs = client.attach(request_id, max_reconnects=3)
+        outputs = client.attach(request_id, max_reconnects=max_reconnects)
         assert (await anext(outputs)).first_token == 0
         proxy.is_open = False
         proxy.cut()
