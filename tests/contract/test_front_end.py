@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from tokenizers import Tokenizer
 
 from pagewire import AsyncClient, SamplingParams, Unavailable
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
@@ -158,6 +159,20 @@ async def test_a_client_that_goes_and_a_deadline_that_passes_free_everything(che
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         loads = await stack.until_idle()
         assert loads.num_generation_tokens < 480
+
+
+async def test_a_stop_text_found_here_ends_the_request_there(checkpoint: Path) -> None:
+    """Soon after the text is there the worker answers no more: only what the scheduler is told can end the request."""
+    text = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).decode(expected_tokens(PROMPT, 30))
+    stop = next(char for i, char in enumerate(text) if i > 5 and char != "\ufffd")
+    async with serve(checkpoint) as stack, serve_front_end(checkpoint, stack.url) as front:
+        stack.worker.step_seconds = 0.01
+        generating = asyncio.create_task(front.generate(request(PROMPT, max_tokens=200, stop=[stop])))
+        await stack.until(lambda loads: generating.done() or loads.num_generation_tokens >= 30)
+        stack.worker.is_silent = True
+        result = await asyncio.wait_for(generating, DEADLINE)
+        assert stop not in result.texts[0]
+        await stack.until_idle()
 
 
 @pytest.mark.parametrize(
