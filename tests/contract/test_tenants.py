@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import re
 import resource
@@ -432,6 +433,19 @@ async def test_a_revoked_tenants_calls_end(checkpoint: Path, tenants: Path) -> N
         await until_requests(stack, 1)
         assert await code_of(other.read()) is None
         other.cancel()
+
+
+def num_ended_tasks() -> int:
+    gc.collect()
+    return sum(type(each) is asyncio.Task and each.done() for each in gc.get_objects())
+
+
+async def test_calls_that_have_ended_are_forgotten(checkpoint: Path, tenants: Path) -> None:
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        before = num_ended_tasks()
+        for _ in range(20):
+            await stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=credentials("acme"))
+        assert num_ended_tasks() < before + 20
 
 
 @pytest.mark.parametrize("is_back", [False, True], ids=["gone", "back at once"])
