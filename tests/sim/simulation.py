@@ -655,15 +655,17 @@ class Simulation:
         stats, block_map = explain.stats(self.scheduler.state), explain.block_map(self.scheduler.state)
         assert len(block_map.device) == stats.num_device_blocks
         assert len(block_map.host) == stats.num_host_blocks
-        # Requests hold what their swaps move; the copying of cached content holds nothing of theirs.
         epoch = self.scheduler.state.epoch
-        swaps = [move for move in epoch.cache.moves if move.node is None] if epoch else []
-        for uses, swapped, num_held in (
-            (block_map.device, {move.device_block for move in swaps}, stats.num_held_blocks),
-            (block_map.host, {move.host_block for move in swaps}, stats.num_held_host_blocks),
-        ):
-            held = {block for block, use in enumerate(uses, 1) if use > BlockUse.MOVING} | swapped
-            assert len(held) == num_held, "S8: blocks that are held are counted wrong"
+        if epoch is not None:
+            # Requests hold what their swaps move; the copying of cached content holds nothing of theirs.
+            swaps, cache = [move for move in epoch.cache.moves if move.node is None], epoch.cache
+            for uses, pool, swapped, num_held in (
+                (block_map.device, cache.pool, {move.device_block for move in swaps}, stats.num_held_blocks),
+                (block_map.host, cache.host_pool, {move.host_block for move in swaps}, stats.num_held_host_blocks),
+            ):
+                held = {block for block, use in enumerate(uses, 1) if use > BlockUse.MOVING} | swapped
+                assert len(held) == num_held, "S8: blocks that are held are counted wrong"
+                assert uses.count(BlockUse.CACHED) == pool.num_idle_cached, "S8: idle content is counted wrong"
         for client in self.clients.values():
             report = explain.report(self.scheduler.state, *client.key)
             assert report.num_sequences == client.num_live or client.request.beam
