@@ -136,11 +136,12 @@ COSTLY = [
     LONG + "{{ s | wordwrap(1) | length }}",
     LONG + "{{ (s | safe) | wordwrap(1) | length }}",
     "{{ ('<>' * 10000000) | striptags | length }}",
-    LONG + "{{ s | trim(s ~ 'y') | length }}",
+    "{{ ('x' * 2000000) | trim('y' * 2000000 ~ 'x') }}",
     *[
-        LONG + f"{{{{ s.{name}('y' ~ s[1000000:]) }}}}"
-        for name in ("rfind", "rindex", "rsplit", "rpartition", "rstrip")
+        "{% set s = 'x' * 2000000 %}" + f"{{{{ s.{name}(s[:600000] ~ 'y' ~ s[:600000]) }}}}"
+        for name in ("rfind", "rindex", "rsplit", "rpartition")
     ],
+    *[f"{{{{ ('x' * 2000000).{name}('y' * 2000000 ~ 'x') }}}}" for name in ("lstrip", "rstrip", "strip")],
     "{{ ('x\\r' * 10000000) | indent(1000) | length }}",
     "{{ ('x\\n' * 100000) | indent('y' * 1000000) | length }}",
     "{{ range(99999) | list | tojson(indent='y' * 1000000) | length }}",
