@@ -21,10 +21,10 @@ from bench.gpu.decode_steps import DecodeLoad, Worker, time_steps
 from bench.gpu.step_trace import step_times
 from bench.peers.arms import PROGRAMS, Batch, child_environ, conversation
 from pagewire import AsyncClient, SamplingParams
-from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
 from pagewire.common.messages import StepPlan
+from pagewire.progress import Progress
 from testing import services
 from testing.part import Case, UnavailableError
 from worker_service.runner.profile import NUM_STEPS_BEFORE
@@ -197,7 +197,7 @@ async def _serve_rounds(url: str, sizes: Sizes) -> list[float]:
     async with AsyncClient(url) as client:
         for index in range(sizes.num_rounds + 1):
             requests = _requests(sizes, seed=index)
-            ran = await run(client, requests, SAMPLED, ProgressLine("", len(requests), None))
+            ran = await run(client, requests, SAMPLED, Progress(len(requests), None))
             for request, record in zip(requests, ran.records, strict=True):
                 assert record.num_output_tokens == request.num_output_tokens, record.error
             if index:  # the first warms up
@@ -258,7 +258,7 @@ async def _decode_together(url: str, sizes: Sizes) -> None:
     load = Workload(sizes.idle_batch, LengthRange(prompt_len, prompt_len), LengthRange(num_tokens, num_tokens))
     requests = load.requests(GPU_SHAPES[sizes.small]["vocab_size"])
     async with AsyncClient(url) as client:
-        ran = await run(client, requests, SAMPLED, ProgressLine("", len(requests), None))
+        ran = await run(client, requests, SAMPLED, Progress(len(requests), None))
     assert all(record.num_output_tokens == num_tokens for record in ran.records)
 
 

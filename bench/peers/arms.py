@@ -22,11 +22,11 @@ from typing import Protocol, TextIO
 
 from bench.peers.environment import BF16, FORMATS, Environments
 from pagewire import AsyncClient, SamplingParams
-from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
 from pagewire.errors import CommandError
 from pagewire.hosting import local_server
+from pagewire.progress import Progress
 
 PROGRAMS = Path(__file__).parent / "programs"
 ANSWER = "peer: "
@@ -187,7 +187,7 @@ async def _seconds(client: AsyncClient, batch: Batch) -> float:
         PlannedRequest(tuple(prompt), length, 0.0, seed=0)
         for prompt, length in zip(batch.prompts, batch.output_lens, strict=True)
     ]
-    ran = await run(client, planned, GREEDY, ProgressLine("", len(planned), None))
+    ran = await run(client, planned, GREEDY, Progress(len(planned), None))
     if ran.was_interrupted:
         raise KeyboardInterrupt
     for record, length in zip(ran.records, batch.output_lens, strict=True):

@@ -11,7 +11,6 @@ from typing import Any
 
 from pagewire.bench import flags, result, target
 from pagewire.bench.profile import Profile, ServerTimes, profile, read_times, report
-from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import Run, check_fits, exit_code, run
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
@@ -20,6 +19,7 @@ from pagewire.client import AsyncClient
 from pagewire.hosting import local_server
 from pagewire.hosting.supervisor import free_port
 from pagewire.options import Parser
+from pagewire.progress import Progress
 from pagewire.server import ServerInfo
 
 PERCENTS = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
@@ -119,7 +119,7 @@ class _Bench:
         """Runs one batch after the other, until one is interrupted, and `ended` after each that is not, which may be
         interrupted too. The prompts of a batch are such as no other has had."""
         num_requests = sum(workload.num_prompts for workload in workloads)
-        line = ProgressLine(name, num_requests, None if self._parsed.disable_tqdm else sys.stderr)
+        line = Progress(num_requests, None if self._parsed.disable_tqdm else sys.stderr, title=name)
         runs: list[Run] = []
         for workload in workloads:
             seed = self._parsed.seed + self._num_batches * workload.num_prompts

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from pagewire.bench.progress import ProgressLine
 from pagewire.bench.workload import PlannedRequest, Workload
 from pagewire.cli import FAILURE, INTERRUPTED, SUCCESS
 from pagewire.client import AsyncClient
 from pagewire.completion import Usage
 from pagewire.errors import CommandError, PagewireError
+from pagewire.progress import Progress
 from pagewire.sampling import SamplingParams
 from pagewire.server import ServerInfo
 
@@ -108,7 +108,7 @@ async def run(
     server: Server,
     requests: Sequence[PlannedRequest],
     sampling: SamplingParams,
-    progress: ProgressLine,
+    progress: Progress,
     *,
     request_id_prefix: str | None = None,
     max_concurrency: int | None = None,
@@ -157,7 +157,7 @@ class _Sender:
         self,
         server: Server,
         sampling: SamplingParams,
-        progress: ProgressLine,
+        progress: Progress,
         request_id_prefix: str | None,
         max_concurrency: int | None,
     ) -> None:
@@ -188,7 +188,7 @@ class _Sender:
                         num_tokens = int(output.has_text) if isinstance(output, Chunk) else len(output.token_ids)
                         if num_tokens:
                             arrivals.append(Arrival(self.now(), num_tokens))
-                            self._progress.tokens_came(num_tokens)
+                            self._progress.add(num_tokens, has_ended=False)
                 record = replace(record, is_finished=True)
             except PagewireError as error:
                 record = replace(record, error=f"{error.code.name}: {error}")
@@ -198,7 +198,7 @@ class _Sender:
                     record = replace(record, num_prompt_tokens=usage.prompt_tokens)
                     arrivals = counted(arrivals, usage.completion_tokens, ended_at)
                 self.records[index] = replace(record, ended_at=ended_at, arrivals=tuple(arrivals))
-                self._progress.request_ended()
+                self._progress.add(0, has_ended=True)
 
     def _stream(self, index: int, request: PlannedRequest) -> Any:
         prefix = self._request_id_prefix
@@ -260,7 +260,7 @@ async def send(
 
 
 async def _send(load: LoadTest, server: Server, requests: Sequence[PlannedRequest]) -> Run:
-    line = ProgressLine(load.name, len(requests), sys.stderr if load.shows_progress else None)
+    line = Progress(len(requests), sys.stderr if load.shows_progress else None, title=load.name)
     measured = await run(
         server,
         requests,

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 import time
 import warnings
 import weakref
@@ -21,7 +22,6 @@ from pagewire.completion import Completion
 from pagewire.conversation import Message
 from pagewire.errors import Cancelled, StartError, Unavailable
 from pagewire.hosting.local_server import LocalServer
-from pagewire.llm.progress import ForeignProgress, Progress
 from pagewire.llm.request_output import (
     EmbeddingRequestOutput,
     RequestOutput,
@@ -29,6 +29,7 @@ from pagewire.llm.request_output import (
     request_output,
     token_ids_of,
 )
+from pagewire.progress import ForeignProgress, Progress
 from pagewire.retry import Attempts
 from pagewire.sampling import UNSET, SamplingParams, is_real
 
@@ -261,7 +262,9 @@ class LLM:
         batch = RequestBatch(requests, self._channels, Attempts(0.0))
         if not use_tqdm:
             return background_loop.run(batch.run())
-        progress = Progress(len(requests)) if use_tqdm is True else ForeignProgress(len(requests), use_tqdm)
+        num_requests = len(requests)
+        # Programs without a console have no standard error.
+        progress = Progress(num_requests, sys.stderr) if use_tqdm is True else ForeignProgress(num_requests, use_tqdm)
         with closing(progress), closing(background_loop.iterate(batch.news())) as all_news:
             for news in all_news:
                 for num_tokens, has_ended in news:

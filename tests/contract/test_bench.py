@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from pagewire import installation
 from pagewire.bench.flags import percents
 from pagewire.bench.profile import ServerTimes, Total, parse_times, profile, read_times, report
-from pagewire.bench.progress import ProgressLine
 from pagewire.bench.result import draw_latencies, serving_table
 from pagewire.bench.run import Arrival, RequestRecord, Run, run
 from pagewire.bench.statistics import measure, peak_concurrency, percentile, summarize, tokens_by_second
@@ -30,6 +29,7 @@ from pagewire.bench.workload import LengthRange, PlannedRequest, Workload, arriv
 from pagewire.cli.command import main
 from pagewire.errors import CommandError, ResourceExhausted
 from pagewire.hosting.supervisor import free_port
+from pagewire.progress import Progress
 from pagewire.sampling import SamplingParams
 from tests.contract.bench_stack import bench, stack_of
 from tests.environments import hide
@@ -202,27 +202,6 @@ def test_metrics_of_something_else() -> None:
         read_times("http://127.0.0.1:1/metrics")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_one_line_on_a_terminal_and_rare_elsewhere() -> None:
-    now = 0.0
-    terminal, log = Terminal(), io.StringIO()
-    lines = [ProgressLine("serve", 2, file, clock=lambda: now) for file in (terminal, log)]
-    for now in (0.05, 1.0, 4.0, 10.0):  # noqa: B007 - what the clock reads
-        for line in lines:
-            line.tokens_came(5)
-    for line in lines:
-        line.request_ended()
-        line.close()
-    assert "\n" not in terminal.getvalue()
-    assert terminal.getvalue().count("serve: 0 of 2 requests") == 3
-    assert terminal.getvalue().endswith("\r\033[K")
-    assert log.getvalue() == "serve: 0 of 2 requests, 2.0 tok/s, 10 s\n"
-
-
 class SlowServer:
     """Gives a token, then no more until it is told to; refuses prompts of one token."""
 
@@ -254,7 +233,7 @@ def planned(num_requests: int, num_prompt_tokens: int = 2) -> list[PlannedReques
 
 async def test_a_cancelled_run_keeps_what_it_has() -> None:
     server = SlowServer()
-    progress = ProgressLine("run", 5, io.StringIO())
+    progress = Progress(5, io.StringIO())
     running = asyncio.create_task(run(server, planned(5), SamplingParams(), progress, max_concurrency=2))
     await server.has_one.wait()
     running.cancel()
@@ -272,7 +251,7 @@ async def test_failed_requests_are_told_apart() -> None:
     server = SlowServer()
     server.go_on.set()
     requests = [*planned(2), *planned(1, num_prompt_tokens=1)]
-    ran = await run(server, requests, SamplingParams(), ProgressLine("run", 3, io.StringIO()))
+    ran = await run(server, requests, SamplingParams(), Progress(3, io.StringIO()))
     assert [record.error for record in ran.records] == [None, None, "UNKNOWN: full"]
     assert [record.num_output_tokens for record in ran.records] == [3, 3, 0]
     assert not ran.was_interrupted

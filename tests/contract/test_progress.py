@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pagewire.llm.progress import ForeignProgress, Progress
+from pagewire.progress import ForeignProgress, Progress
 
 
 class Terminal(io.StringIO):
@@ -41,13 +41,13 @@ def test_a_terminal_has_one_line_that_changes() -> None:
 
 def test_a_log_has_a_line_now_and_then() -> None:
     file, clock = io.StringIO(), Clock()
-    progress = Progress(100, file, clock)
+    progress = Progress(100, file, clock, title="load")
     for _ in range(100):
         clock.seconds += 0.25
         progress.add(4, has_ended=True)
     progress.close()
     lines = file.getvalue().splitlines()
-    assert lines == [f"{n}/100 requests, {4 * n} output tokens, {n / 4:.1f} s, 16.0 tokens/s" for n in (40, 80)]
+    assert lines == [f"load: {n}/100 requests, {4 * n} output tokens, {n / 4:.1f} s, 16.0 tokens/s" for n in (40, 80)]
 
 
 def test_what_is_done_soon_says_nothing_in_a_log() -> None:

@@ -1,6 +1,5 @@
 """Writes a line to standard error that says how far a list of requests has come."""
 
-import sys
 import time
 from collections.abc import Callable
 from typing import IO, Any
@@ -13,13 +12,15 @@ LOG_INTERVAL_S = 10.0
 class Progress:
     """Shows one line that changes on a terminal. Elsewhere it writes a line every ten seconds."""
 
-    def __init__(self, total: int, file: IO[str] | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        """`total` counts the requests. `file` is standard error by default."""
+    def __init__(
+        self, total: int, file: IO[str] | None, now: Callable[[], float] = time.monotonic, title: str = ""
+    ) -> None:
+        """`total` counts the requests, of what the `title` names. Without a file nothing is shown."""
         self._total = total
-        # Programs without a console have no standard error.
-        self._file: IO[str] | None = sys.stderr if file is None else file
+        self._title = f"{title}: " if title else ""
+        self._file = file
         self._now = now
-        self._is_terminal = self._file is not None and self._file.isatty()
+        self._is_terminal = file is not None and file.isatty()
         self._started_at = self._said_at = now()
         self._num_done = 0
         self._num_tokens = 0
@@ -42,7 +43,7 @@ class Progress:
         self._said_at = self._now()
         elapsed_s = max(self._said_at - self._started_at, 1e-6)
         rate = self._num_tokens / elapsed_s
-        done = f"{self._num_done}/{self._total} requests, {self._num_tokens} output tokens"
+        done = f"{self._title}{self._num_done}/{self._total} requests, {self._num_tokens} output tokens"
         text = f"{done}, {elapsed_s:.1f} s, {rate:.1f} tokens/s"
         # The rest of a longer line before it is cleared.
         self._file.write(f"\r{text}\x1b[K{end}" if self._is_terminal else f"{text}\n")
