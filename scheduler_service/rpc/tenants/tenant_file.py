@@ -132,8 +132,10 @@ class TenantFile:
             tenants = parse_tenants(content.decode())
             self._revision = hashlib.sha256(content).hexdigest()
             return tenants
+        except OSError as error:
+            raise OSError(f"--tenants is {self._path}, which cannot be read: {error.strerror}") from None
         except ValueError as error:  # not UTF-8, or not what it should be
-            raise ValueError(f"{self._path}: {error}") from None
+            raise ValueError(f"--tenants {self._path}: {error}") from None
 
 
 def parse_tenants(text: str) -> dict[str, Tenant]:
@@ -221,14 +223,9 @@ def _digest(name: str, text: str) -> bytes:
 
 
 def _check_unique(tenants: Iterable[Tenant]) -> None:
-    owners: dict[bytes | str, str] = {}
+    owners: dict[object, str] = {}
     for tenant in tenants:
-        credentials: list[bytes | str] = [
-            *tenant.key_digests,
-            *tenant.certificates,
-            *([""] if tenant.is_anonymous else []),
-        ]
-        for credential in credentials:
+        for credential in (*tenant.key_digests, *tenant.certificates, *([""] if tenant.is_anonymous else [])):
             owner = owners.setdefault(credential, tenant.name)
             if owner != tenant.name:
                 raise ValueError(f"tenants {owner!r} and {tenant.name!r} have the same credentials")
