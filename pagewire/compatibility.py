@@ -363,6 +363,8 @@ SWITCHES, LISTS = (
     {name[:-1] for names in (*(each for each, _ in _FOREIGN), more) for name in names.split() if name[-1] == mark}
     for mark, more in (("!", "enforce_eager! enable_log_requests!"), ("*", "served_model_name*"))
 )
+# Other words for a value of an option that has choices.
+VALUE_SYNONYMS = {"gpu": "cuda"}
 # Other names of flags: vLLM's, then llama.cpp's.
 SYNONYMS = {
     "-tp": "tensor_parallel_size",

@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pagewire.common.option_limits import flag as flag_of
-from pagewire.compatibility import FOREIGN, LISTS, MAPPED, SWITCHES, SYNONYMS, Spelling, suggestion, translate
+from pagewire.compatibility import (
+    FOREIGN,
+    LISTS,
+    MAPPED,
+    SWITCHES,
+    SYNONYMS,
+    VALUE_SYNONYMS,
+    Spelling,
+    suggestion,
+    translate,
+)
 
 ENV_PREFIX = "PAGEWIRE_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
@@ -135,7 +145,7 @@ class Parser(argparse.ArgumentParser):
         end = given.index("--") if "--" in given else len(given)
         parsed, unknown = self.parse_known_args([*self._spelled(given[:end]), *given[end:]], namespace)
         if unknown:
-            self.error(f"unknown argument {unknown[0]}")
+            self.error(f"unknown argument {unknown[0]}; what has spaces in it goes in quotes")
         return parsed
 
     def _spelled(self, given: Sequence[str]) -> list[str]:
@@ -400,6 +410,8 @@ def _convert(option: Option, given: Any, source: str) -> Any:
     except ValueError:
         article = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}[option.value_type]
         raise OptionError(f"{source}: {given!r} is not {article}") from None
+    if option.choices is not None and VALUE_SYNONYMS.get(value) in option.choices:
+        value = VALUE_SYNONYMS[value]
     if isinstance(value, str) and not value.isascii() and _NO_UTF8.search(value):
         raise OptionError(f"{source}: {value!r} is not UTF-8, which it must be")
     if option.choices is not None and value not in option.choices:

@@ -28,8 +28,13 @@ from pagewire.errors import CommandError
 log = logging.getLogger(__name__)
 
 EXAMPLE = "Qwen/Qwen3-0.6B"
-GIVE = f"give a checkpoint directory, a GGUF file, or the id of a Hugging Face model such as {EXAMPLE}"
-MISSING = f"MODEL is missing (also --model): {GIVE}; `pagewire demo` serves the bundled model"
+# A link to models/storyteller of the source tree; an installed package has the files themselves.
+BUNDLED = Path(__file__).parents[1] / "storyteller"
+GIVE = (
+    f"give a checkpoint directory, a GGUF file, or the id of a Hugging Face model such as {EXAMPLE}; {BUNDLED.name} is "
+    "the bundled model"
+)
+MISSING = f"MODEL is missing (also --model): {GIVE}, which `pagewire demo` serves too"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What is read besides the weights, by the scheduler, the worker and gateways.
@@ -49,7 +54,9 @@ SMALL_FILES = (
     INDEX,
 )
 PICKLED = (".bin", ".pt", ".pth")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# The hub has no owner `models`, where its list of all models is: that is a folder, as of our README's commands.
+_HUB_ID = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+).*")
 
 
 class ModelSourceError(CommandError):
@@ -84,6 +91,8 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
     `with_weights` False asks only for the files that a scheduler or a front end reads. Raises ModelSourceError for a
     MODEL that cannot be served.
     """
+    if model == BUNDLED.name and not Path(model).exists():
+        model = str(BUNDLED)
     path = Path(model).expanduser()
     is_directory = path.is_dir()
     if is_directory or is_gguf(path):
@@ -95,12 +104,14 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         return LocatedModel(str(path))
     if path.exists():
         raise ModelSourceError(_file_refusal(path))
+    if address := _HUB_ADDRESS.fullmatch(model):
+        raise ModelSourceError(f"{model} is an address: give the id of the model, {address[1]}")
     if _is_gguf_name(model):
         beside = [entry.name for entry in path.parent.glob("*") if _is_gguf_name(entry.name)]
-        raise ModelSourceError(f"there is no file {path}{_near(path, beside)}")
+        raise ModelSourceError(f"there is no file {model}{_near(path, beside)}")
     if not _is_hub_id(model):
         beside = [entry.name for entry in path.parent.glob("*") if entry.is_dir()]
-        raise ModelSourceError(f"there is no directory {path}{_near(path, beside)}")
+        raise ModelSourceError(f"there is no directory {model}{_near(path, beside)}")
     return LocatedModel(str(_HubModel(model, revision, with_weights=with_weights).directory()), model)
 
 

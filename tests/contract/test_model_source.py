@@ -337,6 +337,10 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
         tmp_path / "other" / "README.md": "is a file, not a checkpoint directory",
         Path("good/x"): "there is no directory good/x",
         Path("qwen3:0.6b"): "there is no directory qwen3:0.6b",
+        Path("models/storyteller"): "there is no directory models/storyteller: give a checkpoint directory",
+        Path("hf.co/org/name"): "hf.co/org/name is an address: give the id of the model, org/name",
+        "https://huggingface.co/org/name/tree/main": "/main is an address: give the id of the model, org/name",
+        "https://example.org/name": "there is no directory https://example.org/name: give",
     }
     for path, message in cases.items():
         with pytest.raises(ModelSourceError) as refused:
@@ -349,6 +353,9 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
         ModelSourceError, match=r"--revision v1 is for Hugging Face models, but model\.gguf is a GGUF file"
     ):
         locate("model.gguf", "v1")
+    assert Path(locate("storyteller").directory).samefile(BUNDLED)
+    make(tmp_path / "storyteller", "config.json", "model.safetensors")
+    assert locate("storyteller").directory == "storyteller", "what is here comes first"
     assert locate("good").directory == "good"
     assert locate("model.gguf").directory == "model.gguf"
     assert locate("sha256-0123").directory == "sha256-0123"

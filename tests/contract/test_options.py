@@ -130,6 +130,12 @@ def test_a_file_that_is_not_there() -> None:
         resolve("--model m --config /nowhere")
 
 
+def test_another_word_for_a_value() -> None:
+    known = options.options_of(WorkerConfig)
+    parsed = argparse.Namespace(config=None, model="m", device="gpu")
+    assert options.resolve(known, parsed, {}).values["device"] == "cuda"
+
+
 def test_wrong_values() -> None:
     with pytest.raises(OptionError, match="--num-things: 'many' is not an integer"):
         resolve("--model m --num-things many")
