@@ -11,6 +11,18 @@ if __name__ == "__main__" and not sys.flags.safe_path and os.path.isdir(sys.path
         sys.path.append(_folder)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _folder)))
 
+# What is opened next would have the number of a standard stream that is closed, and be read or written in its place.
+# Reading and writing such a stream is an error; what would go to standard error is lost.
+if None in (sys.stdin, sys.stdout, sys.stderr):
+    for _number, _name, _mode, _access in (
+        (0, "stdin", "r", os.O_WRONLY),
+        (1, "stdout", "w", os.O_RDONLY),
+        (2, "stderr", "w", os.O_RDWR),
+    ):
+        if getattr(sys, _name) is None:
+            os.set_inheritable(os.open(os.devnull, _access), True)
+            setattr(sys, _name, open(_number, _mode, errors="backslashreplace", closefd=False))  # noqa: SIM115
+
 import signal
 
 # While modules load, Ctrl-C ends the process without a word: an exception might come out of any line of theirs, and

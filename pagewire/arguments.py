@@ -8,6 +8,8 @@ from pagewire.sampling import is_integer, is_real
 
 # What has elements, but is no list of them.
 _TEXTS = str | bytes | bytearray | memoryview
+# What is added to a byte that is no UTF-8 to make a character of it (PEP 383).
+_ESCAPED = 0xDC00
 
 
 def as_list(argument: str, value: object, kind: str) -> list[Any]:
@@ -53,13 +55,15 @@ def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
 
 
 def check_text(path: str, text: str, argument: str = "") -> None:
-    """Raises InvalidText for a string with half a character; where the `path` is not what the caller calls it, the
-    error names the `argument` too."""
+    """Raises InvalidText for a string with half a character, which stands for a byte where Python has read what is not
+    UTF-8; where the `path` is not what the caller calls it, the error names the `argument` too."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         where = f" from {argument}" if argument else ""
         half = f"{text[error.start]!r} at {error.start}, half a character"
+        if (byte := ord(text[error.start]) - _ESCAPED) in range(0x80, 0x100):
+            half += f" or the byte {byte:#x} of a text that is not UTF-8"
         raise InvalidText.of_field(path, f"{path} has {half}, which cannot be sent; remove it{where}") from None
 
 

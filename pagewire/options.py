@@ -188,6 +188,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown flag {name}: {self._explained[name]}")
         self.error(f"unknown flag {name}{suggestion(name, known)}")
 
+    def print_help(self, file: Any = None) -> None:
+        """Writes the help. Raises OSError where it cannot be written, of which argparse would say nothing."""
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         """Ends the command with one line and exit code 2."""
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help tells more)\n")

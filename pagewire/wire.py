@@ -305,7 +305,7 @@ def decode_error(error: Any, url: str) -> PagewireError:
     if reading is not None:
         message = reading
     elif code is grpc.StatusCode.UNAVAILABLE and message.startswith(_NO_CONNECTION):
-        message = f"no server answers at {url} ({message})"
+        message = f"no server answers at {url} (`pagewire serve MODEL` starts one): {message}"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and "Deadline Exceeded" in message:
         message = TIMEOUT_PASSED
     if code is grpc.StatusCode.CANCELLED and message == code.name:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pagewire.cli import client_flags, connection, request
 from pagewire.cli.chat_terminal import ChatTerminal, history_path
+from pagewire.cli.command import tell
 from pagewire.client import Client
 from pagewire.compatibility import suggestion
 from pagewire.completion import Completion
@@ -100,11 +101,6 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def tell(text: str) -> None:
-    """Writes a note of the chat's own to standard error, since standard output is for answers."""
-    print(text, file=sys.stderr, flush=True)
-
-
 class Chat:
     """Answers messages and carries out commands until the input ends."""
 
@@ -174,7 +170,10 @@ class Chat:
                 return
             except InvalidRequest as error:
                 turns = self._conversation.turns
-                if not turns or not is_too_long(error):
+                # A request is too long by its text, or by what it asks for.
+                if not turns or {"text", "sampling.max_tokens"}.isdisjoint(
+                    each.field for each in error.field_violations
+                ):
                     self._conversation.turns = kept
                     raise
                 if len(turns) == len(kept):
@@ -210,8 +209,3 @@ class Chat:
         num_tokens = usage.prompt_tokens + usage.completion_tokens
         if completion.outputs[0].finish_reason == "length" and num_tokens >= self._info.max_sequence_tokens > 0:
             tell(f"(the context is full, {num_tokens} tokens: the answer was cut off)")
-
-
-def is_too_long(error: InvalidRequest) -> bool:
-    """Whether a request was refused for the length of its text."""
-    return any(violation.field in ("text", "sampling.max_tokens") for violation in error.field_violations)

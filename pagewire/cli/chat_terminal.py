@@ -3,9 +3,11 @@
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from pagewire.errors import CommandError
 
 PROMPT, CONTINUATION = "> ", ". "
 BLOCK = '"""'
@@ -16,6 +18,14 @@ def history_path(environ: Mapping[str, str]) -> Path:
     """Returns the path of the history, which is where the XDG base directory specification says."""
     state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "pagewire" / "chat_history"
+
+
+def read_input(read: Callable[[], str]) -> str:
+    """Returns what a function reads from standard input. Raises CommandError where that is closed or broken."""
+    try:
+        return read()
+    except OSError as error:
+        raise CommandError(f"cannot read standard input: {error.strerror}") from None
 
 
 class ChatTerminal:
@@ -66,7 +76,7 @@ class ChatTerminal:
         return "\n".join(lines).strip("\n")
 
     def _read_line(self, prompt: str) -> str:
-        line = input(prompt if self.is_interactive else "")
+        line = read_input(lambda: input(prompt if self.is_interactive else ""))
         self._keep_history()
         return line
 

@@ -1,7 +1,7 @@
 """Runs the `pagewire` command. Each verb is a function in a module that is imported only when the verb runs."""
 
-import codecs
 import contextlib
+import errno
 import importlib
 import io
 import os
@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from pagewire.common import __version__
 
@@ -69,10 +70,36 @@ NUM_DESCRIPTORS = 65_536
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 1 for an error, 2 for a wrong usage, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    if arguments[:1] == ["--version"]:
-        print(f"pagewire {__version__}")
-        return SUCCESS
-    return dispatch("pagewire", VERBS, arguments, run)
+    # What is no UTF-8 is refused where a text is checked. Models write what they like, also to a terminal that is not
+    # UTF-8: escaped there, as on standard error.
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+    try:
+        code = dispatch("pagewire", VERBS, arguments, run)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        # What writing ends with. Reading standard input and writing standard error have errors of their own.
+        if error.errno not in (errno.EBADF, errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        _lose(sys.stdout)
+        if not isinstance(error, BrokenPipeError):  # whose reader has gone, and knows
+            tell(f"pagewire: error: cannot write the output: {error.strerror}")
+        return FAILURE
+
+
+def tell(text: str) -> None:
+    """Writes a line to standard error, since standard output is for results. Where it cannot be written it is lost."""
+    try:
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, even with PYTHONUNBUFFERED
+    except OSError:
+        _lose(sys.stderr)
+
+
+def _lose(stream: TextIO) -> None:
+    """Lets all that goes to a stream be lost, so that what is still buffered for it does not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -84,15 +111,21 @@ def dispatch(
     program: str, verbs: Mapping[str, Verb], arguments: Sequence[str], perform: Callable[[Verb, Sequence[str]], int]
 ) -> int:
     """Performs the verb that the first argument names, or says which there are."""
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage(program, verbs), file=sys.stdout if arguments else sys.stderr)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        write: Callable[[str], None] = print if arguments else tell
+        write(usage(program, verbs))
         return SUCCESS if arguments else USAGE
     name, *rest = arguments
+    if name in ("-V", "--version"):
+        print(f"pagewire {__version__}")
+        return SUCCESS
     if name not in verbs:
         from pagewire.compatibility import suggestion
 
-        text = f"{program}: error: unknown verb {name!r}{suggestion(name, verbs)}\n{usage(program, verbs)}"
-        print(text, file=sys.stderr)
+        near = suggestion(name, (*verbs, "--help", "--version"))
+        tell(f"{usage(program, verbs)}\n\n{program}: error: unknown verb {name!r}{near}")
         return USAGE
     return perform(verbs[name], rest)
 
@@ -104,20 +137,13 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
     if verb.module == _SERVICES:
         os.environ.setdefault("GRPC_VERBOSITY", GRPC_VERBOSITY)
         raise_descriptor_limit()
-    if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
-        # Models write what they like, also to a terminal that is not UTF-8: escaped there, as on standard error.
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(verb, arguments)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else FAILURE
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        tell("")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of standard output has gone. What is still buffered for it must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILURE
     except Exception as error:
         from pagewire.common.process import EXIT_REFUSED, announce_refusal, is_child
         from pagewire.installation import advice
@@ -129,7 +155,7 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
         if is_service and is_child():
             announce_refusal(line)
         else:
-            print(f"pagewire: error: {line}", file=sys.stderr)
+            tell(f"pagewire: error: {line}")
         return EXIT_REFUSED if is_service else FAILURE
 
 
@@ -152,9 +178,9 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
         with _interrupts(verb):
             return function(arguments)
     except PagewireError as error:
-        print(f"pagewire: error: {error.code.name}: {printable_lines(str(error))}", file=sys.stderr)
+        tell(f"pagewire: error: {error.code.name}: {printable_lines(str(error))}")
     except CommandError as error:
-        print(f"pagewire: error: {printable_lines(str(error))}", file=sys.stderr)
+        tell(f"pagewire: error: {printable_lines(str(error))}")
     return FAILURE
 
 

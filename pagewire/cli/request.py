@@ -7,38 +7,25 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TextIO
 
 from pagewire.cli import client_flags, connection
+from pagewire.cli.chat_terminal import read_input
+from pagewire.cli.command import tell
 from pagewire.client import Client
 from pagewire.common.strict_json import to_json
 from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output, Result
 from pagewire.conversation import Session
 from pagewire.hosting import local_server
+from pagewire.hosting.model_source import BUNDLED
 from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
 
 DEMO_PROMPT = "Once upon a time"
-# A link to models/storyteller of the source tree; an installed package has the files themselves.
-BUNDLED_MODEL = Path(__file__).parents[1] / "storyteller"
 
 
 def complete(arguments: Sequence[str]) -> int:
     """Prints one completion as it comes, and its statistics on standard error."""
-    parser = _complete_parser()
-    parsed = parser.parse_args(arguments)
-    request = request_arguments(parser, parsed) | {"timeout": parsed.timeout}
-    with connection.client(parser, parsed, Client) as client:
-        if parsed.json:
-            print(to_json(describe(client.complete(**request))), flush=True)
-        else:
-            printer = SamplePrinter(request["sampling"].n or 1, sys.stdout)
-            print(statistics(stream(client, printer=printer, **request)), file=sys.stderr)
-    return 0
-
-
-def _complete_parser() -> Parser:
     parser = Parser(
         prog="pagewire complete",
         usage="pagewire complete TEXT [flags]",
@@ -52,7 +39,15 @@ def _complete_parser() -> Parser:
         metavar="SECONDS",
         help="give up after this time, including the time in the queue",
     )
-    return parser
+    parsed = parser.parse_args(arguments)
+    request = request_arguments(parser, parsed) | {"timeout": parsed.timeout}
+    with connection.client(parser, parsed, Client) as client:
+        if parsed.json:
+            print(to_json(describe(client.complete(**request))), flush=True)
+        else:
+            printer = SamplePrinter(request["sampling"].n or 1, sys.stdout)
+            tell(statistics(stream(client, printer=printer, **request)))
+    return 0
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -92,7 +87,7 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
     """Returns the arguments of a request, as `Client` takes them, from these flags."""
     if (parsed.text is None) == (parsed.prompt_token_ids is None):
         parser.error("give either a text (or - for standard input) or --prompt-token-ids")
-    text = sys.stdin.read() if parsed.text == "-" else parsed.text
+    text = read_input(sys.stdin.read) if parsed.text == "-" else parsed.text
     names = ("prompt_token_ids", "request_id", "priority", "cache_salt", "tenant")
     request = {name: getattr(parsed, name) for name in names}
     session = Session(parsed.session, parsed.will_return, parsed.retention_seconds)
@@ -123,7 +118,7 @@ def demo(arguments: Sequence[str]) -> int:
         "model",
         metavar="MODEL",
         nargs="?",
-        default=str(BUNDLED_MODEL),
+        default=str(BUNDLED),
         help="checkpoint directory, GGUF file or Hugging Face id (default: the bundled model, which tells stories)",
     )
     parser.add_argument("--prompt", default=DEMO_PROMPT, help=f"the prompt (default: {DEMO_PROMPT!r})")
@@ -237,8 +232,7 @@ def attach(arguments: Sequence[str]) -> int:
     if parsed.from_token < 0:
         parser.error(f"--from-token is {parsed.from_token}, but must be at least 0")
     with connection.client(parser, parsed, Client) as client:
-        num_samples = len(client.result(parsed.request_id, tenant=parsed.tenant).outputs)
-        printer = SamplePrinter(num_samples, sys.stdout)
+        printer = SamplePrinter(len(client.result(parsed.request_id, tenant=parsed.tenant).outputs), sys.stdout)
         attached = client.attach(parsed.request_id, tenant=parsed.tenant, from_token=parsed.from_token)
         with contextlib.closing(attached) as outputs:
             for output in outputs:
@@ -256,7 +250,12 @@ def result(arguments: Sequence[str]) -> int:
     if parsed.json:
         print(to_json(describe_result(found)), flush=True)
     else:
-        _print_result(found)
+        for output in found.outputs:
+            if len(found.outputs) > 1:
+                print(f"--- sample {output.index} ---")
+            print(output.text, flush=True)
+        num_tokens = sum(len(output.token_ids) for output in found.outputs)
+        tell(f"{found.state}, {num_tokens} completion tokens")
     if found.error is not None:
         raise found.error
     return 0
@@ -278,12 +277,3 @@ def _submitted_parser(verb: str, description: str) -> Parser:
     parser.add_argument("--tenant", default="", help="tenant that the request belongs to")
     connection.add_flags(parser)
     return parser
-
-
-def _print_result(found: Result) -> None:
-    for output in found.outputs:
-        if len(found.outputs) > 1:
-            print(f"--- sample {output.index} ---")
-        print(output.text, flush=True)
-    num_tokens = sum(len(output.token_ids) for output in found.outputs)
-    print(f"{found.state}, {num_tokens} completion tokens", file=sys.stderr)

@@ -179,7 +179,7 @@ def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
         handler(signal.SIGINT, frame)
 
     signal.signal(signal.SIGTERM, interrupt)
-    print(f"starting pagewire serve {model}", file=sys.stderr)
+    print(f"starting pagewire serve {model}\n", end="", file=sys.stderr)
     started_at = time.monotonic()
     server = LocalServer(model, flags)
     try:
@@ -187,7 +187,8 @@ def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
             url = server.start()
         except StartError as error:
             raise CommandError(f"pagewire serve {model} ended with {server.exit}: {error}") from None
-        print(f"{READY_PREFIX}{url} after {time.monotonic() - started_at:.1f} s", file=sys.stderr)
+        # One write each, even with PYTHONUNBUFFERED: a line of the server's may come between two.
+        print(f"{READY_PREFIX}{url} after {time.monotonic() - started_at:.1f} s\n", end="", file=sys.stderr)
         yield url
     finally:
         server.stop()

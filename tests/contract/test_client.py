@@ -211,7 +211,11 @@ def test_types_are_checked(wrong: dict[str, object]) -> None:
         ({"logit_bias": {2**32: 1.0}}, "sampling.logit_bias[4294967296] is 4294967296, but must be 0 to 4294967295"),
         ({"stop": ["a", "b\ud800"]}, "sampling.stop[1] has '\\ud800' at 1, half a character"),
         ({"prompt_token_ids": [5, -1]}, "token_ids.ids[1] is -1, but must be 0 to 4294967295"),
-        ({"prompt": "\udfffa"}, "text has '\\udfff' at 0, half a character"),
+        ({"prompt": "\udfffa"}, "text has '\\udfff' at 0, half a character, which"),
+        (
+            {"prompt": "a\udcff"},
+            "text has '\\udcff' at 1, half a character or the byte 0xff of a text that is not UTF-8",
+        ),
         ({"priority": 2**31}, "priority is 2147483648, but must be -2147483648 to 2147483647"),
         ({"tenant": "\udc80"}, "tenant has '\\udc80' at 0"),
         ({"session": pagewire.Session("a", retention_seconds=-1)}, "session.retention_seconds is -1, but must be 0 to"),

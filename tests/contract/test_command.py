@@ -9,15 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
 from pagewire.cli.chat import Conversation
-from pagewire.cli.command import BENCHES, VERBS, main
+from pagewire.cli.command import BENCHES, VERBS, main, tell
 from pagewire.cli.request import SamplePrinter
 from pagewire.errors import CommandError
+from pagewire.hosting import local_server
+from pagewire.hosting.local_server import LocalServer
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.wire import decode_output
 from tests.contract import scripted_scheduler
@@ -65,6 +67,96 @@ def test_complete_streams_text_and_tells_statistics(capsys: pytest.CaptureFixtur
     for part in ("time to first token ", " tokens/s, ", "7 prompt tokens", "4 cached tokens", "5 completion tokens"):
         assert part in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "code", "error"),
+    [
+        ("complete -", "<&-", 1, "pagewire: error: cannot read standard input: Bad file descriptor\n"),
+        ("chat", "<&-", 1, "pagewire: error: cannot read standard input: Bad file descriptor\n"),
+        ("--version", ">&-", 1, "pagewire: error: cannot write the output: Bad file descriptor\n"),
+        ("complete --help", ">&-", 1, "pagewire: error: cannot write the output: Bad file descriptor\n"),
+        ("--help", ">/dev/full", 1, "pagewire: error: cannot write the output: No space left on device\n"),
+        ("complete Once", ">/dev/full", 1, "cannot write the output: No space left on device\n"),
+        ("complete Once", "2>&-", 0, ""),
+        ("complete Once", "2>/dev/full", 0, ""),
+        ("", "2>/dev/full", 2, ""),
+    ],
+)
+def test_standard_streams_that_are_closed_or_full(arguments: str, redirection: str, code: int, error: str) -> None:
+    command = ["sh", "-c", f'exec "$0" -m pagewire {arguments} {redirection}', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr.endswith(error)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("pagewire: error: ") == bool(error)
+    assert done.stdout == (f"{STORY}\n" if code == 0 else ""), "what is told on standard error stands nowhere else"
+
+
+@pytest.mark.parametrize("given", [b"a\xff", "a\u00e4".encode("latin-1")])
+def test_a_prompt_that_is_not_utf8(
+    given: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler
+) -> None:
+    """As of a terminal or a file in another encoding: Python reads an argument so, and standard input in some locales
+    alone."""
+    for arguments in (
+        ["complete", "-"],
+        ["complete", os.fsdecode(given)],
+        ["chat", "-q", os.fsdecode(given)],
+        ["chat"],
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
+        assert main(arguments) == (arguments != ["chat"])
+        told = capsys.readouterr().err
+        assert f"half a character or the byte {given[1]:#x} of a text that is not UTF-8" in told
+    assert not scheduler.requests
+
+
+def test_help_and_version_by_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for first, second in (
+        ("-V", "--version"),
+        ("help", "--help"),
+        ("help complete", "complete --help"),
+        ("help bench latency", "bench latency --help"),
+        ("bench help latency", "bench latency --help"),
+    ):
+        assert main(first.split()) == main(second.split()) == 0
+        printed = capsys.readouterr().out
+        assert printed
+        assert printed == printed[: len(printed) // 2] * 2
+
+
+def test_an_error_stands_below_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["complet"]) == 2
+    assert capsys.readouterr().err.endswith("\n\npagewire: error: unknown verb 'complet'; did you mean complete?\n")
+
+
+class Writes(io.RawIOBase):
+    """A standard error that keeps what each write brings, if anything."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if data:
+            self.lines.append(bytes(data))
+        return len(data)
+
+
+def test_a_line_on_standard_error_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without buffers too, as containers set PYTHONUNBUFFERED: the lines of a server that is started stand between."""
+    writes = Writes()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(cast("Any", writes), write_through=True))
+    monkeypatch.setattr(LocalServer, "start", lambda server: "grpc://here")
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    tell("told")
+    with local_server.serving("model"):
+        told, starting, ready = writes.lines
+    assert (told, starting) == (b"told\n", b"starting pagewire serve model\n")
+    assert re.fullmatch(rb"ready on grpc://here after [0-9.]+ s\n", ready)
 
 
 def test_text_is_written_as_it_comes(scheduler: ScriptedScheduler) -> None:
@@ -213,7 +305,9 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*verb, "--url", "127.0.0.1:1"]) == 1
         captured = capsys.readouterr()
         assert captured.out == ""
-        assert captured.err.startswith("pagewire: error: UNAVAILABLE: no server answers at 127.0.0.1:1")
+        assert captured.err.startswith(
+            "pagewire: error: UNAVAILABLE: no server answers at 127.0.0.1:1 (`pagewire serve"
+        )
         assert captured.err.count("\n") == 1
 
 
@@ -245,6 +339,8 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "--temperature", "nan"], "argument --temperature: 'nan' is not a number"),
         (["bench", "serve", "--top-p", "0"], "argument --top-p: top_p is 0.0, but must be above 0 and at most 1"),
         (["demo", "m", "n"], "unknown argument n"),
+        (["complete", "two", "words"], "unknown argument words; what has spaces in it goes in quotes"),
+        (["--verison"], "did you mean --version?"),
         (["serve", "m", "--block-sise", "8"], "did you mean --block-size?"),
         (["serve", "m", "--port", "high"], "--port: 'high' is not an integer"),
         (
@@ -266,7 +362,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
             ["serve"],
             "MODEL is missing (also --model): give a checkpoint directory, a GGUF file, or the id of a Hugging",
         ),
-        (["serve"], "`pagewire demo` serves the bundled model"),
+        (["serve"], "storyteller is the bundled model, which `pagewire demo` serves too"),
         (["serve", "a", "--model", "b"], "MODEL is given twice: 'a' and 'b'"),
         (["serve", "--modle", "b"], "unknown flag --modle; did you mean --model?"),
         (["serve", "--host", "a", "b", "c"], "unknown argument c"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.cli.request import BUNDLED_MODEL
+from pagewire.hosting.model_source import BUNDLED
 from testing.checkpoints.families import make_checkpoint
 from testing.services import children_of, free_port
 from tests.compiler import skip_without_compiler
@@ -113,7 +113,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 def test_a_gateway_over_http(tmp_path: Path) -> None:
     """Texts of the bundled model's tokenizer, over the OpenAI API of `pagewire serve --gateway`."""
     port = free_port("127.0.0.1")
-    serve = [sys.executable, "-m", "pagewire", "serve", str(BUNDLED_MODEL), "--port=0", "--metrics-port=0"]
+    serve = [sys.executable, "-m", "pagewire", "serve", str(BUNDLED), "--port=0", "--metrics-port=0"]
     serve += ["--gateway", f"--gateway-port={port}", "--num-threads=1", "--log-level=warning"]
     with subprocess.Popen(serve, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -126,7 +126,7 @@ def test_a_gateway_over_http(tmp_path: Path) -> None:
                 "--port",
                 str(port),
                 "--tokenizer",
-                str(BUNDLED_MODEL),
+                str(BUNDLED),
                 "--num-prompts",
                 "8",
             ]
