@@ -1,10 +1,13 @@
-"""Logits of every position of some sequences: ours, and those of transformers."""
+"""Logits of every position of some sequences: ours, those of transformers, and llama.cpp's."""
 
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -88,6 +91,23 @@ class ReferenceModel:
     def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Returns float32 [num_tokens, vocab_size] of all sequences."""
         return torch.cat([self._model(torch.tensor([list(sequence)])).logits[0] for sequence in sequences])
+
+
+class LlamaCppModel:
+    """llama.cpp's computation over a file, by the program that `bench.peers.environment` builds for it."""
+
+    def __init__(self, program: Path, path: Path, cache_type: str) -> None:
+        """`cache_type`: f32, f16 or bf16."""
+        self._command = [program, path, cache_type]
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Returns float32 [num_tokens, vocab_size] of all sequences."""
+        lines = "".join(" ".join(map(str, sequence)) + "\n" for sequence in sequences).encode()
+        with tempfile.TemporaryFile() as output:
+            subprocess.run(self._command, input=lines, stdout=output, check=True)
+            output.seek(0)
+            found = np.fromfile(output, np.float32)
+        return torch.from_numpy(found).view(sum(map(len, sequences)), -1)
 
 
 def mean_divergence(expected: Tensor, actual: Tensor) -> float:

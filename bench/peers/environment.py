@@ -41,7 +41,8 @@ GGML_FLAGS = {
 BF16 = "bf16"
 FORMATS = (BF16, "Q8_0", "Q4_0", "Q4_K_M")
 STEP_TIMEOUT_S = 3600
-CONVERTER = Path(__file__).parent / "programs" / "gguf_convert.py"
+PROGRAMS = Path(__file__).parent / "programs"
+CONVERTER = PROGRAMS / "gguf_convert.py"
 
 
 class CannotMakeError(Exception):
@@ -118,11 +119,25 @@ class Environments:
             return self._converted(checkpoint)
         out = self.root / f"{checkpoint.name}.{weight_format}.gguf"
         if not out.exists():
-            program, source = self.llama_cpp_program("llama-quantize"), self._converted(checkpoint)
-            partial = out.with_suffix(".partial")
-            self._run([str(program), str(source), str(partial), weight_format], f"it does not quantise {source.name}")
-            partial.rename(out)
+            self.quantize(self._converted(checkpoint), out, weight_format)
         return out
+
+    def quantize(self, path: Path, out: Path, weight_format: str, *options: str) -> None:
+        """Has llama.cpp's own program quantise a GGUF file. `options` are that program's."""
+        program, partial = self.llama_cpp_program("llama-quantize"), out.with_suffix(".partial")
+        command = [str(program), *options, str(path), str(partial), weight_format]
+        self._run(command, f"it does not quantise {path.name}")
+        partial.rename(out)
+
+    def llama_logits(self) -> Path:
+        """Returns the path of a program of ours, over llama.cpp's library, for `testing.logits`."""
+        libraries, path = self.llama_cpp_program("llama-quantize").parent, self.root / "llama_logits"
+        includes = [f"-I{self.llama_cpp_source / folder}" for folder in ("include", "ggml/include")]
+        names = ["-lllama", "-lggml", "-lggml-cpu", "-lggml-base"]
+        links = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", *names]
+        command = ["cc", "-O2", "-o", str(path), str(PROGRAMS / "llama_logits.c"), *includes, *links]
+        self._run(command, "the program for its logits does not build")
+        return path
 
     def _converted(self, checkpoint: Path) -> Path:
         """Returns a checkpoint in llama.cpp's form. Its converter is known to run where vLLM runs."""
@@ -161,6 +176,11 @@ class Environments:
             except (OSError, subprocess.SubprocessError) as error:
                 log.write(f"{error}\n")
                 raise CannotMakeError(f"{reason} ({self.log} tells more)") from None
+
+
+def default_root() -> Path:
+    """Returns where the environments are unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench" / "peers"
 
 
 def _need_build_tools() -> None:

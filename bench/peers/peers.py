@@ -32,6 +32,7 @@ from bench.peers.environment import (
     VLLM,
     CannotMakeError,
     Environments,
+    default_root,
 )
 from bench.peers.speedups import goal
 from bench.peers.tables import OURS, PEERS, draw, markdown, report_buffers, report_goals
@@ -223,7 +224,7 @@ def load_before() -> float:
 
 
 def parse_arguments(flags: Sequence[str]) -> argparse.Namespace:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench" / "peers"
+    cache = default_root()
     parser = parser_of("peers", __doc__)
     parser.add_argument(
         "--models",

@@ -283,6 +283,8 @@ def test_a_missing_part_of_llama_cpp_is_built_in_the_folder_that_is_there(
     assert build[:3] == ["cmake", "--build", str(source / "build")]
     assert build[-1] == "llama-quantize"
     assert quantize[0] == str(source / "build" / "bin" / "llama-quantize")
+    program = environments.llama_logits()
+    assert {"cc", str(program), f"-L{built.parent}", f"-Wl,-rpath,{built.parent}"} < set(commands[-1])
     commands.clear()
     assert environments.llama_cpp_environ() == {"LD_LIBRARY_PATH": str(source / "build-avx2" / "bin")}
     configure, build = commands

@@ -19,6 +19,11 @@ static void fail(const char* text) {
   exit(1);
 }
 
+static void log_errors(enum ggml_log_level level, const char* text, void* unused) {
+  (void)unused;
+  if (level == GGML_LOG_LEVEL_ERROR) fputs(text, stderr);
+}
+
 static enum ggml_type cache_type(const char* name) {
   if (strcmp(name, "f32") == 0) return GGML_TYPE_F32;
   if (strcmp(name, "f16") == 0) return GGML_TYPE_F16;
@@ -53,6 +58,7 @@ static void fill(struct llama_batch* batch, char* line) {
 
 int main(int argc, char** argv) {
   if (argc != 3) fail("usage: llama_logits MODEL.gguf KV_TYPE");
+  llama_log_set(log_errors, NULL);
   struct llama_model* model = llama_model_load_from_file(argv[1], llama_model_default_params());
   if (model == NULL) fail("the model cannot be loaded");
   struct llama_context* context = open_context(model, cache_type(argv[2]));
