@@ -5,16 +5,17 @@
 
 All formats are made of the weights that the file holds, in float32, and are compared with these: the mean divergence of
 next tokens, in nats, how often both have the same first choice, and the perplexity. The text is of Python's own
-reference manual, which every Python brings. PyPI `gguf` writes no K-quants: `--keep FOLDER` keeps the files, so that
-llama-quantize makes one of `F32.gguf`, and `--files Q4_K_M=PATH` adds it. Computed by the CPU's kernels, as the worker
-does. Raw numbers go to bench/results/perplexity.json, and a table for docs/benchmarks.md to standard output.
+reference manual, which every Python brings. Pagewire computes with the CPU's kernels, as the worker does; llama.cpp, in
+the environment of `python -m bench peers`, over the same files. It makes those of K-quants too, which PyPI `gguf` does
+not write; where it cannot be had both are left out, and why is said. Raw numbers go to bench/results/perplexity.json,
+and a table for docs/benchmarks.md to standard output.
 """
 
 import argparse
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,35 +26,39 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from bench.peers.environment import LLAMA_CPP_PYTHON, CannotMakeError, Environments, default_root
 from pagewire.common.gguf.tokenizer_files.files import read_tokenizer
 from pagewire.kernels.cpu import CpuKernels
 from testing.checkpoints.gguf_files import requantized
-from testing.logits import OurModel, mean_divergence
+from testing.logits import LlamaCppModel, OurModel, mean_divergence
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 NUM_SEQUENCES, LENGTH = 16, 512
 # Those that explain more than they define.
 TOPICS = ("naming", "exceptions", "objects", "execmodel", "class", "with", "import", "types", "specialnames")
 EXACT = "F32"
+# Mixes of llama.cpp's quantiser.
+K_QUANTS = ("Q6_K", "Q4_K_M")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What the model computes in, its KV cache's dtype, and the type of its matrices, as GGUF names it."""
+    """What the model computes in, its KV cache's dtype, and the type of its matrices, as llama.cpp names it."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype = torch.bfloat16
-    gguf_type: str = EXACT
+    file_type: str = EXACT
     options: Mapping[str, Any] = field(default_factory=dict)  # of `load_model`
+    llama_cpp_cache: str | None = None  # what llama.cpp keeps keys and values in, where it takes part
 
 
 ARMS = (
-    Arm("float32", torch.float32, torch.float32),  # what the others diverge from
+    Arm("float32", torch.float32, torch.float32, llama_cpp_cache="f32"),  # what the others diverge from
     Arm("bfloat16"),
     Arm("KV int8", cache_dtype=torch.int8),
     Arm("KV fp8", cache_dtype=torch.float8_e4m3fn),
-    *(Arm(name, gguf_type=name) for name in ("Q8_0", "Q5_1", "Q5_0", "Q4_0")),
+    *(Arm(name, file_type=name, llama_cpp_cache="bf16") for name in ("Q8_0", *K_QUANTS, "Q5_1", "Q5_0", "Q4_0")),
     *(Arm(f"`{name}`", options={"quantization": name}) for name in ("int8", "int4")),
 )
 
@@ -76,11 +81,17 @@ def compared(exact: Tensor, logits: Tensor, token_ids: Sequence[Sequence[int]]) 
     }
 
 
-def files_of(model: Path, given: Mapping[str, Path], folder: Path) -> Iterator[tuple[Arm, Path]]:
-    """Yields every arm and its file, which is made in `folder` if it is not given or there."""
-    for arm in (*ARMS, *(Arm(name, gguf_type=name) for name in given)):
-        path = given.get(arm.gguf_type, folder / f"{arm.gguf_type}.gguf")
-        yield arm, path if path.exists() else requantized(model, path, arm.gguf_type)
+def files_of(model: Path, folder: Path, llama_cpp: Environments | None) -> Iterator[tuple[Arm, Path]]:
+    """Yields the arms and the file of each, made in `folder` if it is not there. K-quants need llama.cpp."""
+    for arm in ARMS:
+        path = folder / f"{arm.file_type}.gguf"
+        if path.exists():
+            yield arm, path
+        elif arm.file_type not in K_QUANTS:
+            yield arm, requantized(model, path, arm.file_type)
+        elif llama_cpp is not None:
+            llama_cpp.quantize(folder / f"{EXACT}.gguf", path, arm.file_type)
+            yield arm, path
 
 
 def measure(arguments: argparse.Namespace) -> dict:
@@ -91,24 +102,44 @@ def measure(arguments: argparse.Namespace) -> dict:
     found = Tokenizer.from_str(read_tokenizer(arguments.model)).encode(text).ids
     token_ids = [found[index * LENGTH :][:LENGTH] for index in range(NUM_SEQUENCES)]
     assert len(token_ids[-1]) == LENGTH, "the text is too short"
-    given = {name: Path(path) for name, _, path in (each.partition("=") for each in arguments.files)}
+    llama_cpp = peer(arguments.environments)
+    program = None if llama_cpp is None else llama_cpp.llama_logits()
     with tempfile.TemporaryDirectory() if arguments.keep is None else nullcontext(arguments.keep) as folder:
-        figures = measure_arms(files_of(arguments.model, given, Path(folder)), kernels, token_ids)
+        files = files_of(arguments.model, Path(folder), llama_cpp)
+        figures = measure_arms(files, kernels, program, token_ids)
     source = {"model": arguments.model.name, "python": platform.python_version(), "topics": TOPICS}
     text_of = {**source, "num_sequences": NUM_SEQUENCES, "length": LENGTH}
-    return {"variant": kernels.variant, "text": text_of, "figures": figures}
+    version = None if llama_cpp is None else LLAMA_CPP_PYTHON
+    return {"variant": kernels.variant, "llama_cpp": version, "text": text_of, "figures": figures}
+
+
+def peer(root: Path) -> Environments | None:
+    """Returns the environment that has llama.cpp's programs, or says why there is none."""
+    try:
+        environments = Environments(root)
+        environments.llama_logits()
+    except CannotMakeError as error:
+        print(f"K-quants and llama.cpp are left out: {error}", file=sys.stderr)
+        return None
+    return environments
 
 
 def measure_arms(
-    arms: Iterator[tuple[Arm, Path]], kernels: CpuKernels, token_ids: Sequence[Sequence[int]]
+    arms: Iterator[tuple[Arm, Path]], kernels: CpuKernels, program: Path | None, token_ids: Sequence[Sequence[int]]
 ) -> list[dict]:
+    """`program`: llama.cpp's, if there is one."""
     figures, exact = [], None
     for arm, path in arms:
         model = OurModel(path, dtype=arm.dtype, cache_dtype=arm.cache_dtype, kernels=kernels, **arm.options)
         logits = model.logits(token_ids)
         exact = logits if exact is None else exact
-        figures.append({"format": arm.name, **compared(exact, logits, token_ids)})
-        print(figures[-1], file=sys.stderr, flush=True)
+        file_bytes = None if arm.file_type == EXACT else path.stat().st_size
+        found = {"format": arm.name, "file_bytes": file_bytes, **compared(exact, logits, token_ids)}
+        if program is not None and arm.llama_cpp_cache is not None:
+            logits = LlamaCppModel(program, path, arm.llama_cpp_cache).logits(token_ids)
+            found["llama_cpp"] = compared(exact, logits, token_ids)
+        figures.append(found)
+        print(found, file=sys.stderr, flush=True)
     return figures
 
 
@@ -116,18 +147,26 @@ def report(found: dict) -> None:
     print(table(found["figures"]))
 
 
+# Of a figure, by the heading of its column.
+COLUMNS: dict[str, Callable[[Mapping[str, float]], str]] = {
+    "divergence, 10⁻³ nats": lambda figure: f"{figure['divergence'] * 1e3:.1f}",
+    "same first choice, %": lambda figure: f"{figure['same_choice'] * 1e2:.1f}",
+}
+
+
 def table(figures: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        ["format", *(figure["format"] for figure in figures)],
-        ["---"] * (len(figures) + 1),
-        ["divergence, 10⁻³ nats", *(f"{figure['divergence'] * 1e3:.1f}" for figure in figures)],
-        ["same first choice, %", *(f"{figure['same_choice'] * 1e2:.1f}" for figure in figures)],
-        ["perplexity", *(f"{figure['perplexity']:.2f}" for figure in figures)],
-    ]
+    """Every figure of Pagewire's with llama.cpp's behind it."""
+    rows = [["format", "file, MB", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
+    for figure in figures:
+        both = [figure, *([figure["llama_cpp"]] if "llama_cpp" in figure else [])]
+        cells = ["; ".join(shown(of) for of in both) for shown in COLUMNS.values()]
+        size = figure["file_bytes"]
+        rows.append([figure["format"], f"{size / 1e6:.0f}" if size else "–", *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="a GGUF file")
-    parser.add_argument("--files", nargs="*", default=[], metavar="NAME=PATH", help="further formats of that model")
     parser.add_argument("--keep", type=Path, help="where the files that are made stay")
+    root = default_root()
+    parser.add_argument("--environments", type=Path, default=root, help=f"where llama.cpp is built (default: {root})")

@@ -1,15 +1,20 @@
 """The arithmetic of the table of what formats cost."""
 
 import math
+import shutil
+import sys
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.core.perplexity import ARMS, compared, files_of, perplexity
+from bench.core.perplexity import ARMS, K_QUANTS, Arm, compared, files_of, measure_arms, peer, perplexity, table
+from bench.peers.environment import Environments
+from pagewire.kernels.cpu import NATIVE
 from testing.checkpoints.gguf_files import dequantized
-from testing.logits import mean_divergence
+from testing.logits import LlamaCppModel, mean_divergence
+from tests.kernels.variants import load_variant
 
 QUANTIZED = Path(__file__).parent / "fixtures" / "bundled-Q4_K_M.gguf"
 
@@ -44,14 +49,21 @@ def test_a_format_is_compared_with_exact_logits():
     }
 
 
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def test_files_of_formats_hold_the_weights_that_the_first_held(tmp_path: Path) -> None:
     before = dequantized(QUANTIZED)
-    (_, exact), *_ = islice(files_of(QUANTIZED, {}, tmp_path), 1)
+    (_, exact), *_ = islice(files_of(QUANTIZED, tmp_path, None), 1)
     found = dequantized(exact)
     assert found.keys() == before.keys()
     assert all((found[name] == before[name]).all() for name in before)
-    arms = {arm.name: path for arm, path in files_of(QUANTIZED, {"given": QUANTIZED}, tmp_path)}
-    assert (arms["bfloat16"], arms["given"]) == (exact, QUANTIZED)
+    arms = {arm.name: path for arm, path in files_of(QUANTIZED, tmp_path, None)}
+    assert arms["bfloat16"] == exact
     errors = [
         abs(dequantized(arms[name])["blk.0.ffn_up.weight"] - before["blk.0.ffn_up.weight"]).mean()
         for name in ("Q8_0", "Q4_0")
@@ -59,6 +71,63 @@ def test_files_of_formats_hold_the_weights_that_the_first_held(tmp_path: Path) -
     assert 0 < 8 * errors[0] < errors[1]
 
 
+def test_llama_cpp_makes_k_quants_of_the_floats(tmp_path: Path) -> None:
+    llama_cpp = Environments(tmp_path / "peers")
+    quantizer = llama_cpp.llama_cpp_source / "build" / "bin" / "llama-quantize"
+    executable(quantizer, '#!/bin/sh\necho "$1 as $3" > "$2"\n')
+    (llama_cpp.llama_cpp_source / "CMakeLists.txt").touch()
+    for arm in ARMS:
+        (tmp_path / f"{arm.file_type}.gguf").touch()
+    for name in K_QUANTS:
+        (tmp_path / f"{name}.gguf").unlink()
+    assert {arm.name for arm, _ in files_of(QUANTIZED, tmp_path, None)} == {arm.name for arm in ARMS} - set(K_QUANTS)
+    arms = {arm.name: path for arm, path in files_of(QUANTIZED, tmp_path, llama_cpp)}
+    assert list(arms) == [arm.name for arm in ARMS]
+    assert {name: arms[name].read_text() for name in K_QUANTS} == {
+        name: f"{tmp_path}/F32.gguf as {name}\n" for name in K_QUANTS
+    }
+
+
+def test_without_llama_cpp_it_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    assert peer(tmp_path) is None
+    assert "llama.cpp are left out: there is no cmake to build it with" in capsys.readouterr().err
+
+
+LLAMA_LOGITS = """
+import array, sys
+print(*sys.argv[1:], file=open(sys.argv[0] + ".called", "a"))
+for token in sys.stdin.read().split():
+    array.array("f", [float(token), *[0.0] * 1023]).tofile(sys.stdout.buffer)
+"""
+
+
+def test_llama_cpp_computes_over_the_same_files(tmp_path: Path) -> None:
+    """A program in its place makes one logit of each token, that of token 0, which is its id."""
+    program = executable(tmp_path / "program", f"#!{sys.executable}\n{LLAMA_LOGITS}")
+    logits = LlamaCppModel(program, QUANTIZED, "f16").logits([[7, 8], [9]])
+    assert (logits.shape, logits[:, 0].tolist(), logits[:, 1:].any()) == ((3, 1024), [7, 8, 9], False)
+    arms = [ARMS[0], Arm("bfloat16"), Arm("Q4_K_M", file_type="Q4_K_M", llama_cpp_cache="bf16")]
+    kernels, token_ids = load_variant(NATIVE), [[0, 1, 0], [0, 2, 0]]
+    figures = measure_arms(((arm, QUANTIZED) for arm in arms), kernels, program, token_ids)
+    assert ["llama_cpp" in figure for figure in figures] == [True, False, True]
+    assert (tmp_path / "program.called").read_text().splitlines() == [
+        f"{QUANTIZED} {name}" for name in ("f16", "f32", "bf16")
+    ]
+    exact, _, quantized = figures
+    assert exact["divergence"] == 0 < quantized["divergence"] < quantized["llama_cpp"]["divergence"]
+    # Before each of the tokens 1 and 2 all are alike, before each 0 after them its logit is 1, or 2.
+    expected = [math.log(1024), math.log(1023 + math.e) - 1, math.log(1024), math.log(1023 + math.e**2) - 2]
+    assert quantized["llama_cpp"]["perplexity"] == pytest.approx(math.exp(sum(expected) / 4))
+    row = table(figures).splitlines()[-1]
+    assert row.startswith("| Q4_K_M | ")
+    same = [100 * each["same_choice"] for each in (quantized, quantized["llama_cpp"])]
+    assert row.endswith(f"| {same[0]:.1f}; {same[1]:.1f} |")
+    assert not any("llama_cpp" in each for each in measure_arms(iter([(ARMS[0], QUANTIZED)]), kernels, None, token_ids))
+
+
 def test_every_format_is_there_once():
     assert len({arm.name for arm in ARMS}) == len(ARMS)
-    assert len({(arm.dtype, arm.cache_dtype, arm.gguf_type, str(arm.options)) for arm in ARMS}) == len(ARMS)
+    assert len({(arm.dtype, arm.cache_dtype, arm.file_type, str(arm.options)) for arm in ARMS}) == len(ARMS)
