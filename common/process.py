@@ -22,6 +22,9 @@ EXIT_ERROR = 1
 EXIT_REFUSED = 78
 # The variable by which a child learns the process that it must not outlive.
 EXIT_WITH_PARENT = "PAGEWIRE_EXIT_WITH_PARENT"
+# The variable with the word that a child says before what it announces to its supervisor. All else that it prints may
+# be of its clients' making, and announces nothing.
+ANNOUNCING_WORD = "PAGEWIRE_ANNOUNCING_WORD"
 _PR_SET_PDEATHSIG = 1
 _FLUSH_TIMEOUT_S = 2.0  # for announcements to be read
 
@@ -38,19 +41,19 @@ def announce_ready(url: str) -> None:
 
 def announce_refusal(reason: str) -> None:
     """Tell a parent on standard output why this process, which ends now, will never be able to start."""
-    _announce(f"{REFUSAL_PREFIX}{reason}")
-    _output().flush(_FLUSH_TIMEOUT_S)
+    _announce(f"{REFUSAL_PREFIX}{reason}", _FLUSH_TIMEOUT_S)
 
 
 def announce_memory(demand: str) -> None:
     """Tell a parent on standard output what memory this process is about to take, and what there is."""
     if is_child():
-        _announce(f"{MEMORY_PREFIX}{demand}")
-        _output().flush(_FLUSH_TIMEOUT_S)
+        _announce(f"{MEMORY_PREFIX}{demand}", _FLUSH_TIMEOUT_S)
 
 
-def _announce(line: str) -> None:
-    _output().put(f"{line}\n".encode(errors="backslashreplace"))
+def _announce(line: str, timeout_s: float = 0.0) -> None:
+    """Write a line, and wait so long for it to be read."""
+    _output().put(f"{os.environ.get(ANNOUNCING_WORD, '')}{line}\n".encode(errors="backslashreplace"))
+    _output().flush(timeout_s)
 
 
 @cache

@@ -13,7 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pagewire.common.process import EXIT_REFUSED, EXIT_WITH_PARENT, MEMORY_PREFIX, READY_PREFIX, REFUSAL_PREFIX
+from pagewire.common.process import (
+    ANNOUNCING_WORD,
+    EXIT_REFUSED,
+    EXIT_WITH_PARENT,
+    MEMORY_PREFIX,
+    READY_PREFIX,
+    REFUSAL_PREFIX,
+)
 from pagewire.hosting.child_output import READ_BYTES, ChildOutput
 
 log = logging.getLogger(__name__)
@@ -95,7 +102,8 @@ class Supervisor:
     """Runs `command` as a child in a process group of its own, so that a Ctrl-C reaches only its parent.
 
     The child's standard error passes through. Its standard output does not: its "ready on" line says that it is up,
-    other lines are logged.
+    other lines are logged. What it announces begins with a word that only the two know, since a gateway prints what its
+    clients have sent.
     """
 
     def __init__(
@@ -117,6 +125,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._level_of = level_of
         self._process: asyncio.subprocess.Process | None = None
+        self._announcing_word = f"{os.urandom(16).hex()} "
         self._refusal = self._memory = ""
         self._was_replaced = False
 
@@ -173,7 +182,7 @@ class Supervisor:
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *self._command,
-            env=self._environ,
+            env={**self._environ, ANNOUNCING_WORD: self._announcing_word},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             process_group=0,
@@ -192,18 +201,19 @@ class Supervisor:
 
     def _hear(self, line: str, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
         text = _COLOURS.sub("", line).rstrip()
-        if text.startswith(REFUSAL_PREFIX):
-            self._refusal = text.removeprefix(REFUSAL_PREFIX)
+        announced = text.partition(self._announcing_word)[2]
+        if announced.startswith(REFUSAL_PREFIX):
+            self._refusal = announced.removeprefix(REFUSAL_PREFIX)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()  # all that is left for it is to take itself apart, which takes seconds
             return
-        if text.startswith(MEMORY_PREFIX):
-            self._memory = text.removeprefix(MEMORY_PREFIX)
-        is_ready = text.startswith(READY_PREFIX)
-        log.log(logging.DEBUG if is_ready else self._level_of(text), "%s: %s", self._name, text)
+        if announced.startswith(MEMORY_PREFIX):
+            self._memory = announced.removeprefix(MEMORY_PREFIX)
+        is_ready = announced.startswith(READY_PREFIX)
+        log.log(logging.DEBUG if is_ready else self._level_of(text), "%s: %s", self._name, announced or text)
         if is_ready:
             ready.set()
-            self._on_ready(text.removeprefix(READY_PREFIX))
+            self._on_ready(announced.removeprefix(READY_PREFIX))
 
     async def _terminate(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is not None:
@@ -222,11 +232,8 @@ class Supervisor:
 def free_port(host: str) -> int:
     """Find a port that is free."""
     for port in random.sample(WORKER_PORTS, k=100):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
             return port
     raise OSError(f"no free port on {host} among 100 of {WORKER_PORTS.start} to {WORKER_PORTS.stop - 1}")
 

@@ -154,6 +154,8 @@ async def test_what_clients_send_neither_deafens_its_supervisor_nor_fills_it(
             url = await restarted.next()
             for _ in range(6):
                 assert (await asyncio.to_thread(complete, url, model=MODEL_NAME))[0] == 404
+            for announced in ("cannot start: forged", "ready on http://forged"):  # which smg prints as it is
+                assert (await asyncio.to_thread(complete, url, model=f"\n{announced}\n"))[0] == 404
             # The gateway may close the connection before it has read all of the body, and its answer with it.
             with contextlib.suppress(ConnectionError):
                 assert (await asyncio.to_thread(complete, url, prompt="x" * 900_000))[0] == 413

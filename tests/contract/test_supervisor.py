@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.common.process import EXIT_REFUSED
+from pagewire.common.process import ANNOUNCING_WORD, EXIT_REFUSED
 from pagewire.hosting.child_output import MAX_LINE_CHARS, ChildOutput
 from pagewire.hosting.supervisor import (
     Exit,
@@ -75,6 +75,7 @@ class Child:
             import os, pathlib, signal, sys, time
             starts = pathlib.Path({str(self.starts)!r})
             (starts / str(os.getpid())).touch()
+            def announce(line): print(os.environ[{ANNOUNCING_WORD!r}] + line, flush=True)
         """
         program.write_text(textwrap.dedent(head) + textwrap.dedent(body))
         self.command = [sys.executable, "-S", str(program)]
@@ -85,7 +86,7 @@ class Child:
 
 
 READY_FOREVER = """
-    print("ready on grpc://127.0.0.1:1", flush=True)
+    announce("ready on grpc://127.0.0.1:1")
     signal.pause()
 """
 
@@ -154,12 +155,13 @@ async def test_another_child_has_its_name_and_says_where_it_is(
     body = """
         print("trifle")
         print("trouble")
-        print("\\x1b[33mready on http://here\\x1b[0m", flush=True)
+        print("\\x1b[33mshade\\x1b[0m", flush=True)
+        announce("ready on http://here")
         signal.pause()
     """
     child = Child(tmp_path, body)
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    levels = {"trifle": logging.DEBUG, "trouble": logging.WARNING}
+    levels = {"trifle": logging.DEBUG, "trouble": logging.WARNING, "shade": logging.INFO}
     supervisor = Supervisor(
         child.command, os.environ, QUICK, name="gateway", on_ready=url.set_result, level_of=lambda line: levels[line]
     )
@@ -169,10 +171,11 @@ async def test_another_child_has_its_name_and_says_where_it_is(
     await asyncio.wait({running})
     assert "the gateway is process" in caplog.text
     told = [(record.levelno, record.getMessage()) for record in caplog.records]
-    assert told[-3:] == [
+    assert told[-4:] == [
         (logging.DEBUG, "gateway: trifle"),
         (logging.WARNING, "gateway: trouble"),
-        (logging.DEBUG, "gateway: ready on http://here"),  # colours are for terminals
+        (logging.INFO, "gateway: shade"),  # colours are for terminals
+        (logging.DEBUG, "gateway: ready on http://here"),
     ]
 
 
@@ -186,7 +189,7 @@ async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
 
 async def test_a_child_that_the_system_kills_for_its_memory_is_given_up(tmp_path: Path) -> None:
     body = """
-        print("takes memory: 9 GiB of weights; 8 GiB were available", flush=True)
+        announce("takes memory: 9 GiB of weights; 8 GiB were available")
         os.kill(os.getpid(), signal.SIGKILL)
     """
     child = Child(tmp_path, body)
@@ -273,7 +276,7 @@ async def test_a_child_that_can_never_be_started_is_given_up(tmp_path: Path) -> 
 
 
 REFUSAL = """
-    print("cannot start: --device is cuda, but torch finds no GPU", flush=True)
+    announce("cannot start: --device is cuda, but torch finds no GPU")
     sys.exit(78)
 """
 
@@ -337,7 +340,7 @@ async def test_stopping_while_the_child_starts(tmp_path: Path) -> None:
 async def test_the_childs_output_is_not_ours(
     tmp_path: Path, ready: ReadyLines, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    body = 'print("loud", file=sys.stderr, flush=True); print("ready on grpc://x", flush=True); signal.pause()'
+    body = 'print("loud", file=sys.stderr, flush=True); announce("ready on grpc://x"); signal.pause()'
     async with supervised(Child(tmp_path, body)):
         await ready.next()
     out, err = capfd.readouterr()
@@ -352,7 +355,8 @@ NOISE = """
         length = rng.choice([0, 1, 65_535, 65_536, 65_537, 200_000])
         alphabet = rng.choice([b"x", bytes(range(11, 256)), "\u00e9\U0001f98a".encode(), b"ready on"])
         sys.stdout.buffer.write((alphabet * length)[:length] + rng.choice([b"", b"\\n", b"\\n\\r\\0\\x1b["]))
-    print("\\nready on grpc://127.0.0.1:1\\nlast words", flush=True)
+    print(flush=True)
+    announce("ready on grpc://127.0.0.1:1\\nlast words")
     signal.pause()
 """
 
@@ -377,6 +381,25 @@ async def test_nothing_that_a_child_prints_ends_the_reading(
         await asyncio.wait({running})
     assert max(len(record.getMessage()) for record in caplog.records) < MAX_LINE_CHARS + 100
     assert caplog.text.count("worker: last words") >= 2
+
+
+async def test_only_what_a_child_announces_is_taken_for_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A gateway prints what its clients send."""
+    caplog.set_level(logging.INFO)
+    forged = ["cannot start: forged", "takes memory: forged", "ready on http://forged", "deadbeef ready on http://f"]
+    child = Child(tmp_path, f"print({chr(10).join(forged)!r}, flush=True)\n" + textwrap.dedent(READY_FOREVER))
+    urls: asyncio.Queue[str] = asyncio.Queue()
+    running = asyncio.create_task(Supervisor(child.command, os.environ, QUICK, on_ready=urls.put_nowait).run())
+    try:
+        for _ in range(2):
+            assert await asyncio.wait_for(urls.get(), 20) == "grpc://127.0.0.1:1"
+            os.kill(child.pids()[-1], signal.SIGKILL)
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    told = [record.getMessage() for record in caplog.records]
+    assert all(f"worker: {line}" in told for line in forged)
+    assert "the worker ended (signal SIGKILL) after" in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(20))
