@@ -15,6 +15,9 @@ try:
 except ImportError:  # a machine with a grpcio of its own may lack googleapis-common-protos: errors then have no details
     error_details_pb2 = status_pb2 = None
 
+# Of an error's text, which goes out three times, once with three bytes for each that is not plain: clients take no more
+# than 8 KiB of metadata, and what an error quotes may be theirs.
+MAX_MESSAGE_BYTES = 1200
 DETAILS_KEY = "grpc-status-details-bin"  # of the trailing metadata, as grpcio-status has it
 # Seconds after which trying again may help.
 RETRY_DELAYS = {grpc.StatusCode.RESOURCE_EXHAUSTED: 1, grpc.StatusCode.UNAVAILABLE: 2}
@@ -30,7 +33,7 @@ class RpcError(Exception):
     """
 
     def __init__(self, code: grpc.StatusCode, message: str, field: str = "") -> None:
-        super().__init__(message)
+        super().__init__(message.encode(errors="replace")[:MAX_MESSAGE_BYTES].decode(errors="ignore"))
         self.code = code
         self.field = field
 
@@ -76,6 +79,5 @@ def _details(error: RpcError) -> tuple[tuple[str, bytes], ...]:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.code in RETRY_DELAYS:
-        delay = Duration(seconds=RETRY_DELAYS[error.code])
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=RETRY_DELAYS[error.code])))
     return ((DETAILS_KEY, status.SerializeToString()),)

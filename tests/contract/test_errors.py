@@ -153,6 +153,23 @@ async def test_abort(checkpoint: Path) -> None:
         await stack.until_idle()
 
 
+@pytest.mark.parametrize("text", ["x", "日", "😀", "\n"])
+async def test_an_error_that_quotes_a_long_text_reaches_its_client(checkpoint: Path, text: str) -> None:
+    """gRPC clients end a call with RESOURCE_EXHAUSTED where more than 8 KiB say how it has ended."""
+    async with serve(checkpoint) as stack:
+        name = {"request_id": text * 12_000}
+        calls = [
+            stack.stub.Abort(scheduler_pb2.AbortRequest(**name)),
+            stack.stub.GetRequest(scheduler_pb2.GetRequestRequest(**name)),
+            stack.stub.GetResult(scheduler_pb2.GetResultRequest(**name)),
+            stack.stub.Attach(scheduler_pb2.AttachRequest(**name)).read(),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError, match="no ") as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 async def test_duplicate_ids_are_refused_within_a_tenant(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.005
