@@ -179,3 +179,17 @@ def test_a_field_means_what_it_means_to_transformers(tmp_path: Path, family: str
     assert not faults, "\n".join(faults)
     expected = logits(theirs(family, config))
     assert not [name for changes in unread.values() for name in read_fields(family, changes, expected)]
+
+
+@pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads", "rope_parameters"])
+def test_a_field_that_is_left_out_is_what_transformers_takes_for_it(tmp_path: Path, key: str) -> None:
+    num_compared = 0
+    for family in FAMILIES:
+        config = base(family)
+        rest = {name: value for name, value in config.items() if name != key}
+        if ours(rest) in (None, ours(config)):
+            continue
+        num_compared += 1
+        found = fault(tmp_path / family, family, rest)
+        assert found is None, f"{family}: {found}"
+    assert num_compared > 0

@@ -63,10 +63,13 @@ class Family:
     stacks: Stacks = field(default_factory=lambda: STACKS)
     alternatives: tuple[tuple[Weight, ...], ...] = ()  # to `weights`, of which the one that names most is taken
     defaults: JsonObject = field(default_factory=dict)  # what files may leave out
+    default_rope: JsonObject = field(default_factory=dict)  # the rope_parameters of files that say nothing of them
 
     def parse(self, config: JsonObject, architecture: str) -> ModelConfig:
         """Return the model that the contents of a config.json describe."""
-        return self.read({**self.defaults, **config}, architecture)
+        has_rope = config.get("rope_parameters") is not None or config.get("rope_scaling")
+        rope = {} if has_rope or not self.default_rope else {"rope_parameters": self.default_rope}
+        return self.read({**self.defaults, **config, **rope}, architecture)
 
 
 # The names of Llama's weights, which most families have.

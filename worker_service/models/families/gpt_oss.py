@@ -34,7 +34,6 @@ _WEIGHTS = (
     *HEAD,
 )
 # What files may leave out.
-_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _DEFAULTS = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
@@ -45,8 +44,6 @@ _DEFAULTS = {
 
 
 def _read(config: JsonObject, architecture: str) -> ModelConfig:
-    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-        config = {**config, "rope_parameters": _ROPE}
     num_layers = num_layers_of(config)
     default_types = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
     _, windows = read_windows(config, default_types, default_window=128)
@@ -71,5 +68,6 @@ FAMILY = Family(
     _read,
     _WEIGHTS,
     defaults=_DEFAULTS,
+    default_rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     stacks={name: replace(stack, takes_turns=True, is_transposed=True) for name, stack in STACKS.items()},
 )

@@ -76,6 +76,15 @@ MINISTRAL3 = Family(
     _read_ministral3,
     LLAMA_WEIGHTS,
     defaults={"num_key_value_heads": 8, "head_dim": 128},
+    default_rope={
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
 )
 MIXTRAL = Family(
     ("MixtralForCausalLM",),

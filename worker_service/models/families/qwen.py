@@ -94,7 +94,7 @@ def _read_expert_layers(config: JsonObject) -> tuple[bool, ...]:
 
 
 QWEN2 = Family(("Qwen2ForCausalLM",), _read_qwen2, LLAMA_WEIGHTS)
-QWEN3 = Family(("Qwen3ForCausalLM",), _read_qwen3, (*LLAMA_WEIGHTS, *HEAD_NORMS))
+QWEN3 = Family(("Qwen3ForCausalLM",), _read_qwen3, (*LLAMA_WEIGHTS, *HEAD_NORMS), defaults={"head_dim": 128})
 QWEN2_MOE = Family(
     ("Qwen2MoeForCausalLM",),
     _read_qwen2_moe,
