@@ -2,6 +2,7 @@
 random texts in grammars: `python -m tests.fuzz --minutes 30`, `python -m tests.fuzz --seed SEED --rounds 1`."""
 
 import argparse
+import asyncio
 import secrets
 import sys
 import time
@@ -10,7 +11,7 @@ from tests.fuzz.fuzz_round import Report, run_round
 from tests.fuzz.random_spelling import spell_randomly
 
 
-def main() -> int:
+async def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="for how long to begin rounds (default 30)")
     parser.add_argument("--rounds", type=int, help="how many rounds at most (default: as many as there is time for)")
@@ -22,7 +23,7 @@ def main() -> int:
     while time.monotonic() < ends_at and total.num_rounds != arguments.rounds:
         seed = first + total.num_rounds
         print(f"seed {seed}", flush=True)
-        report = run_round(seed, arguments.requests)
+        report = await run_round(seed, arguments.requests)
         report.num_spelled, faults = spell_randomly(seed)
         report.faults += faults
         print(f"    {report}", flush=True)
@@ -34,4 +35,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(asyncio.run(main()))

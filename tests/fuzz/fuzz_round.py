@@ -83,18 +83,22 @@ def draw_flags(rng: random.Random) -> dict[str, list[Any]]:
     return {"worker": worker, "scheduler": scheduler}
 
 
-def run_round(seed: int, num_requests: int) -> Report:
-    """Return what a seed's requests have found."""
+async def run_round(seed: int, num_requests: int) -> Report:
+    """Return what a seed's requests have found. All rounds of a process are to run in one loop: gRPC may call
+    into that of an earlier one, which must not be closed."""
     rng, report = random.Random(seed), Report(seed, 1, num_requests)
     flags, requests = draw_flags(rng), draw_requests(rng, num_requests)
     num_at_once = rng.choice((12, 40))
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: report.faults.append(f"asyncio: {context}"))
     with tempfile.TemporaryDirectory() as folder:
         model, start = draw_model(seed, Path(folder)), LoggingStart(Path(folder))
         with running(model, start=start, **CALM) as calm:
-            alone = asyncio.run(_alone(calm.url, requests))
+            alone = await _alone(calm.url, requests)
         with running(model, start=start, **flags) as system:
-            complaints = asyncio.run(_together(system, requests, num_at_once, alone, report))
-        report.faults += complaints + [f"logged: {line}" for line in start.lines()]
+            await _together(system, requests, num_at_once, alone, report)
+        report.faults += [f"logged: {line}" for line in start.lines()]
+    loop.set_exception_handler(None)
     return report
 
 
@@ -115,10 +119,8 @@ async def _receive(client: AsyncClient, request: DrawnRequest) -> Received:
 
 async def _together(
     system: System, requests: Sequence[DrawnRequest], num_at_once: int, alone: Sequence[Received], report: Report
-) -> list[str]:
-    """Return what asyncio complains of; everything else goes to the report."""
-    complaints: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(f"asyncio: {context}"))
+) -> None:
+    """Send all at once, and report what differs."""
     company = Company(system.url, requests, num_at_once)
     await company.run()
     report.num_interrupted = sum(company.is_interrupted)
@@ -133,7 +135,6 @@ async def _together(
             again = await _receive(client, requests[number])
             if again != alone[number]:
                 report.faults.append("again, " + _difference(number, requests[number], alone[number], again))
-    return complaints
 
 
 async def _rest(client: AsyncClient, report: Report) -> None:

@@ -9,20 +9,20 @@ from tests.fuzz.random_spelling import spell_randomly
 
 
 @pytest.mark.parametrize("seed", [23])
-def test_requests_in_company_yield_what_they_yield_alone(seed: int) -> None:
+async def test_requests_in_company_yield_what_they_yield_alone(seed: int) -> None:
     skip_without_compiler()
-    report = run_round(seed, 40)
+    report = await run_round(seed, 40)
     print(f"seed {seed}: {report}")
     assert not report.faults, "\n".join(report.faults)
     assert report.num_interrupted > 0
     assert report.num_tokens > 300
 
 
-def test_a_request_that_yields_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_yields_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that is computed less exactly."""
     skip_without_compiler()
     monkeypatch.setattr(fuzz_round, "FLOAT32", ["--dtype", "bfloat16", "--log-level", "error"])
-    report = run_round(30, 4)
+    report = await run_round(30, 4)
     assert any(fault.startswith("request ") and "DrawnRequest(" in fault for fault in report.faults)
 
 
