@@ -96,14 +96,10 @@ class SpecialTokens:
         """Raises GgufError for an id that no token has."""
         keys = Metadata(file, "tokenizer.ggml.")
         tokens = keys.texts("tokens")
-        defaults = _SENTENCEPIECE_DEFAULTS if keys.text("model") == "llama" else {}
-        by_name = {}
-        for key, name in _NAMES.items():
-            token_id = _token_id(keys, key, len(tokens))
-            if token_id is None and defaults.get(key, len(tokens)) < len(tokens):
-                token_id = defaults[key]
-            if token_id is not None:
-                by_name[name] = token_id
+        known = {key: token_id for key, token_id in _SENTENCEPIECE_DEFAULTS.items() if token_id < len(tokens)}
+        defaults = known if keys.text("model") == _SENTENCEPIECE else {}
+        named = {name: _token_id(keys, key, len(tokens), defaults.get(key)) for key, name in _NAMES.items()}
+        by_name = {name: token_id for name, token_id in named.items() if token_id is not None}
         by_text = _by_text(keys, tokens)
         by_key = {_token_id(keys, key, len(tokens)) for key in ("eot", "eom", *_FILL_IN_ENDS)} | {by_name.get("eos")}
         ends = by_text | {token_id for token_id in by_key if token_id is not None}
@@ -136,10 +132,10 @@ def _by_text(keys: Metadata, tokens: list[str]) -> set[int]:
     return found
 
 
-def _token_id(keys: Metadata, name: str, num_tokens: int) -> int | None:
+def _token_id(keys: Metadata, name: str, num_tokens: int, default: int | None = None) -> int | None:
     key = f"{name}_token_id"
     if not keys.has(key):
-        return None
+        return default
     token_id = keys.whole(key)
     if token_id >= num_tokens:
         raise keys.error(key, f"the id of one of {num_tokens} tokens")

@@ -70,16 +70,14 @@ class TokenizerFiles:
 
     def token_id(self, text: str) -> int | None:
         """Return the id that the files give a token. What is only named has none: it came after the model."""
-        for token_id, token in self.settings.declared.items():
-            if token.content == text:
-                return token_id
         model = self.document.get("model")
         vocab = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocab, list):
             vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
         added = self.document.get("added_tokens") or []
         found: dict[str, int] = {**(vocab or {}), **{entry["content"]: entry["id"] for entry in added}}
-        return found.get(text)
+        declared = {token.content: token_id for token_id, token in self.settings.declared.items()}
+        return (found | declared).get(text)
 
     def tokenizer_json(self) -> str:
         """Return a tokenizer.json that says all by itself. Raises ValueError for files that contradict each other."""
