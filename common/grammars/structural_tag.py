@@ -5,6 +5,7 @@ https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html), or the older {"stru
 """
 
 import json
+import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -174,10 +175,9 @@ def _checked(text: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)
 
 
 def _regex(pattern: Any) -> str:
-    if not isinstance(pattern, str):
-        raise ValueError("the pattern of a regex in a structural tag is no text")
-    return "/" + pattern.replace("/", "\\/") + "/"
+    """A regular expression between slashes, of which it may have some, escaped or not."""
+    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", _checked(pattern), flags=re.DOTALL) + "/"

@@ -121,6 +121,14 @@ KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
         ('<a>{  "x":  1  }</a>',),
         ('<a>{"x": 1}</a>',),
     ),
+    "slashes of a tag, and what its text has to escape": (
+        "structural_tag",
+        of_format(
+            {"type": "tag", "begin": "\x7f", "content": {"type": "regex", "pattern": r"a/\/[/]\\"}, "end": "\n😀"}
+        ),
+        ("\x7fa///\\\n😀",),
+        ("\x7fa///\n😀", "\x7fa//\\\n😀"),
+    ),
     "a tag with the schema true": (
         "structural_tag",
         of_format(tag("<a>", "</a>", True)),
