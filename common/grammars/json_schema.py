@@ -3,8 +3,10 @@
 The library refuses keywords and formats that it does not know, and where it is not exact it allows more.
 """
 
+import json
 import math
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 # Between the parts of JSON stands one space, one end of a line, or nothing: with as much as JSON allows, a model may go
@@ -31,6 +33,7 @@ _SINGLE = frozenset(
     [
         "additionalItems",
         "additionalProperties",
+        "components",  # of OpenAPI, whose "schemas" are like $defs
         "contains",
         "else",
         "if",
@@ -43,43 +46,51 @@ _SINGLE = frozenset(
     ]
 )
 _LISTED = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
-_NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+_NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties", "schemas"})
+# What may keep a text from a schema; all else says nothing of texts.
+_OF_TEXTS = frozenset(
+    {
+        *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "const", "enum"),
+        *("format", "pattern", "minLength", "maxLength"),
+    }
+)
 _MANY = (1 << 31) - 1  # more than any output has
-_LARGEST = (1 << 63) - (1 << 10)  # the largest float64 that the library takes as a bound of integers
+_LARGEST = (1 << 63) - (1 << 10)  # the largest float64 that the library takes as a bound
+_LEAST = 1e-30  # above 0, and of few enough digits
 
 
 def for_library(schema: Any) -> dict[str, Any]:
     """Return a schema that allows what the given one does, or less where the library cannot tell it exactly. Options of
     its own in "x-guidance" are kept. Raises ValueError for one that is neither an object nor true."""
-    if schema is False:
+    read = _read(schema, {} if schema is True else schema)
+    if read is False:
         raise ValueError("the JSON Schema false allows no output")
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
+    if not isinstance(read, dict):
         raise ValueError("a JSON Schema is an object or true")
-    own, defaults = schema.get("x-guidance", {}), _OPTIONS
+    own, defaults = read.get("x-guidance", {}), _OPTIONS
     if not isinstance(own, dict):
-        return schema
+        return read
     if any(name.startswith("whitespace_") for name in own):
         defaults = {name: value for name, value in _OPTIONS.items() if not name.startswith("whitespace_")}
-    return {**_read(schema), "x-guidance": defaults | own}
+    return {**read, "x-guidance": defaults | own}
 
 
-def _read(schema: Any) -> Any:
+def _read(root: Any, schema: Any) -> Any:
     """A schema within a schema, which may be true or false, or what is none, of which the library says so."""
     if not isinstance(schema, dict):
         return schema
-    schema = {name: _with_schemas(name, value, _read) for name, value in schema.items()}
-    schema = {name: value for name, value in schema.items() if not _excludes_nothing(name, value, schema)}
-    if _takes_integers_alone(schema.get("type")):
-        schema |= {name: _inward(name, schema[name]) for name in _INWARD if name in schema}
-    if schema.get("format") not in _PATTERNS:
-        return schema
-    pattern = _PATTERNS[schema.pop("format")]
-    if "pattern" not in schema:
-        return {**schema, "pattern": pattern}
-    also = {"pattern": pattern, "type": schema.get("type", "string")}
-    return {**schema, "allOf": [*schema.get("allOf", ()), also]}
+    schema = {name: _with_schemas(name, value, partial(_read, root)) for name, value in schema.items()}
+    schema = {name: value for name, value in schema.items() if not _excludes_nothing(name, value, schema, root)}
+    if _allows_all(schema.get("not")):
+        return False
+    for name, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if schema.get(exclusive) is True and name in schema:  # as the standard had it once
+            schema[exclusive] = schema.pop(name)
+    schema |= {name: _inward(name, schema[name]) for name in _INWARD if name in schema}
+    json.loads(json.dumps([schema.get("const"), schema.get("enum")]), parse_int=_told, parse_float=_told)
+    if schema.get("format") in _PATTERNS:
+        schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PATTERNS[schema.pop("format")]}]
+    return schema
 
 
 def schemas_within(schema: dict[str, Any]) -> list[Any]:
@@ -98,36 +109,32 @@ def _with_schemas(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
         return read(value)
     if name in _NAMED and isinstance(value, dict):
         return {key: read(item) for key, item in value.items()}
-    if name == "components" and isinstance(value, dict) and isinstance(value.get("schemas"), dict):  # OpenAPI's $defs
-        return {**value, "schemas": {key: read(item) for key, item in value["schemas"].items()}}
     return value
 
 
-def _excludes_nothing(name: str, value: Any, schema: dict[str, Any]) -> bool:
+def _excludes_nothing(name: str, value: Any, schema: dict[str, Any], root: Any) -> bool:
     """Whether every value that the rest of a schema allows is allowed with this keyword too."""
     match name:
+        case "$schema":
+            return "json-schema.org/draft" not in str(value)  # the library has none of others, and reads no other way
         case "format":
             return isinstance(value, str) and value not in FORMATS
         case "propertyNames":
-            return _allows_all(value) or (isinstance(value, dict) and _allows_texts(value))
+            return _allows_texts(value, root)
         case "uniqueItems":
             return value is False or schema.get("maxItems") in (0, 1)
         case "unevaluatedItems" | "unevaluatedProperties":
             return _allows_all(value)
         case "not":
             return value is False
-        case "contains":
-            return schema.get("minContains") == 0 and "maxContains" not in schema
-        case "minContains":
-            return "contains" not in schema or (value == 0 and "maxContains" not in schema)
-        case "maxContains":
-            return "contains" not in schema
-        case "if":
-            return not {"then", "else"} & schema.keys()
-        case "then" | "else":
-            return "if" not in schema
+        case "contains" | "minContains" | "maxContains":
+            return "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema)
+        case "if" | "then" | "else":
+            return "if" not in schema or not {"then", "else"} & schema.keys()
         case "dependentRequired" | "dependentSchemas" | "dependencies":
-            return value == {}
+            return isinstance(value, dict) and all(needed == [] or _allows_all(needed) for needed in value.values())
+        case "minLength" | "minItems" | "minProperties":
+            return value == 0
         case "maxLength" | "maxItems" | "maxProperties":
             return isinstance(value, int) and value >= _MANY
         case "deprecated" | "contentSchema":
@@ -139,28 +146,33 @@ def _allows_all(schema: Any) -> bool:
     return schema is True or (isinstance(schema, dict) and schema.keys() <= _ANNOTATIONS)
 
 
-def _allows_texts(schema: dict[str, Any]) -> bool:
-    """Whether a schema of nothing but types allows texts."""
-    types = schema.get("type")
-    is_in = types == "string" or (isinstance(types, list) and "string" in types)
-    return is_in and schema.keys() <= _ANNOTATIONS | {"type"}
-
-
-def _takes_integers_alone(types: Any) -> bool:
-    """Whether the numbers of these types are integers."""
-    return types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
+def _allows_texts(schema: Any, root: Any) -> bool:
+    """Whether a schema, or that to which it refers, allows every text."""
+    if not isinstance(schema, dict) or "string" not in schema.get("type", "string"):
+        return schema is True
+    asks = _OF_TEXTS & {name for name, value in schema.items() if not _excludes_nothing(name, value, schema, root)}
+    if asks != {"$ref"}:
+        return not asks
+    names = str(schema["$ref"]).split("/")[1:]
+    return _allows_texts(reduce(lambda at, name: at.get(name) if isinstance(at, dict) else None, names, root), root)
 
 
 _INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 
 
 def _inward(name: str, bound: Any) -> Any:
-    """The next bound of integers that the library does not round: itself, if it is below 2**53."""
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) <= 1 << 53:
+    """The next bound that the library does not round. An exclusive one that is whole is moved where the library takes
+    it for an inclusive one: where it is the one nearer to 0, and the other within 1 of it."""
+    if isinstance(bound, bool) or not isinstance(bound, int | float):
         return bound
-    sign = _INWARD[name]
-    if sign * bound > _LARGEST:
-        return bound  # no integer that the library knows
-    bound = int(max(sign * bound, -_LARGEST))
-    rounded = int(float(bound))
-    return sign * (rounded if rounded >= bound else int(math.nextafter(float(bound), math.inf)))
+    inner = float(low := max(_INWARD[name] * bound, -_LARGEST))
+    is_whole_end = name.startswith("exclusive") and inner.is_integer()
+    if inner < low or (is_whole_end and not -(1 << 53) <= inner < 0):
+        inner = inner + 4 * math.ulp(inner) if inner else _LEAST  # it may read a fraction as its neighbour
+    return _INWARD[name] * (int(inner) if inner.is_integer() else inner)
+
+
+def _told(text: str) -> None:
+    """Raises ValueError for a number that the library reads as another one."""
+    if abs(float(text)) > _LARGEST or (text.lstrip("-").isdecimal() and int(text) != float(text)):
+        raise ValueError(f"const or enum has the number {text:.40}, which is not told from others; make it a text")

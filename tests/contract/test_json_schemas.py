@@ -16,6 +16,7 @@ import pydantic
 import pytest
 from pydantic import AfterValidator, BaseModel, Field
 from tokenizers import Tokenizer
+from typing_extensions import TypeAliasType
 
 from pagewire.common.grammars import GrammarCompiler, GrammarError
 from pagewire.common.grammars.json_schema import FORMATS
@@ -57,6 +58,8 @@ class Dog(BaseModel):
     kind: Literal["dog"]
 
 
+Name = TypeAliasType("Name", str)
+Key = Annotated[str, Field(min_length=0, examples=["a"], json_schema_extra={"x-a": 1})]
 NOON = datetime.datetime(2024, 2, 29, 12, 30, 1, tzinfo=datetime.UTC)
 # Types that pydantic makes schemas of, and a value of each.
 TYPES: list[tuple[Any, Any]] = [
@@ -115,6 +118,11 @@ TYPES: list[tuple[Any, Any]] = [
     (dict[int, str], {3: "a"}),
     (dict[uuid.UUID, int], {uuid.UUID(int=7): 1}),
     (dict[Annotated[str, Field(description="a name")], int], {"a": 1}),
+    (dict[Name, int], {"a": 1}),
+    (dict[Path, int], {"a/b": 1}),
+    (dict[Key, int], {"a": 1}),
+    (Annotated[float, Field(gt=0, lt=1)], 0.5),
+    (Annotated[float, Field(ge=-1.7976931348623157e308, le=1.7976931348623157e308)], 2.5),
     (decimal.Decimal, decimal.Decimal("1.5")),
     (set[int], {1}),
     (frozenset[str], {"a"}),
@@ -229,6 +237,29 @@ TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ),
     ({"type": "array", "uniqueItems": True, "maxItems": 1, "items": {"type": "integer"}}, ["[]", "[1]"], ["[1,1]"]),
     ({"type": ["integer", "null"], "maximum": 1 << 70}, ["null", "7"], ["1.5"]),
+    # zod-to-json-schema of a union with an optional, and z.never()
+    (
+        {"type": "object", "properties": {"a": {"anyOf": [{"not": {}}, {"type": "string"}]}, "b": {"not": {}}}},
+        ['{"a":"x"}', "{}"],
+        ['{"a":1}', '{"b":1}'],
+    ),
+    # OpenAPI 3.1 of its own dialect, and 3.0, whose exclusive bounds are flags
+    (
+        {
+            "$schema": "https://spec.openapis.org/oas/3.1/dialect/base",
+            "type": "object",
+            "properties": {
+                "share": {"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5},
+                "size": {"type": "number", "format": "float", "minimum": -3.4028235e38, "maximum": 3.4028235e38},
+                "n": {"type": "integer", "maximum": 9, "exclusiveMaximum": False},
+            },
+            "dependentRequired": {"n": []},
+        },
+        ['{"share":0.001,"size":-2.5,"n":9}', '{"share":0.5}'],
+        ['{"share":0}', '{"share":0.0}', '{"n":10}'],
+    ),
+    ({"type": "integer", "exclusiveMaximum": 1 << 60}, ["7"], [str(1 << 60)]),
+    ({"enum": [1 << 60, -(1 << 53), 2.5, {"a": [1e-9]}]}, [str(1 << 60), "2.5", '{"a":[0.000000001]}'], ["2"]),
     ({"type": "string", "if": {"minLength": 1}, "minContains": 2}, ['"a"'], ["1"]),
     ({"enum": ["a"], "dependentRequired": {}, "not": False, "unevaluatedProperties": True}, ['"a"'], ['"b"']),
     ({"const": {"format": "x", "uniqueItems": False}}, ['{"format":"x","uniqueItems":false}'], ['{"format":"x"}']),
@@ -265,11 +296,52 @@ def test_what_asks_for_nothing_is_dropped_and_nothing_else(index: int, matches: 
         ({"type": "string", "if": {"minLength": 1}, "then": {"maxLength": 3}}, "if"),
         ({"type": "array", "contains": {"type": "integer"}}, "contains"),
         ({"properties": {"a": {"items": [{"anyOf": [{"uniqueItems": True}]}]}}}, "uniqueItems"),
+        ({"propertyNames": {"$ref": "#/$defs/short"}, "$defs": {"short": {"maxLength": 3}}}, "propertyNames"),
+        ({"propertyNames": {"$ref": "#/$defs/none"}}, "propertyNames"),
     ],
 )
 def test_what_excludes_something_is_refused_by_name(schema: Any, keyword: str, compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match=f'"{keyword}"'):
         compiler.compile("json_schema", json.dumps(schema), (END,))
+
+
+@pytest.mark.parametrize("value", [(1 << 53) + 1, {"a": [-(1 << 53) - 1]}, 10**20, 1e300])
+def test_a_number_that_is_not_told_from_others_is_refused(value: Any, compiler: GrammarCompiler) -> None:
+    for schema in ({"const": value}, {"items": {"enum": [1, value]}}):
+        with pytest.raises(GrammarError, match=r"const or enum has the number .* which is not told from others"):
+            compiler.compile("json_schema", json.dumps(schema), (END,))
+
+
+BOUNDS = (None, -5, -1, -0.5, 0, 0.1, 0.5, 1, 1.5, 2, 99.95, 100)
+STEPS = (0, decimal.Decimal("0.001"), decimal.Decimal("-0.001"), 1, -1)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_numbers_keep_to_their_bounds(seed: int, matches: Any, compiler: GrammarCompiler) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(60):
+        low, high = sorted(rng.sample(BOUNDS, 2), key=lambda bound: (bound is not None, bound or 0))
+        if low is None and rng.random() < 0.5:
+            low, high = high, low
+        least, most = rng.choice(("minimum", "exclusiveMinimum")), rng.choice(("maximum", "exclusiveMaximum"))
+        bounds = {name: bound for name, bound in ((least, low), (most, high)) if bound is not None}
+        kind = rng.choice(("number", "integer"))
+        schema = {"type": kind, **bounds}
+        if kind == "integer" and refusal_of(compiler, "json_schema", json.dumps(schema)):
+            continue  # none is within them
+        for number in {decimal.Decimal(str(bound)) + step for bound in (0, *bounds.values()) for step in STEPS}:
+            is_in = all(holds(name, bound, number) for name, bound in bounds.items())
+            is_in = is_in and (kind == "number" or number == int(number))
+            text = f"{number:f}" if number != int(number) else f"{number:.0f}"
+            assert matches(schema, text) == is_in, (schema, text)
+            assert number or is_in or not matches(schema, "-0"), schema
+
+
+def holds(name: str, bound: float, number: decimal.Decimal) -> bool:
+    """Whether a number is within a bound."""
+    is_equal, is_less = number == decimal.Decimal(str(bound)), number < decimal.Decimal(str(bound))
+    return not name.startswith("exclusive") if is_equal else is_less == name.lower().endswith("maximum")
 
 
 def test_the_formats_are_those_of_the_library(compiler: GrammarCompiler) -> None:
