@@ -51,6 +51,8 @@ SMALL_FILES = (
     "additional_chat_templates/*.jinja",
     "quantize_config.json",
     "quant_config.json",
+    "modules.json",
+    "*_Pooling/config.json",
     INDEX,
 )
 PICKLED = (".bin", ".pt", ".pth")

@@ -4,11 +4,14 @@ fetched, and what is larger than it can be are named, with the remedy, whichever
 import json
 import os
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagewire.common.gguf import MAX_LISTING_BYTES, MAX_SETTINGS_BYTES, ModelFileError
+from pagewire.hosting.model_source import SMALL_FILES
 from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.chat_template import _MAX_FILE_BYTES
 from scheduler_service.serving.model_info import read_model_info
@@ -48,6 +51,21 @@ def start(path: Path, *, is_worker: bool) -> None:
     info = read_model_info(str(path))
     if info.tokenizer_path is not None:
         load_tokenizer(info.tokenizer_path)
+
+
+def test_what_is_read_is_what_is_downloaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, open_path = set(), Path.open
+
+    def noting(path: Path, *arguments: Any, **options: Any) -> Any:
+        read.add(path)
+        return open_path(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", noting)
+    for is_worker in (True, False):
+        start(model, is_worker=is_worker)
+    names = {str(path.relative_to(model)) for path in read if path.is_relative_to(model)}
+    assert "1_Pooling/config.json" in names
+    assert [name for name in names if not any(fnmatch(name, known) for known in (*SMALL_FILES, "*.safetensors"))] == []
 
 
 @pytest.mark.parametrize(
