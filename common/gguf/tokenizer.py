@@ -307,5 +307,8 @@ def _merges_by_score(keys: Metadata, vocabulary: _Vocabulary) -> list[tuple[str,
 
 def _halves(token: str, ids: Mapping[str, int]) -> Iterable[tuple[str, str]]:
     """Return the pairs of tokens that make up this one. As in transformers, long left halves come first."""
-    pairs = ((token[:length], token[length:]) for length in range(len(token) - 1, 0, -1))
-    return (pair for pair in pairs if pair[0] in ids and pair[1] in ids)
+    return (
+        (token[:length], token[length:])
+        for length in range(len(token) - 1, 0, -1)
+        if token[:length] in ids and token[length:] in ids
+    )

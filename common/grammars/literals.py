@@ -138,8 +138,7 @@ def _of_schema(schema: Any) -> Iterator[Literal]:
         if isinstance(schema.get(name), list | dict):
             values += schema[name]
     yield from (Literal(json.dumps(value, ensure_ascii=False, separators=(",", ":"))) for value in values)
-    patterns = [schema.get("pattern"), *(schema.get("patternProperties") or ())]
-    for pattern in patterns:
+    for pattern in (schema.get("pattern"), *(schema.get("patternProperties") or ())):
         if isinstance(pattern, str):
             yield from _of_regex(pattern)
     for each in schemas_within(schema):

@@ -12,6 +12,18 @@ from typing import Any
 from pagewire.common.grammars.json_schema import for_library
 
 _ANY_TEXT = r"/(?s:.*)/"
+# What the formats that are served have beside their type.
+_FIELDS = {
+    "const_string": {"value"},
+    "json_schema": {"json_schema"},
+    "any_text": set[str](),
+    "regex": {"pattern"},
+    "sequence": {"elements"},
+    "or": {"elements"},
+    "tag": {"begin", "content", "end"},
+    "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
+    "triggered_tags": {"triggers", "tags", "at_least_one", "stop_after_first"},
+}
 
 
 def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
@@ -51,7 +63,7 @@ class _Rules:
 
     def expression(self, form: Any) -> str:
         """Add the rules of a format. Returns what refers to it."""
-        kind = _field(form, "type", "a format")
+        kind = _kind(form)
         match kind:
             case "const_string":
                 return self.literal(_field(form, "value", kind))
@@ -89,7 +101,7 @@ class _Rules:
     def tag(self, form: Any) -> str:
         begin, content, end = (_field(form, name, "a tag") for name in ("begin", "content", "end"))
         ends = [end] if isinstance(end, str) else list(end)
-        if _field(content, "type", "a tag's content") == "any_text" and all(ends):
+        if _kind(content) == "any_text" and all(ends):
             # The text goes up to the first end, and no further.
             return self.sequence([self.literal(begin), self.either([self.up_to(one) for one in ends])])
         ending = self.either([self.literal(one) for one in ends])
@@ -160,6 +172,15 @@ class _Rules:
         if form.get("stop_after_first"):
             return part if form.get("at_least_one") else self.rule(f"{part} | {_ANY_TEXT}")
         return self.rule(f"{part}{'+' if form.get('at_least_one') else '*'} {_ANY_TEXT}")
+
+
+def _kind(form: Any) -> str:
+    """The type of a format. Raises ValueError for one that asks for something besides, as for texts to be left out."""
+    kind: str = _field(form, "type", "a format")
+    for name in form.keys() - _FIELDS.get(kind, form.keys()) - {"type"}:
+        if form[name] not in (None, False, [], "json"):  # what xgrammar writes where nothing is asked for
+            raise ValueError(f"{name!r} of formats of type {kind!r} is not supported in structural tags")
+    return kind
 
 
 def _field(form: Any, name: str, what: str) -> Any:

@@ -129,6 +129,12 @@ KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
         ("\x7fa///\\\n😀",),
         ("\x7fa///\n😀", "\x7fa//\\\n😀"),
     ),
+    "what asks for nothing besides": (
+        "structural_tag",
+        of_format({"type": "json_schema", "json_schema": POINT, "style": "json", "excludes": [], "name": None}),
+        ('{"x":1}',),
+        ("{}",),
+    ),
     "a tag with the schema true": (
         "structural_tag",
         of_format(tag("<a>", "</a>", True)),
@@ -179,6 +185,13 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
         ("structural_tag", "[]", "a JSON object"),
         ("structural_tag", of_format({"type": "poem"}), "'poem' are not supported"),
         ("structural_tag", of_format({"type": "triggered_tags", "triggers": ["<x"], "tags": []}), "no tag begins"),
+        ("structural_tag", of_format({"type": "any_text", "excludes": ["a"]}), "'excludes' of .* 'any_text' is not"),
+        (
+            "structural_tag",
+            of_format(tag("<a>", "</a>") | {"content": {"type": "any_text", "excludes": ["a"]}}),
+            "'exc",
+        ),
+        ("structural_tag", of_format({"type": "json_schema", "json_schema": POINT, "style": "qwen_xml"}), "'style' of"),
         ("verse", "a", "no kind of grammar"),
     ],
 )

@@ -75,9 +75,12 @@ class TokenizerFiles:
         if isinstance(vocab, list):
             vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
         added = self.document.get("added_tokens") or []
-        found: dict[str, int] = {**(vocab or {}), **{entry["content"]: entry["id"] for entry in added}}
-        declared = {token.content: token_id for token_id, token in self.settings.declared.items()}
-        return (found | declared).get(text)
+        found: dict[str, int] = {
+            **(vocab or {}),
+            **{entry["content"]: entry["id"] for entry in added},
+            **{token.content: token_id for token_id, token in self.settings.declared.items()},
+        }
+        return found.get(text)
 
     def tokenizer_json(self) -> str:
         """Return a tokenizer.json that says all by itself. Raises ValueError for files that contradict each other."""

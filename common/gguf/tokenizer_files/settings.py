@@ -84,7 +84,10 @@ def settings_of(directory: Path, tokenizer_json: str) -> TokenizerSettings:
         special = {*(token for token in _flat(tokens) if isinstance(token, str)), *map(str, _flat(older))}
         declared = _added(directory / ADDED, special)
     named_tokens, extra = _special(tokens, kind)
-    options = {name: _option(config, name, path) for name in _OPTIONS if name in config}
+    options = {name: config[name] for name in _OPTIONS if name in config}
+    for name, value in options.items():
+        if not isinstance(value, bool | None):
+            raise unserved(path, name, value, "true or false")
     return TokenizerSettings(kind, options, named_tokens, extra, declared, takes_own=not is_listed)
 
 
@@ -203,10 +206,3 @@ def _added(path: Path, special: Container[str]) -> dict[int, DeclaredToken]:
             raise unserved(path, text, token_id, f"the id of a token, from 0 to {_MAX_ID - 1}")
         found[token_id] = DeclaredToken(text, normalized=text not in special, special=text in special)
     return found
-
-
-def _option(config: Mapping[str, Any], name: str, path: Path) -> bool | None:
-    value = config[name]
-    if not isinstance(value, bool | None):
-        raise unserved(path, name, value, "true or false")
-    return value
