@@ -28,11 +28,11 @@ _current: asyncio.Task[None] | None = None
 _starting = threading.Lock()
 
 
-def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a coroutine on the loop. An exception in this thread cancels it."""
+def run(function: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Runs the coroutine of a function on the loop, where it is made. An exception in this thread cancels it."""
 
     async def result() -> AsyncGenerator[Result, None]:
-        yield await coroutine
+        yield await function()
 
     with contextlib.closing(iterate(result())) as results:
         return next(results)
@@ -41,7 +41,7 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
 def finish(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs what closes things of the loop, if there is one: without, nothing is open."""
     if _current is not None:
-        run(function())
+        run(function)
 
 
 def begin(function: Callable[[], Coroutine[Any, Any, None]]) -> None:

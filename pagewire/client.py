@@ -467,7 +467,7 @@ def _blocking(
 
     @functools.wraps(method)
     def call(self: "Client", /, *arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Returned:
-        return background_loop.run(method(self._client, *arguments, **options))
+        return background_loop.run(functools.partial(method, self._client, *arguments, **options))
 
     return call
 

@@ -261,7 +261,7 @@ class LLM:
     def _complete(self, requests: Sequence[Any], use_tqdm: bool | Callable[..., Any]) -> list[Completion]:
         batch = RequestBatch(requests, self._channels, Attempts(0.0))
         if not use_tqdm:
-            return background_loop.run(batch.run())
+            return background_loop.run(batch.run)
         num_requests = len(requests)
         # Programs without a console have no standard error.
         progress = Progress(num_requests, sys.stderr) if use_tqdm is True else ForeignProgress(num_requests, use_tqdm)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import inspect
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -328,7 +329,21 @@ def test_a_client_that_is_dropped_closes_its_connection() -> None:
         client.loads()
         (opened,) = set(channels._open_connections) - before
         del client
-        background_loop.run(opened._closed.wait())
+        background_loop.run(opened._closed.wait)
+
+
+def test_an_interrupt_before_a_call_begins_leaves_nothing_to_complain_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    client = Client("127.0.0.1:1")
+    monkeypatch.setattr(background_loop, "_started", interrupt)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyboardInterrupt):
+            client.info()
+        gc.collect()
+    assert not told
 
 
 def test_one_delta_at_a_time_is_handed_on_at_once() -> None:
