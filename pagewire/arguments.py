@@ -1,22 +1,43 @@
 """Checks what users give as arguments. An error names the argument."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from pagewire.errors import InvalidText
-from pagewire.sampling import is_integer, is_real
 
 # What has elements, but is no list of them.
 _TEXTS = str | bytes | bytearray | memoryview
 # What is added to a byte that is no UTF-8 to make a character of it (PEP 383).
 _ESCAPED = 0xDC00
+# The longest time that gRPC can still count.
+_MAX_SECONDS = 1e8
+
+
+def require(argument: str, value: object, is_legal: bool, kind: str) -> None:
+    """Raises TypeError for an argument that is not of a kind."""
+    if not is_legal:
+        raise TypeError(f"{argument} must be {kind}{';' if ',' in kind else ','} got {value!r:.80}")
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_listed(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether these are several things, not one: a sequence, and no text."""
+    return isinstance(value, Sequence) and not isinstance(value, _TEXTS)
 
 
 def as_list(argument: str, value: object, kind: str) -> list[Any]:
     """Returns the elements of what must be a list. Raises TypeError for an argument that has none, or whose elements
-    are something else: characters, bytes, keys."""
+    are something else, such as characters, bytes and keys, or have no order."""
     try:
-        if not isinstance(value, Mapping | _TEXTS):
+        if not isinstance(value, Mapping | set | frozenset | _TEXTS):
             return list(value)  # type: ignore[call-overload]
     except TypeError:
         pass
@@ -39,8 +60,7 @@ def as_prompts(token_ids: object) -> tuple[list[Sequence[int]], bool]:
     given = as_list("token_ids", token_ids, kind)
     if all(map(is_integer, given)):
         return [given], True
-    if not all(map(are_token_ids, given)):
-        raise TypeError(f"token_ids must be {kind}; got {token_ids!r:.80}")
+    require("token_ids", token_ids, all(map(are_token_ids, given)), kind)
     return given, False
 
 
@@ -52,6 +72,12 @@ def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
         return all(map(is_integer, value))
     except TypeError:  # an array of no dimension
         return False
+
+
+def refuse_unknown(callee: str, options: Mapping[str, object], legal: type) -> None:
+    """Raises TypeError for an option that a typed mapping does not have."""
+    for name in options.keys() - legal.__annotations__.keys():
+        raise TypeError(f"{callee} takes no {name!r}, but {', '.join(legal.__annotations__)}")
 
 
 def check_text(path: str, text: str, argument: str = "") -> None:
@@ -68,9 +94,9 @@ def check_text(path: str, text: str, argument: str = "") -> None:
 
 
 def as_seconds(name: str, value: Any) -> float:
-    """Returns a time that a user has given. Raises TypeError, or ValueError for one that is below 0 or NaN."""
-    if not is_real(value):
-        raise TypeError(f"{name} must be a number of seconds, got {value!r:.80}")
+    """Returns a time that a user has given, or the longest that there is if that is less. Raises TypeError, or
+    ValueError for one that is below 0 or NaN."""
+    require(name, value, is_real(value), "a number of seconds")
     if not value >= 0:
         raise ValueError(f"{name} is {value}, but must be a number of seconds from 0")
-    return float(value)
+    return float(min(value, _MAX_SECONDS))

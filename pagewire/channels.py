@@ -24,6 +24,7 @@ import grpc
 import grpc.aio
 
 from pagewire import background_loop, wire
+from pagewire.arguments import check_text, refuse_unknown, require
 from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.common.transport.dialling import open_channel
 from pagewire.common.transport.http_proxy import http_proxy_of
@@ -191,6 +192,11 @@ class Connection:
     def is_closed(self) -> bool:
         return self._closed.is_set() or self.loop.is_closed()
 
+    def check_open(self) -> None:
+        """Raises Cancelled once the connection is closed."""
+        if self.is_closed:
+            raise wire.closed()
+
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
         """Raises a PagewireError for what gRPC raises inside: for calls that end with the connection too, which are
@@ -208,8 +214,7 @@ class Connection:
     def submit(self, request: pb.GenerateRequest, put: Put, timeout: float | None) -> Callable[[], None]:
         """Sends a request on a call that is shared, and opened where there is none. Returns what aborts it if it has
         not ended. Raises Cancelled once the connection is closed."""
-        if self.is_closed:
-            raise wire.closed()
+        self.check_open()
         is_alone = request.ByteSize() > MAX_SHARED_BYTES
         self._shared_calls = [call for call in self._shared_calls if not call.is_over]
         shared = next((call for call in self._shared_calls if not (is_alone or call.is_alone)), None)
@@ -246,8 +251,7 @@ class Connection:
         """Waits before the next attempt. Raises Cancelled once the connection is closed."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), seconds)
-        if self.is_closed:
-            raise wire.closed()
+        self.check_open()
 
     async def close(self) -> None:
         """Ends all calls."""
@@ -271,6 +275,7 @@ class Channels:
 
     def __init__(self, url: str, **options: Unpack[ConnectionOptions]) -> None:
         """Opens nothing yet. Raises ValueError for a url without a port, a key or a set of files that cannot be."""
+        refuse_unknown("a client", options, ConnectionOptions)
         self._url = url
         self._target = _target(url)
         self._credentials = _credentials(url, **options)
@@ -320,8 +325,8 @@ class Channels:
 
 def _target(url: str) -> str:
     """Makes a gRPC target of a url. Raises ValueError for a url without a port."""
-    if not isinstance(url, str):
-        raise TypeError(f"url must be a text such as '127.0.0.1:50051', got {url!r:.80}")
+    require("url", url, isinstance(url, str), "a text such as '127.0.0.1:50051'")
+    check_text("url", url)
     target = re.sub("^grpcs?://", "", url).rstrip("/")
     if re.match("(dns|unix|unix-abstract|ipv4|ipv6|vsock|xds):", target):
         return target
@@ -338,6 +343,8 @@ def _credentials(
     api_key: str | None = None,
 ) -> grpc.ChannelCredentials | None:
     """Returns those of TLS, or None for plaintext. Raises ValueError for what cannot be."""
+    for name, path in (("tls_ca", tls_ca), ("tls_cert", tls_cert), ("tls_key", tls_key)):
+        require(name, path, isinstance(path, str | os.PathLike | None), "the path of a PEM file")
     if (tls_cert is None) != (tls_key is None):
         raise ValueError("tls_cert and tls_key go together: give both or neither")
     if api_key is not None and not (

@@ -10,7 +10,16 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iter
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from pagewire import background_loop, conversation, wire
-from pagewire.arguments import as_list, as_prompts, as_seconds, split_prompt
+from pagewire.arguments import (
+    as_list,
+    as_prompts,
+    as_seconds,
+    is_integer,
+    is_listed,
+    refuse_unknown,
+    require,
+    split_prompt,
+)
 from pagewire.batch import RequestBatch
 from pagewire.channels import MAX_SHARED_BYTES, Channels, ConnectionOptions, NotShared
 from pagewire.completion import Attachment, Completion, CompletionBuilder, Output, PromptEmbedding, Result
@@ -43,7 +52,6 @@ _FORMER_NAMES = {
 }
 _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
-_Value = TypeVar("_Value")
 
 
 class QueueOptions(TypedDict, total=False):
@@ -193,8 +201,7 @@ class AsyncClient:
 
         It is made of the hidden states of the prompt's tokens, pooled as the checkpoint says, and has the length 1.
         """
-        for name in options.keys() - QueueOptions.__annotations__.keys():
-            raise TypeError(f"embed takes no {name!r}, but {', '.join(QueueOptions.__annotations__)}")
+        refuse_unknown("embed", options, QueueOptions)
         requests = _requests(prompt, None, prompt_token_ids, options)
         several = requests if isinstance(requests, list) else [requests]
         for request in several:
@@ -237,14 +244,20 @@ class AsyncClient:
         template = options.pop("chat_template", None)
         add_generation_prompt = options.pop("add_generation_prompt", True)
         variables = options.pop("template_variables", None)
-        info = wire.decode_server_info(await self._call("GetServerInfo", pb.GetServerInfoRequest(), attempts))
-        # In a thread, since a template may take its time.
-        texts = await asyncio.to_thread(
-            conversation.prompts_of, info, template, add_generation_prompt, conversations, variables
-        )
-        prompts = await self._tokenize(texts, False, attempts)
-        several, one = (None, prompts[0]) if is_one else (prompts, None)
-        return await self._complete(_requests(several, sampling, one, options), attempts)
+        conversation.check_template(template, add_generation_prompt, template_variables=variables)
+        several, one = (None, ()) if is_one else ([()] * len(conversations), None)
+        requests = _requests(several, sampling, one, options)
+        with self._channels.connected() as connection:
+            info = wire.decode_server_info(await self._call("GetServerInfo", pb.GetServerInfoRequest(), attempts))
+            # In a thread, since a template may take its time, in which the client may be closed.
+            texts = await asyncio.to_thread(
+                conversation.prompts_of, info, template, add_generation_prompt, conversations, variables
+            )
+            connection.check_open()
+            prompts = await self._tokenize(texts, False, attempts)
+            for request, prompt in zip(requests if isinstance(requests, list) else [requests], prompts, strict=True):
+                request.token_ids.ids.extend(prompt)
+            return await self._complete(requests, attempts)
 
     @overload
     async def tokenize(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
@@ -264,6 +277,8 @@ class AsyncClient:
         Without `add_special_tokens`, the only special tokens are those that the text itself names.
         """
         texts = [text] if isinstance(text, str) else as_list("text", text, "a text, or a list of texts")
+        for index, each in enumerate(texts):
+            require(f"text {index} of the list", each, isinstance(each, str), "a text")
         token_ids = await self._tokenize(texts, add_special_tokens, Attempts(self._retry_s, timeout))
         return token_ids[0] if isinstance(text, str) else token_ids
 
@@ -334,6 +349,8 @@ class AsyncClient:
         beyond those that there are; a request that failed ends with its error. Closing the generator leaves the request
         alone.
         """
+        is_legal = is_integer(max_reconnects) and max_reconnects >= 0
+        require("max_reconnects", max_reconnects, is_legal, "an integer from 0")
         request = wire.message(pb.AttachRequest, request_id=request_id, tenant=tenant, from_token=from_token)
         return self._attach(request, Attempts(0.0, timeout), max_reconnects)
 
@@ -543,13 +560,13 @@ def _builder(request: pb.GenerateRequest) -> CompletionBuilder:
 
 def _requests(
     prompt: object,
-    sampling: SamplingParams | Sequence[SamplingParams | None] | None,
+    sampling: Any,
     prompt_token_ids: Sequence[int] | None,
     options: Mapping[str, Any],
 ) -> pb.GenerateRequest | list[pb.GenerateRequest]:
     """Encodes one request for one prompt, or a list of requests for a list of prompts."""
     if prompt is None or isinstance(prompt, str):
-        if isinstance(sampling, Sequence):
+        if is_listed(sampling):
             raise TypeError("a list of sampling parameters needs a list of prompts")
         return _request(prompt, sampling, prompt_token_ids, options)
     given = as_list("prompt", prompt, "a text, or a list of texts and token ids")
@@ -569,18 +586,18 @@ def _request(
     prompt_token_ids: Sequence[int] | None,
     options: Mapping[str, Any],
 ) -> pb.GenerateRequest:
-    if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling must be SamplingParams, such as SamplingParams(max_tokens=4); got {sampling!r:.80}")
+    kind = "SamplingParams, such as SamplingParams(max_tokens=4)"
+    require("sampling", sampling, isinstance(sampling, SamplingParams | None), kind)
     own = (*QueueOptions.__annotations__, "session")
     fields: Any = {name: value for name, value in options.items() if name not in own}
-    named = {name: options[name] for name in own if name in options and name != "timeout"}
+    named = {name: options[name] for name in own if options.get(name) is not None and name != "timeout"}
     merged = (sampling or UNSET).updated(**fields) if fields else sampling
     return wire.encode_request(prompt, merged, prompt_token_ids=prompt_token_ids, **named)
 
 
-def one_each(given: _Value | Sequence[_Value], num_prompts: int, kind: str = "sampling parameters") -> Sequence[_Value]:
+def one_each(given: Any, num_prompts: int, kind: str = "sampling parameters") -> Sequence[Any]:
     """Returns a value for each of a number of prompts, of one for all or a list."""
-    if not isinstance(given, Sequence):
+    if not is_listed(given):
         return [given] * num_prompts
     if len(given) != num_prompts:
         raise ValueError(f"there are {num_prompts} prompts and {len(given)} {kind}; give one for each")

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from pagewire.arguments import check_text, is_listed, require
 from pagewire.errors import InvalidRequest
 from pagewire.server import ServerInfo
 
@@ -29,13 +30,23 @@ class Session:
 
 def as_conversations(messages: Any) -> tuple[Sequence[Sequence[Message]], bool]:
     """Returns conversations, and whether there was only one that was not in a list. Raises TypeError for what is no
-    list; messages themselves are checked for the template."""
-    is_one = isinstance(messages, Sequence) and (not messages or isinstance(messages[0], Mapping))
+    list of mappings; what they hold is checked for the template."""
+    is_one = is_listed(messages) and (not messages or isinstance(messages[0], Mapping))
     conversations = [messages] if is_one else messages
-    if not isinstance(conversations, Sequence) or not all(isinstance(each, Sequence) for each in conversations):
-        kind = "a list of messages such as {'role': 'user', 'content': 'Hello'}, or a list of such lists"
-        raise TypeError(f"messages must be {kind}; got {messages!r:.80}")
+    is_legal = is_listed(conversations) and all(
+        is_listed(each) and all(isinstance(message, Mapping) for message in each) for each in conversations
+    )
+    kind = "a list of messages such as {'role': 'user', 'content': 'Hello'}, or a list of such lists"
+    require("messages", messages, is_legal, kind)
     return conversations, is_one
+
+
+def check_template(template: object, add_generation_prompt: object, **variables: object) -> None:
+    """Raises TypeError for what cannot make a prompt. `variables` have the name by which the caller calls them."""
+    require("chat_template", template, isinstance(template, str | None), "a text or None")
+    require("add_generation_prompt", add_generation_prompt, isinstance(add_generation_prompt, bool), "a bool")
+    for name, value in variables.items():
+        require(name, value, isinstance(value, Mapping | None), "a mapping or None")
 
 
 def prompts_of(
@@ -58,7 +69,7 @@ def prompts_of(
     if not all(conversations):
         raise _invalid("a conversation has no messages")
     try:
-        return [
+        prompts = [
             chat_template.render(
                 template,
                 messages,
@@ -70,6 +81,9 @@ def prompts_of(
         ]
     except chat_template.ChatTemplateError as error:
         raise _invalid(str(error)) from None
+    for index, prompt in enumerate(prompts):
+        check_text(f"prompt {index} of messages", prompt)
+    return prompts
 
 
 def template_of(info: ServerInfo, template: str | None) -> str | None:

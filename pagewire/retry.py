@@ -12,8 +12,6 @@ from pagewire.errors import DeadlineExceeded, PagewireError, ResourceExhausted, 
 # JITTER in both directions, so that clients which failed together do not come back together.
 DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 JITTER = 0.2
-# What gRPC can still count.
-_MAX_TIMEOUT_S = 1e8
 _TIMEOUT_PASSED = "the timeout passed while the call was made again and again; the last time: "
 
 
@@ -27,7 +25,7 @@ class Attempts:
         self._retry_until = self.started_at + retry_s
         self._timeout_at = None
         if timeout_s is not None:
-            self._timeout_at = self.started_at + min(as_seconds("timeout", timeout_s), _MAX_TIMEOUT_S)
+            self._timeout_at = self.started_at + as_seconds("timeout", timeout_s)
         self._num_failures = 0
 
     @property

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import Field, InitVar, dataclass, field, fields, replace
-from numbers import Integral, Real
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from pagewire.arguments import is_integer, is_real, require
 from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES, Range
 from pagewire.compatibility import SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, judge, suggestion
 from pagewire.errors import InvalidRequest
@@ -70,8 +70,7 @@ class StructuredOutputs:
                 f"structured outputs take exactly one of {', '.join(STRUCTURES)}; got {' and '.join(given) or 'none'}"
             )
         is_legal, what = STRUCTURES[self.kind]
-        if not is_legal(self._value):
-            raise TypeError(f"{self.kind} must be {what}, got {self._value!r:.80}")
+        require(self.kind, self._value, is_legal(self._value), what)
         self.text  # noqa: B018  # raises what JSON cannot write at the call, not when the request is sent
 
     @staticmethod
@@ -79,8 +78,7 @@ class StructuredOutputs:
         """Returns what a dict of the same names says. Raises TypeError, ValueError."""
         if isinstance(given, StructuredOutputs):
             return given
-        if not isinstance(given, Mapping):
-            raise TypeError(f"structured_outputs must be StructuredOutputs or a dict or None, got {given!r:.80}")
+        require("structured_outputs", given, isinstance(given, Mapping), "StructuredOutputs or a dict or None")
         names = (*STRUCTURES, *STRUCTURED_OUTPUTS_FIELDS)
         for name in given:
             if name not in names:
@@ -179,8 +177,7 @@ class SamplingParams:
         judge(SAMPLING_FIELDS, foreign, stacklevel=3)
         for name, (is_legal, kind) in _LEGAL.items():
             value = getattr(self, name)
-            if value is not None and not is_legal(value):
-                raise TypeError(f"{name} must be {kind} or None, got {value!r}")
+            require(name, value, value is None or is_legal(value), f"{kind} or None")
         for name, legal in RANGES.items():
             self._check(name, getattr(self, name), legal)
         for token_id, value in (self.logit_bias or {}).items():
@@ -204,14 +201,6 @@ class SamplingParams:
     def clone(self) -> "SamplingParams":
         """Returns a copy that shares no list with these."""
         return deepcopy(self)
-
-
-def is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_list(value: object, is_element: Callable[[object], bool]) -> bool:

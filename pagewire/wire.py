@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from pagewire.arguments import are_token_ids, check_text
+from pagewire.arguments import are_token_ids, check_text, is_integer, is_real, require
 from pagewire.common.sampling_ranges import UINT32, UINT64, Range
 from pagewire.common.transport.http_proxy import http_proxy_of
 from pagewire.common.transport.message_size import of_cut_off
@@ -37,8 +37,6 @@ from pagewire.sampling import (
     Default,
     SamplingParams,
     StructuredOutputs,
-    is_integer,
-    is_real,
 )
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 
@@ -107,14 +105,12 @@ def encode_request(
     cannot hold, and TypeError unless there is exactly one prompt."""
     if (prompt is None) == (prompt_token_ids is None):
         raise TypeError("give either prompt or prompt_token_ids")
-    if prompt is not None and not isinstance(prompt, str):
-        kind = "a text; token ids go into prompt_token_ids, and only complete, chat and embed take lists"
-        raise TypeError(f"prompt must be {kind}; got {prompt!r:.80}")
-    if prompt_token_ids is not None and not are_token_ids(prompt_token_ids):
-        raise TypeError(f"prompt_token_ids must be a list of integers, of one prompt; got {prompt_token_ids!r:.80}")
-    if session is not None and not isinstance(session, Session):
-        raise TypeError(f"session must be a Session, such as Session('chat-7'); got {session!r:.80}")
-    if prompt is not None:
+    kind = "a text; token ids go into prompt_token_ids, and only complete, chat and embed take lists"
+    require("prompt", prompt, isinstance(prompt, str | None), kind)
+    is_legal = prompt_token_ids is None or are_token_ids(prompt_token_ids)
+    require("prompt_token_ids", prompt_token_ids, is_legal, "a list of integers, of one prompt")
+    require("session", session, isinstance(session, Session | None), "a Session, such as Session('chat-7')")
+    if isinstance(prompt, str):
         check_text("text", prompt, "prompt")
     request = message(pb.GenerateRequest, text=prompt, **fields)
     if prompt_token_ids is not None:
@@ -122,7 +118,7 @@ def encode_request(
         put(request.token_ids, "ids", prompt_token_ids, "token_ids.ids")
     if sampling is not None:
         _encode_sampling(sampling, request.sampling)
-    if session is not None:
+    if isinstance(session, Session):
         _encode_session(session, request)
     return request
 
@@ -193,10 +189,10 @@ def _encode_structured_outputs(given: StructuredOutputs, message: pb.SamplingPar
 
 
 def message(kind: type[Any], **fields: Any) -> Any:
-    """Makes a message of a kind, without the fields that are None. Raises as `put` does."""
+    """Makes a message of a kind. None leaves out what may be absent. Raises as `put` does."""
     made = kind()
     for name, value in fields.items():
-        if value is not None:
+        if value is not None or not kind.DESCRIPTOR.fields_by_name[name].has_presence:
             put(made, name, value)
     return made
 
@@ -205,27 +201,28 @@ def put(message: Message, name: str, value: Any, path: str = "") -> None:
     """Sets a field of a message, which users know by its `path`. This is the one place where their values enter one.
 
     Raises TypeError for a value of another kind, and InvalidRequest for one that the field cannot hold: protobuf's own
-    errors name no field, and the server never sees the value.
+    errors name no field, and the server never sees the value. What protobuf takes for a text or a number, such as bytes
+    and tensors, is no better.
     """
+    field, path = message.DESCRIPTOR.fields_by_name[name], path or name
+    # Of token ids there are many; `are_token_ids` has seen them.
+    if not (field.is_repeated and field.cpp_type in _INTEGERS):
+        _check(field, value, path)
     try:
-        if value is None:  # which would leave the field as it is
-            raise TypeError("None is no value")
         message.MergeFrom(type(message)(**{name: value}))
-    except (TypeError, ValueError) as error:
-        field, path = message.DESCRIPTOR.fields_by_name[name], path or name
-        for place, part, part_path in _parts(field, value, path):
-            _check(place, part, part_path)
+    except (TypeError, ValueError, OverflowError) as error:
+        _check(field, value, path)
         raise TypeError(f"{path} cannot be {value!r:.80}: {error}") from None
 
 
 def _parts(field: FieldDescriptor, value: Any, path: str) -> Iterator[tuple[FieldDescriptor, Any, str]]:
     """Yields the fields that hold the parts of a value, such as the elements of a list."""
-    if isinstance(value, Mapping) and field.message_type is not None:
+    if isinstance(value, Mapping) and field.is_repeated:
         key, part = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         for each in value:
             yield key, each, f"{path}[{each}]"
             yield part, value[each], f"{path}[{each}]"
-    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+    elif isinstance(value, Iterable) and field.is_repeated:
         for index, each in enumerate(value):
             yield field, each, f"{path}[{index}]"
     else:
@@ -234,14 +231,14 @@ def _parts(field: FieldDescriptor, value: Any, path: str) -> Iterator[tuple[Fiel
 
 def _check(field: FieldDescriptor, value: Any, path: str) -> None:
     """Raises TypeError or InvalidRequest unless a field can hold a value."""
-    kind, is_of_kind = _KINDS.get(field.cpp_type, ("", lambda value: True))
-    if not is_of_kind(value):
-        raise TypeError(f"{path} must be {kind}, got {value!r:.80}")
-    legal = _INTEGERS.get(field.cpp_type)
-    if legal is not None and not legal.holds(value):
-        raise InvalidRequest.of_field(path, f"{path} is {value}, but must be {legal}")
-    if isinstance(value, str):
-        check_text(path, value)
+    for place, part, part_path in _parts(field, value, path):
+        kind, is_of_kind = _KINDS.get(place.cpp_type, ("", lambda value: True))
+        require(part_path, part, is_of_kind(part), kind)
+        legal = _INTEGERS.get(place.cpp_type)
+        if legal is not None and not legal.holds(part):
+            raise InvalidRequest.of_field(part_path, f"{part_path} is {part}, but must be {legal}")
+        if isinstance(part, str):
+            check_text(part_path, part)
 
 
 _decode_token = decoder(

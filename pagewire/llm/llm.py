@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 from pagewire import background_loop, conversation, installation, wire
-from pagewire.arguments import are_token_ids, as_list, check_text, split_prompt
+from pagewire.arguments import are_token_ids, as_list, check_text, is_integer, is_real, require, split_prompt
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
 from pagewire.client import Client, one_each
@@ -31,7 +31,7 @@ from pagewire.llm.request_output import (
 )
 from pagewire.progress import ForeignProgress, Progress
 from pagewire.retry import Attempts
-from pagewire.sampling import UNSET, SamplingParams, is_real
+from pagewire.sampling import UNSET, SamplingParams
 
 # Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
 DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
@@ -78,7 +78,10 @@ class LLM:
         missing = installation.shortage("serve")
         if missing is not None:
             raise ImportError(missing)
+        require("model", model, isinstance(model, str | os.PathLike), "a text or a path")
+        require("seed", seed, seed is None or is_integer(seed), "an integer or None")
         self.model = os.fspath(model)
+        check_text("model", self.model)
         server = LocalServer(self.model, [*FLAGS, *serve_flags(self.model, options)])
         self._server = server
         self._seeds = None if seed is None else itertools.count(seed << 32)
@@ -143,6 +146,7 @@ class LLM:
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
         conversations, _ = conversation.as_conversations(messages)
+        conversation.check_template(chat_template, add_generation_prompt, chat_template_kwargs=chat_template_kwargs)
         with self._telling_of_the_end():
             info = self.client.info()
         texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, chat_template_kwargs)
@@ -203,16 +207,23 @@ class LLM:
         priority: Sequence[int] | None,
         *,
         add_special_tokens: bool = True,
-        embed: bool | None = None,
+        embed: bool = False,
     ) -> list[tuple[list[int], Completion]]:
         """Returns the token ids and the result of each prompt."""
         given_priorities = 0 if priority is None else as_list("priority", priority, "a list of integers")
         priorities = one_each(given_priorities, len(prompts), "priorities")
+        require(
+            "use_tqdm",
+            use_tqdm,
+            isinstance(use_tqdm, bool | None) or callable(use_tqdm),
+            "a bool, or a class such as tqdm's",
+        )
+        client = self.client
         if not prompts:
             return []
         with self._telling_of_the_end():
             token_ids = self._tokens(prompts, add_special_tokens)
-            max_tokens = self.client.info().max_sequence_tokens
+            max_tokens = client.info().max_sequence_tokens
             requests = []
             for index, (ids, sampling, number) in enumerate(zip(token_ids, samplings, priorities, strict=True)):
                 resolved = self._resolve(sampling, max_tokens - len(ids))
@@ -250,8 +261,7 @@ class LLM:
         """Returns the parameters of a request whose prompt leaves room for `num_free` tokens."""
         if sampling is None:
             return None
-        if not isinstance(sampling, SamplingParams):
-            raise TypeError(f"sampling_params must be pagewire.SamplingParams, got {sampling!r:.80}")
+        require("sampling_params", sampling, isinstance(sampling, SamplingParams), "pagewire.SamplingParams")
         if sampling.max_tokens is not None and sampling.max_tokens > num_free >= 1:
             sampling = replace(sampling, max_tokens=num_free)
         if self._seeds is not None and sampling.seed is None:
@@ -310,10 +320,9 @@ def _split_one(prompt: Any, index: int) -> _SplitPrompt:
             raise ValueError(f"prompt {index} is a mapping without prompt and prompt_token_ids")
     else:
         text, token_ids = split_prompt(prompt, index, "prompts: ")
-    if text is not None and not isinstance(text, str):
-        raise TypeError(f"prompt {index}'s text must be a text, got {text!r:.80}")
-    if token_ids is not None and not are_token_ids(token_ids):
-        raise TypeError(f"prompt {index}'s prompt_token_ids must be a list of integers, got {token_ids!r:.80}")
+    require(f"prompt {index}'s text", text, isinstance(text, str | None), "a text")
+    is_legal = token_ids is None or are_token_ids(token_ids)
+    require(f"prompt {index}'s prompt_token_ids", token_ids, is_legal, "a list of integers")
     if text is not None:
         check_text(f"prompts[{index}]", text)
     return text, token_ids
@@ -347,4 +356,5 @@ def _flag(name: str, value: Any) -> str:
         return flag(name if value else f"no_{name}")
     if not isinstance(value, str | int | float):
         raise ValueError(f"{name} must be a text, a number or a bool, got {value!r:.80}")
+    check_text(name, str(value))
     return f"{flag(name)}={value}"

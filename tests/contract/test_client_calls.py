@@ -13,18 +13,19 @@ import numpy
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, Client, SamplingParams, Session, background_loop, channels
+from pagewire import AsyncClient, Client, SamplingParams, Session, background_loop, channels, client
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
 
 NO_SERVER = "127.0.0.1:1"
+HELLO = {"role": "user", "content": "Once"}
 # Each call with arguments that it takes.
 CALLS: dict[str, tuple[Any, ...]] = {
     "stream": ("Once",),
     "complete": ("Once",),
     "embed": ("Once",),
-    "chat": ([{"role": "user", "content": "Once"}],),
+    "chat": ([HELLO],),
     "tokenize": ("Once",),
     "detokenize": ([1],),
     "submit": ("Once",),
@@ -138,7 +139,7 @@ def test_a_timeout_is_a_number_of_seconds(
 @kinds
 def test_a_timeout_without_an_end_is_none(kind: type) -> None:
     with serving(ScriptedScheduler()) as url:
-        for timeout in (float("inf"), 1e300, numpy.float32(100)):
+        for timeout in (float("inf"), 1e300, 10**400, numpy.float32(100)):
             assert ask(kind, url, "complete", "Once", timeout=timeout).outputs[0].finish_reason == "length"
             assert ask(kind, url, "loads", timeout=timeout).num_running == 3
 
@@ -175,6 +176,33 @@ def test_a_timeout_without_an_end_is_none(kind: type) -> None:
         ("result", (5,), {}, "^request_id must be a text, got 5"),
         ("complete", ("a",), {"session": Session(None)}, "^session.id must be a text, got None"),  # type: ignore[arg-type]
         ("attach", ("id",), {"from_token": "x"}, "^from_token must be an integer, got 'x'"),
+        ("attach", ("id",), {"max_reconnects": -1}, "^max_reconnects must be an integer from 0, got -1"),
+        ("attach", ("id",), {"max_reconnects": None}, "^max_reconnects must be"),
+        ("attach", (None,), {}, "^request_id must be a text, got None"),
+        ("result", (None,), {}, "^request_id must be a text, got None"),
+        ("abort", (b"id",), {}, "^request_id must be a text, got b'id'"),
+        ("abort", (["id"],), {}, r"^request_id must be a text, got \['id'\]"),
+        ("complete", ({"a", "b"},), {}, "^prompt must be"),
+        ("complete", (["a"], "abc"), {}, "^sampling must be SamplingParams, .*; got 'abc'"),
+        ("complete", ("a",), {"cache_salt": b"x"}, "^cache_salt must be a text, got b'x'"),
+        ("complete", ("a",), {"tenant": bytearray(b"x")}, "^tenant must be a text"),
+        ("complete", ("a",), {"priority": numpy.array(5)}, r"^priority must be an integer, got array\(5\)"),
+        ("complete", ("a",), {"session": Session("a", will_return=5)}, "^session.will_return must be a bool, got 5"),
+        ("complete", ("a",), {"beam_width": 2, "length_penalty": 10**400}, "^sampling.length_penalty cannot be 1000"),
+        ("tokenize", ([5],), {}, "^text 0 of the list must be a text, got 5"),
+        ("tokenize", ([b"a"],), {}, "^text 0 of the list must be a text, got b'a'"),
+        ("tokenize", ({"a", "b"},), {}, "^text must be"),
+        ("detokenize", ({1, 2},), {}, "^token_ids must be"),
+        ("detokenize", ([1],), {"skip_special_tokens": 5}, "^skip_special_tokens must be a bool, got 5"),
+        ("chat", ("abc",), {}, "^messages must be"),
+        ("chat", ([b"abc"],), {}, "^messages must be"),
+        ("chat", ([[5]],), {}, "^messages must be"),
+        ("chat", ([HELLO, 5],), {}, "^messages must be"),
+        ("chat", ([HELLO], 5), {}, "^sampling must be"),
+        ("chat", ([HELLO],), {"max_token": 4}, "did you mean max_tokens"),
+        ("chat", ([HELLO],), {"chat_template": b"{{"}, "^chat_template must be a text or None, got b'{{'"),
+        ("chat", ([HELLO],), {"add_generation_prompt": "no"}, "^add_generation_prompt must be a bool, got 'no'"),
+        ("chat", ([HELLO],), {"template_variables": [1]}, r"^template_variables must be a mapping or None, got \[1\]"),
     ],
 )
 def test_what_is_of_the_wrong_kind_is_named(name: str, arguments: Any, options: dict[str, Any], text: str) -> None:
@@ -183,11 +211,23 @@ def test_what_is_of_the_wrong_kind_is_named(name: str, arguments: Any, options: 
             ask(kind, NO_SERVER, name, *arguments, **options)
 
 
+def test_an_option_that_is_none_is_left_out() -> None:
+    options = {"tenant": None, "priority": None, "cache_salt": None, "session": None, "timeout": None}
+    given = client._requests("a", None, None, options)  # type: ignore[arg-type]
+    assert given == client._requests("a", None, None, {})
+
+
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(TypeError, match=r"^url must be a text"):
         Client(5)
     with pytest.raises(TypeError, match=r"^retry must be a number of seconds, got '1'"):
         Client(NO_SERVER, retry="1")
+    with pytest.raises(TypeError, match=r"^a client takes no 'tls_cacert', but tls_ca, tls_cert, tls_key, api_key"):
+        AsyncClient(NO_SERVER, tls_cacert="ca.pem")
+    with pytest.raises(TypeError, match=r"^tls_ca must be the path of a PEM file, got b'ca'"):
+        Client(NO_SERVER, tls_ca=b"ca")
+    with pytest.raises(TypeError, match=r"^url has '\\ud800' at 0"):
+        Client("\ud800:1")
 
 
 def test_parameters_are_cloned_whole() -> None:
@@ -289,6 +329,20 @@ async def test_closing_ends_what_waits_for_its_next_attempt(
     await client.aclose()
     with closed():
         await call
+
+
+async def test_closing_ends_a_chat_whose_prompt_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    with serving(ScriptedScheduler()) as url:
+        client = AsyncClient(url)
+
+        def make_prompts(*arguments: object) -> list[str]:
+            asyncio.run_coroutine_threadsafe(client.aclose(), loop).result()
+            return ["Once"]
+
+        monkeypatch.setattr("pagewire.conversation.prompts_of", make_prompts)
+        with closed():
+            await client.chat([HELLO])
 
 
 def test_what_is_not_taken_is_not_read_without_end() -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -100,6 +101,10 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
         (torch.tensor(1), {}, TypeError, "^prompts must be"),
         (["a", "b\ud800"], {}, TypeError, r"^prompts\[1\] has '\\ud800' at 1, half a character"),
         ("\ud800", {}, pagewire.InvalidRequest, r"^prompts\[0\] has"),
+        ({"a", "b"}, {}, TypeError, "^prompts must be"),
+        (["a"], {"sampling_params": "abc"}, TypeError, "^sampling_params must be pagewire.SamplingParams, got 'abc'"),
+        (["a"], {"use_tqdm": GREEDY}, TypeError, "^use_tqdm must be a bool, or a class such as tqdm's; got Sampling"),
+        (["a"], {"priority": torch.tensor([5])}, TypeError, r"^priority must be an integer, got tensor\(5\)"),
         (["a"], {"priority": 5}, TypeError, "^priority must be a list of integers; got 5"),
         ([{"prompt": "a", "multi_modal_data": {}}], {}, ValueError, "prompt 0's multi_modal_data is not supported"),
         (["a", "b"], {"sampling_params": [GREEDY]}, ValueError, "2 prompts and 1 sampling parameters"),
@@ -118,6 +123,7 @@ def test_what_cannot_be_is_a_clear_error(
     assert len(llm.generate("a", GREEDY)) == 1
 
 
+CONVERSATION = [{"role": "user", "content": "Once"}]
 # The attributes of vLLM's results, which programs read.
 VLLM_REQUEST = (
     "request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics lora_request encoder_prompt "
@@ -179,6 +185,38 @@ def test_logprobs_read_as_vllms(llm: LLM) -> None:
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert [list(entry or ()) for entry in output.prompt_logprobs[1:]] == [[i] for i in output.prompt_token_ids[1:]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "text"),
+    [
+        ("abc", {}, "^messages must be"),
+        ([b"abc"], {}, "^messages must be"),
+        ([[5]], {}, "^messages must be"),
+        ([{"role": "user", "content": "\ud800"}], {}, r"^prompt 0 of messages has '\\ud800' at"),
+        (CONVERSATION, {"chat_template": 5}, "^chat_template must be a text or None, got 5"),
+        (CONVERSATION, {"add_generation_prompt": "no"}, "^add_generation_prompt must be a bool, got 'no'"),
+        (CONVERSATION, {"chat_template_kwargs": "abc"}, "^chat_template_kwargs must be a mapping or None, got 'abc'"),
+    ],
+)
+def test_what_cannot_be_in_a_chat_is_a_clear_error(llm: LLM, messages: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        llm.chat(messages, GREEDY, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "text"),
+    [
+        (5, {}, "^model must be a text or a path, got 5"),
+        (b"model", {}, "^model must be"),
+        ("\ud800", {}, r"^model has '\\ud800' at 0"),
+        (MODEL, {"seed": "x"}, "^seed must be an integer or None, got 'x'"),
+        (MODEL, {"max_model_len": "\ud800"}, r"^max_model_len has '\\ud800' at 0"),
+    ],
+)
+def test_what_cannot_be_served_names_its_argument(model: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        LLM(model, **options)
 
 
 def test_chats(llm: LLM) -> None:
@@ -276,6 +314,8 @@ def says_so(llm: LLM, text: str) -> None:
             lambda: llm.generate(PROMPTS, GREEDY),
             lambda: llm.chat([{"role": "user", "content": "Once"}], GREEDY),
             lambda: llm.embed(PROMPTS),
+            lambda: llm.generate([]),
+            lambda: llm.embed([]),
             lambda: llm.client.info(),
         ):
             with pytest.raises(pagewire.StartError, match=text):
