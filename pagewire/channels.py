@@ -354,7 +354,7 @@ def _credentials(
     if not (url.startswith("grpcs://") or tls_ca or tls_cert):
         return None
     files = TlsFiles(ca=TlsFile("tls_ca", tls_ca), cert=TlsFile("tls_cert", tls_cert), key=TlsFile("tls_key", tls_key))
-    return files.current().for_channel()
+    return files.credentials.for_channel()
 
 
 _open_connections: WeakSet[Connection] = WeakSet()

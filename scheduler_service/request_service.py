@@ -92,11 +92,11 @@ class RequestService:
         self._health = Health(self._server, service_names)
         port = listen(self._server, config.host, config.port, self._tls, "--port")
         self._url = f"grpc://{join(config.host, port)}"
-        self._health.listen(config.health_host, config.health_port, *_SERVER_OPTIONS)
+        self._health.listen(config.health_host, config.health_port)
 
     def certificate_lives(self) -> dict[str, Life]:
         """Return when the certificates in use are good, by the flag of their file."""
-        return {flag: life for files in self._tls_files for flag, life in files.lives.items()}
+        return {flag: life for files in self._tls_files for flag, life in files.credentials.lives.items()}
 
     async def run(
         self,

@@ -129,7 +129,7 @@ class _WorkerProcess:
         return 0
 
     def _certificates(self) -> tuple[CertificateLife, ...]:
-        lives = self._tls.lives if self._tls is not None else {}
+        lives = self._tls.credentials.lives if self._tls is not None else {}
         return tuple(CertificateLife(flag, int(life.begin), int(life.end)) for flag, life in lives.items())
 
     def _load(self) -> LoadedWorker:
@@ -175,8 +175,7 @@ class _WorkerProcess:
 
     async def _stop_engine(self) -> None:
         """Let the running step finish, so that the device is left idle."""
-        loop = asyncio.get_running_loop()
-        if not await loop.run_in_executor(None, self.engine.stop, _LAST_STEP_TIMEOUT_S):
+        if not await asyncio.to_thread(self.engine.stop, _LAST_STEP_TIMEOUT_S):
             exit_process(f"the running step has not finished in {_LAST_STEP_TIMEOUT_S:.0f} s")
         if self._profile is not None and self._profile.num_steps_left:
             logger.warning("--profile: no trace was written, %d steps too few have run", self._profile.num_steps_left)

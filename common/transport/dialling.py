@@ -49,14 +49,14 @@ class Dialler:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the files for TLS hold something else than what the channel uses."""
-        return self._tls is not None and self._tls.current() is not self._credentials
+        """Whether the files for TLS were renewed since the channel was made."""
+        return self._tls is not None and self._tls.credentials is not self._credentials
 
     async def channel(self) -> grpc.aio.Channel:
         """Return the channel that is open, or a new one in its place if that is outdated: its calls end then."""
         if self._channel is None or self.is_outdated:
             await self.close()
-            self._credentials = None if self._tls is None else self._tls.current()
+            self._credentials = None if self._tls is None else self._tls.credentials
             self._channel = open_channel(
                 self._target,
                 None if self._credentials is None else self._credentials.for_channel(),

@@ -36,19 +36,16 @@ def http_proxy_of(address: str) -> HttpProxy | None:
         return None
     proxy = urlsplit(os.environ[variable])
     host = _PORT.sub("", _SCHEME.sub("", address)).strip("[]")
-    if proxy.scheme != "http" or not proxy.netloc or _is_here(host) or _is_exempt(host):
+    exempt = next((os.environ[name] for name in _EXEMPTIONS if name in os.environ), "").split(",")
+    if proxy.scheme != "http" or not proxy.netloc or _is_here(host) or any(_covers(entry, host) for entry in exempt):
         return None
     return HttpProxy(variable, f"http://{proxy.netloc.rpartition('@')[2]}", host)
 
 
-def _is_exempt(host: str) -> bool:
-    entries = next((os.environ[name] for name in _EXEMPTIONS if name in os.environ), "")
-    return any(_covers(entry.strip().lower(), host.lower()) for entry in entries.split(","))
-
-
 def _covers(entry: str, host: str) -> bool:
     """Whether an entry of no_proxy is the host's, its domain's or its network's."""
-    if entry == "*" or (entry and host.endswith(entry)):
+    entry = entry.strip().lower()
+    if entry == "*" or (entry and host.lower().endswith(entry)):
         return True
     address = _ip_address(host)
     try:

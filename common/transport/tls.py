@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 import time
 import warnings
@@ -26,6 +27,10 @@ _DAY = 86_400.0
 # before, with a third of their life left as a rule.
 SHARE_LEFT = 0.2
 DAYS_LEFT = 30.0
+# Beside RSA, the curves of keys by which gRPC lets both sides prove who they are. With others it goes on with what it
+# had, or agrees with the other side on nothing, without a word.
+_CURVES = ("secp256r1", "secp384r1")
+_PEM = re.compile(rb"^-----BEGIN ", re.MULTILINE)
 
 
 class TlsFile(NamedTuple):
@@ -45,7 +50,7 @@ class Life(NamedTuple):
         return (self.end - now) / _DAY
 
     def share_left(self, now: float) -> float:
-        return (self.end - now) / (self.end - self.begin)
+        return (self.end - now) / max(1.0, self.end - self.begin)  # certificates may say anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,53 +86,49 @@ class TlsFiles:
         ValueError for what cannot be used."""
         self._ca, self._cert, self._key = ca, cert, key
         self._clock = clock
-        self._lock = threading.Lock()  # gRPC calls on threads of its own
-        self._credentials = self._read(None)
+        self.credentials = self._read(None)  # in use
         self._trouble: tuple[str, float] | None = None  # of the files as they are now, and since when
         self._told_trouble: str | None = None
         self._told_days: dict[str, int] = {}  # left of each file when that was told
 
-    def current(self) -> Credentials:
-        """Return what the files hold now, or the last of it that could be used."""
-        with self._lock:
-            try:
-                self._take(self._read(self._credentials))
-            except (OSError, ValueError) as error:
-                self._note_trouble(str(error))
-            return self._credentials
-
-    @property
-    def lives(self) -> Mapping[str, Life]:
-        """When the certificates in use are good, by the flag of their file."""
-        return self._credentials.lives
+    def look(self) -> None:
+        """Take what the files hold now into use, if that can be used. Belongs to one thread at a time."""
+        try:
+            self._take(self._read(self.credentials))
+        except (OSError, ValueError) as error:
+            self._note_trouble(str(error))
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Make the credentials of a server, whose clients must show a certificate if there is an authority for them.
         New ones hold from the next handshake on."""
-        given = self.current()
+        given = self.credentials
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
             nonlocal given
-            before, given = given, self.current()
+            before, given = given, self.credentials
             return None if given is before else given.for_server()
 
-        requires_client = given.ca is not None
-        return grpc.dynamic_ssl_server_credentials(given.for_server(), renewed, requires_client)
+        return grpc.dynamic_ssl_server_credentials(
+            given.for_server(), renewed, require_client_authentication=given.ca is not None
+        )
 
     async def watch(self) -> NoReturn:
-        """Tell, until cancelled, what becomes of the files, and of certificates that end soon."""
+        """Keep what is in use up to date until cancelled, and tell what becomes of it."""
+        looking: threading.Thread | None = None
         while True:
-            await asyncio.to_thread(self.current)  # the files may be on a disk that takes its time
+            # The files may be on a disk that hangs, which is to hold up neither calls nor the end of the process.
+            if looking is None or not looking.is_alive():
+                looking = threading.Thread(target=self.look, name="certificates", daemon=True)
+                looking.start()
             self.tell_days_left()
             await asyncio.sleep(WATCH_INTERVAL)
 
     def tell_days_left(self) -> None:
         """Warn of certificates that end soon, each once a day, and once of those that have ended."""
         now = self._clock()
-        for flag, life in self._credentials.lives.items():
+        for flag, life in self.credentials.lives.items():
             days = max(-1, int((life.end - now) // _DAY))
-            is_late = life.share_left(now) < SHARE_LEFT and life.days_left(now) < DAYS_LEFT
-            if not is_late:
+            if life.share_left(now) >= SHARE_LEFT or life.days_left(now) >= DAYS_LEFT:
                 self._told_days.pop(flag, None)
             elif self._told_days.get(flag) != days:
                 self._told_days[flag] = days
@@ -135,8 +136,8 @@ class TlsFiles:
                 logger.warning("the certificate of %s %s on %s; renew it", flag, verb, _date(life.end))
 
     def _take(self, credentials: Credentials) -> None:
-        if credentials is not self._credentials:
-            self._credentials = credentials
+        if credentials is not self.credentials:
+            self.credentials = credentials
             logger.info("the certificates were renewed: %s", self._ends())
         elif self._told_trouble is not None:
             logger.info("the files of the certificates are again what is in use: %s", self._ends())
@@ -147,13 +148,12 @@ class TlsFiles:
         now = self._clock()
         if self._trouble is None or self._trouble[0] != reason:
             self._trouble = (reason, now)
-        if reason != self._told_trouble and now - self._trouble[1] >= _SETTLING:
+        if reason != self._told_trouble and abs(now - self._trouble[1]) >= _SETTLING:  # a clock may be set back
             self._told_trouble = reason
             logger.error("the certificates were not renewed: %s. The old ones stay: %s", reason, self._ends())
 
     def _ends(self) -> str:
-        ends = [f"{flag} is good until {_date(life.end)}" for flag, life in self._credentials.lives.items()]
-        return ", ".join(ends)
+        return ", ".join(f"{flag} is good until {_date(life.end)}" for flag, life in self.credentials.lives.items())
 
     def _read(self, last: Credentials | None) -> Credentials:
         """Read the files, and check that what they hold can be used now, if it is not the `last` still. Raises OSError,
@@ -200,9 +200,10 @@ def _content(file: TlsFile) -> bytes | None:
     if file.path is None:
         return None
     try:
-        return Path(file.path).read_bytes()
+        content = Path(file.path).read_bytes()
     except OSError as error:
         raise OSError(f"{file.flag} is {file.path}, which cannot be read: {error.strerror}") from None
+    return content if _PEM.search(content) else b""  # gRPC overlooks PEM that begins in the middle of a line
 
 
 def _parse(file: TlsFile, pem: bytes) -> "list[x509.Certificate]":
@@ -214,13 +215,14 @@ def _parse(file: TlsFile, pem: bytes) -> "list[x509.Certificate]":
     warnings.filterwarnings("ignore", category=CryptographyDeprecationWarning)
     try:
         return x509.load_pem_x509_certificates(pem)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         raise ValueError(f"{file.flag} is {file.path}, which holds no certificate in PEM, or a broken one") from None
 
 
 def _check_pair(cert_file: TlsFile, key_file: TlsFile, cert: "x509.Certificate", key_pem: bytes) -> None:
-    """Raises ValueError if the key is not that of the certificate."""
+    """Raises ValueError if the key is not that of the certificate, or gRPC takes none of its kind."""
     from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec, rsa
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     where = f"{key_file.flag} is {key_file.path}, which"
@@ -235,6 +237,9 @@ def _check_pair(cert_file: TlsFile, key_file: TlsFile, cert: "x509.Certificate",
         raise ValueError(f"{where} holds no private key in PEM, or a broken one") from None
     if not is_pair:
         raise ValueError(f"{where} is not the key of the first certificate in {cert_file.flag} {cert_file.path}")
+    is_elliptic = isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name in _CURVES
+    if not is_elliptic and not isinstance(key, rsa.RSAPrivateKey):
+        raise ValueError(f"{where} is of a kind that gRPC does not take; have one made of RSA, or on the curve P-256")
 
 
 def _usable(file: TlsFile, lives: list[Life], now: float) -> list[Life]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 from cryptography.x509.oid import NameOID
 
 DAY = datetime.timedelta(days=1)
@@ -52,9 +53,10 @@ class Authority:
         began: datetime.timedelta = 2 * DAY,
         ends_in: datetime.timedelta = DAY,
         other_names: Sequence[x509.GeneralName] = (),
+        key: CertificateIssuerPrivateKeyTypes | None = None,
     ) -> Certificate:
         """For a server or client of this DNS name or IP address. It began so long ago."""
-        key = ec.generate_private_key(ec.SECP256R1())
+        key = key or ec.generate_private_key(ec.SECP256R1())
         names = _alternative_names(name, other_names)
         builder = _builder(self._name, _name(name), key, began=began, ends_in=ends_in)
         builder = builder.add_extension(names, critical=False)
@@ -72,7 +74,7 @@ def self_signed(name: str) -> Certificate:
 def _builder(
     issuer: x509.Name,
     subject: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
+    key: CertificateIssuerPrivateKeyTypes,
     *,
     ends_in: datetime.timedelta,
     began: datetime.timedelta = 2 * DAY,
@@ -104,7 +106,7 @@ def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _key_pem(key: CertificateIssuerPrivateKeyTypes) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

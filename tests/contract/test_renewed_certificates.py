@@ -134,6 +134,7 @@ async def started_worker(checkpoint: Path, site: Site) -> tuple[FakeWorker, Call
     tls = server_files(files["tls_cert"], files["tls_key"], files["tls_client_ca"])
 
     async def start() -> None:
+        tls.look()
         await worker.start(tls.server_credentials())
 
     await start()

@@ -2,6 +2,9 @@
 
 import logging
 import random
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -17,13 +21,17 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from pagewire.client import Client
-from pagewire.common.transport.tls import TlsFile, TlsFiles, link_files, server_files
+from pagewire.common.transport.tls import Life, TlsFile, TlsFiles, link_files, server_files
 from tests.contract.certificates import DAY, Authority, Certificate
 
 AUTHORITY = Authority("pagewire")
 GOOD = AUTHORITY.issue("localhost")
 OTHER = AUTHORITY.issue("localhost")
 ENDED = AUTHORITY.issue("localhost", ends_in=-DAY)
+# Of kinds that some tools make, and gRPC does not take.
+ED25519 = AUTHORITY.issue("localhost", key=ed25519.Ed25519PrivateKey.generate())
+P521 = AUTHORITY.issue("localhost", key=ec.generate_private_key(ec.SECP521R1()))
+K256 = AUTHORITY.issue("localhost", key=ec.generate_private_key(ec.SECP256K1()))
 NOT_BEGUN = AUTHORITY.issue("localhost", began=-DAY, ends_in=2 * DAY)
 
 
@@ -81,6 +89,11 @@ BAD_FILES: dict[str, tuple[dict[str, bytes | None], str, str]] = {
     "half a key": ({"key": GOOD.key[:100]}, "key", "holds no private key in PEM"),
     "a certificate as key": ({"key": GOOD.cert}, "key", "holds no private key in PEM"),
     "an encrypted key": ({"key": encrypted(GOOD.key)}, "key", "is encrypted"),
+    "a key of Ed25519": ({"cert": ED25519.cert, "key": ED25519.key}, "key", "is of a kind that gRPC does not take"),
+    "a key on P-521": ({"cert": P521.cert, "key": P521.key}, "key", "is of a kind that gRPC does not take"),
+    "a key on secp256k1": ({"cert": K256.cert, "key": K256.key}, "key", "is of a kind that gRPC does not take"),
+    "a certificate behind a mark": ({"cert": b"\xef\xbb\xbf" + GOOD.cert}, "cert", "holds no certificate in PEM"),
+    "an indented key": ({"key": textwrap.indent(GOOD.key.decode(), "  ").encode()}, "key", "no private key in PEM"),
     "another key": ({"key": OTHER.key}, "key", "is not the key of the first certificate in"),
     "the chain upside down": (
         {"cert": AUTHORITY.cert + GOOD.cert},
@@ -118,13 +131,16 @@ def test_a_client_takes_no_key_of_another_certificate(tmp_path: Path) -> None:
 
 
 def test_what_can_be_used_is_taken(tmp_path: Path) -> None:
-    """A file of both, a chain, a new authority beside one that has ended, and what a system believes."""
+    """A file of both, a chain, a new authority beside one that has ended, what a system believes, and any good key."""
     both = GOOD.key + GOOD.cert
+    keys = (rsa.generate_private_key(65537, 2048), ec.generate_private_key(ec.SECP384R1()))
+    issued = [AUTHORITY.issue("localhost", key=key) for key in keys]
     old = Authority("old", ends_in=-DAY)
     for contents in (
         {"cert": both, "key": both},
         {"cert": b"the server\n" + GOOD.cert + AUTHORITY.cert},
         {"ca": old.cert + AUTHORITY.cert},
+        *({"cert": each.cert, "key": each.key} for each in issued),
     ):
         for read, _ in SIDES.values():
             assert read(Folder(tmp_path).write(**contents).paths()) is not None
@@ -146,12 +162,13 @@ class Watched:
         self.caplog.clear()
         for more in seconds:
             self.now(more)
-            self.files.current()
+            self.files.look()
             self.files.tell_days_left()
         return [(record.levelno, record.getMessage()) for record in self.caplog.records]
 
     def pair(self) -> Certificate:
-        current = self.files.current()
+        self.files.look()
+        current = self.files.credentials
         return Certificate(current.cert, current.key)
 
 
@@ -189,14 +206,14 @@ def test_a_renewed_pair_is_one_line_and_only_when_both_files_are_there(watched: 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_a_bad_renewal_is_one_error_and_the_old_files_stay(name: str, watched: Watched) -> None:
     contents, _, reason = BAD_FILES[name]
-    before = watched.files.current()
+    before = watched.files.credentials
     watched.folder.write(**contents)
     ((level, line),) = watched.lines(*LONG, *LONG)
     assert level == logging.ERROR
     assert line.startswith("the certificates were not renewed: --tls-")
     assert reason in line
     assert "The old ones stay: --tls-cert is good until " in line
-    assert watched.files.current() is before
+    assert watched.files.credentials is before
     watched.folder.write(ca=AUTHORITY.cert, cert=OTHER.cert, key=OTHER.key)
     assert [level for level, _ in watched.lines(*LONG)] == [logging.INFO]
     assert watched.pair() == OTHER
@@ -207,6 +224,15 @@ def test_a_bad_renewal_that_is_taken_back_is_told(watched: Watched) -> None:
     watched.lines(*LONG)
     watched.folder.write(key=GOOD.key)
     assert [level for level, _ in watched.lines(*LONG)] == [logging.INFO]
+
+
+def test_a_bad_renewal_is_told_though_the_clock_is_set_back(watched: Watched) -> None:
+    watched.folder.write(key=OTHER.key)
+    assert [level for level, _ in watched.lines(1.0, -3600.0, 1.0)] == [logging.ERROR]
+
+
+def test_a_life_of_no_length_has_nothing_left() -> None:
+    assert Life(begin=2.0, end=2.0).share_left(5.0) < 0
 
 
 def test_a_certificate_that_begins_later_is_taken_then(watched: Watched) -> None:
@@ -224,7 +250,7 @@ def test_an_end_is_told_in_time_once_a_day_and_once_when_it_has_come(
     own = AUTHORITY.issue("localhost", began=60 * DAY, ends_in=30 * DAY)
     watched.folder.write(cert=own.cert, key=own.key, ca=Authority("long", ends_in=3650 * DAY).cert)
     assert [level for level, _ in watched.lines(1.0)] == [logging.INFO]
-    lives = watched.files.lives
+    lives = watched.files.credentials.lives
     now = time.time()
     assert {flag: round(life.days_left(now)) for flag, life in lives.items()} == {"--tls-cert": 30, "--tls-ca": 3650}
     assert round(lives["--tls-cert"].share_left(now), 2) == 0.33
@@ -233,7 +259,37 @@ def test_an_end_is_told_in_time_once_a_day_and_once_when_it_has_come(
     assert len(lines) == 18 + 1
     assert all(level == logging.WARNING and line.startswith("the certificate of --tls-cert ") for level, line in lines)
     assert ["has ended" in line for _, line in lines] == [False] * 18 + [True]
-    assert round(watched.files.lives["--tls-cert"].days_left(now + 40 * DAY.total_seconds())) == -10
+    assert round(watched.files.credentials.lives["--tls-cert"].days_left(now + 40 * DAY.total_seconds())) == -10
+
+
+HUNG = """
+import asyncio, os, sys
+from pagewire.common.transport.dialling import Dialler
+from pagewire.common.transport.tls import link_files
+
+
+async def main():
+    files = link_files("worker", *sys.argv[1:])
+    dialler = Dialler("localhost:1", (), tls=files)
+    os.unlink(sys.argv[1])
+    os.mkfifo(sys.argv[1])
+    watching = asyncio.create_task(files.watch())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await dialler.channel()
+    assert not dialler.is_outdated
+    await dialler.close()
+    watching.cancel()
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_disk_that_hangs_holds_up_neither_links_nor_the_end_of_the_process(tmp_path: Path) -> None:
+    paths = Folder(tmp_path).write().paths()
+    command = [sys.executable, "-c", HUNG, *(paths[name] for name in ("ca", "cert", "key"))]
+    assert subprocess.run(command, timeout=60).returncode == 0
 
 
 def test_whatever_is_written_and_when_what_is_used_fits_together(watched: Watched) -> None:
@@ -255,5 +311,6 @@ def test_whatever_is_written_and_when_what_is_used_fits_together(watched: Watche
         written = tuple(watched.folder.contents[name] for name in ("ca", "cert", "key"))
         if Certificate(*written[1:]) in pairs[:3] and written[0]:
             current = written
-        used = watched.files.current()
+        watched.files.look()
+        used = watched.files.credentials
         assert (used.ca, used.cert, used.key) == current
