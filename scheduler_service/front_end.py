@@ -49,7 +49,15 @@ async def run(
             name=config.scheduler_tls_name,
             uses_http_proxy=config.scheduler_http_proxy,
         )
-        link = _scheduler_link(config, dialler, service)
+        tenants = service.tenants
+        link = SchedulerLink(
+            dialler,
+            config.scheduler,
+            model_digest=service.model.digest,
+            eos_token_ids=service.model.eos_token_ids,
+            read_metadata=lambda: _credentials(config.scheduler_api_key_file),
+            tenants_revision=(lambda: tenants.revision) if tenants is not None else None,
+        )
         servicer = FrontEndServicer(
             link,
             config.scheduler,
@@ -91,18 +99,6 @@ def _stats(
     )
 
 
-def _scheduler_link(config: FrontEndConfig, dialler: Dialler, service: RequestService) -> SchedulerLink:
-    tenants = service.tenants
-    return SchedulerLink(
-        dialler,
-        config.scheduler,
-        model_digest=service.model.digest,
-        eos_token_ids=service.model.eos_token_ids,
-        read_metadata=lambda: _credentials(config.scheduler_api_key_file),
-        tenants_revision=(lambda: tenants.revision) if tenants is not None else None,
-    )
-
-
 def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, vllm: ModuleType) -> "VllmServicer":
     async def read_load() -> "Load":
         loads, worker, max_num_seqs = await link.loads(), link.capacity, link.server_info().max_num_seqs
@@ -118,7 +114,11 @@ def _failed(error: BaseException | None) -> int:
 
 
 def _credentials(api_key_file: str | None) -> list[tuple[str, str]]:
-    """The metadata that shows the scheduler who this is, read for every connection: keys change. Raises OSError."""
+    """The metadata that shows the scheduler who this is, read for every connection: keys change. Raises OSError, and
+    ValueError for what is no key."""
     if api_key_file is None:
         return []
-    return [("authorization", f"Bearer {Path(api_key_file).read_text(encoding='utf-8').strip()}")]
+    key = Path(api_key_file).read_bytes().strip().decode(errors="replace")
+    if not (key and key.isascii() and key.isprintable()):
+        raise ValueError(f"--scheduler-api-key-file is {api_key_file}, which holds no key: one line of ASCII")
+    return [("authorization", f"Bearer {key}")]

@@ -12,7 +12,7 @@ import pytest
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Result, Stack, request, serve
 from tests.contract.front_end import FrontEnd, serve_front_end
-from tests.contract.tenants import PROMPT, code_of, credentials, key_file, remove_tenant, write_tenants
+from tests.contract.tenants import KEYS, PROMPT, code_of, credentials, key_file, remove_tenant, write_tenants
 
 
 @pytest.fixture
@@ -135,17 +135,21 @@ async def test_streams_end_of_a_tenant_that_the_front_ends_own_file_still_has(
 @pytest.mark.parametrize(
     ("own", "key", "reason"),
     [
-        (False, "root", "it knows tenants; start this front end with the same --tenants"),
-        (True, "", "UNAUTHENTICATED"),
+        (False, KEYS["root"].encode(), "it knows tenants; start this front end with the same --tenants"),
+        (True, None, "UNAUTHENTICATED"),
+        (True, b"\xff\xfe", "which holds no key"),
+        (True, KEYS["root"].encode() + b"\nanother", "which holds no key"),
+        (True, b"\n", "which holds no key"),
     ],
-    ids=["without tenants", "without a key"],
+    ids=["without tenants", "without a key", "with bytes", "with two lines", "with an empty file"],
 )
 async def test_a_front_end_that_would_remove_tenancy_serves_no_request(
-    checkpoint: Path, tenants: Path, tmp_path: Path, own: bool, key: str, reason: str
+    checkpoint: Path, tenants: Path, tmp_path: Path, own: bool, key: bytes | None, reason: str
 ) -> None:
     options = {"tenants": str(tenants)} if own else {}
-    if key:
-        options["scheduler_api_key_file"] = key_file(tmp_path, key)
+    if key is not None:
+        (tmp_path / "key").write_bytes(key)
+        options["scheduler_api_key_file"] = str(tmp_path / "key")
     async with (
         serve(checkpoint, tenants=str(tenants)) as stack,
         serve_front_end(checkpoint, stack.url, waits=False, **options) as front,

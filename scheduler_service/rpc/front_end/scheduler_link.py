@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -269,14 +270,14 @@ class SchedulerLink:
         """Hold one call to its end, and say why it ended."""
         try:
             metadata = self._read_metadata()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return Ended(str(error), False)
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(metadata))
         sending: asyncio.Task[None] | None = None
         try:
             connecting = call.wait_for_connection()
-            await self._waiting.connect(connecting, self._dialler, stub.GenerateMany, self._set_reason)
+            await self._waiting.connect(connecting, self._dialler, stub.GenerateMany, partial(setattr, self, "_reason"))
             async for message in call:
                 if message.HasField("server_info"):
                     mismatch = self._mismatch(message.server_info)
@@ -312,9 +313,6 @@ class SchedulerLink:
             # With the front end's own credentials any caller could name any tenant.
             return "it knows tenants; start this front end with the same --tenants"
         return ""
-
-    def _set_reason(self, reason: str) -> None:
-        self._reason = reason
 
     # Down
 
