@@ -18,6 +18,7 @@ class LinkSecret:
         """Raises ValueError, one line that names the flag."""
         self._path = Path(path)
         self._last = self._read()
+        self._told = ""  # what is wrong with the file since it was last read
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
         """The metadata by which a caller shows the secret."""
@@ -30,9 +31,11 @@ class LinkSecret:
 
     def _current(self) -> bytes:
         try:
-            self._last = self._read()
+            self._last, self._told = self._read(), ""
         except ValueError as error:
-            logger.error("%s; the one that was read before stays", error)
+            if self._told != str(error):
+                logger.error("%s; the one that was read before stays", error)
+            self._told = str(error)
         return self._last
 
     def _read(self) -> bytes:

@@ -119,6 +119,17 @@ async def test_a_certificate_does_not_stand_in_for_it(file: Path, tmp_path: Path
         assert await answer(target, shown(SECRET), credentials=credentials) == LOADING
 
 
+def test_a_file_that_cannot_be_read_is_told_once_until_it_can(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = LinkSecret(str(file))
+    for num_errors in (1, 2):
+        file.unlink()
+        for _ in range(3):
+            assert secret.metadata() == shown(SECRET)
+        assert [record.levelname for record in caplog.records] == ["ERROR"] * num_errors
+        file.write_bytes(SECRET)
+        assert secret.is_in(shown(SECRET))
+
+
 async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_right(
     file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
