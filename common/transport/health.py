@@ -21,7 +21,6 @@ class Health:
         self._servicer = None
         self._probed: grpc.aio.Server | None = None
         self._ready_names = ("", *service_names)
-        service_names = list(service_names)
         if importlib.util.find_spec("grpc_health"):
             from grpc_health.v1 import health_pb2
             from grpc_health.v1.health import aio
@@ -32,16 +31,23 @@ class Health:
                 False: health_pb2.HealthCheckResponse.NOT_SERVING,
             }
             self._add_to(server)
-            service_names.append(health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+            service_names = [*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
         if importlib.util.find_spec("grpc_reflection"):
             from grpc_reflection.v1alpha import reflection
 
             reflection.enable_server_reflection([*service_names, reflection.SERVICE_NAME], server)
 
-    def listen(self, host: str, port: int, *options: tuple[str, int]) -> None:
+    def listen(self, host: str, port: int) -> None:
         """Answer probes that know no certificates on a port of their own, unless that is 0. Raises OSError."""
         if port:
-            self._probed = create_server(*options, max_connections=MAX_PROBES)
+            self._probed = create_server(
+                # Connections without a call are closed, and those whose client is gone: they keep no probe out.
+                ("grpc.max_connection_idle_ms", 2_000),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.server_handshake_timeout_ms", 5_000),
+                max_connections=MAX_PROBES,
+            )
             self._add_to(self._probed)
             listen(self._probed, host, port, None, "--health-port")
 

@@ -1,5 +1,6 @@
 """Ports that cannot be had: one line that names the port and its flag, nothing raw of gRPC, and exit code 1."""
 
+import contextlib
 import errno
 import os
 import re
@@ -13,9 +14,12 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagewire.common.transport import health
 from pagewire.common.transport.addresses import join
 from pagewire.common.transport.listening import check_port, create_server, give_way, listen, refusal
+from pagewire.hosting.supervisor import free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
@@ -112,6 +116,21 @@ async def test_the_threads_of_grpcs_pool_give_way_to_the_services_own() -> None:
     await server.stop(0)
     assert max(nices) >= 10
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
+async def test_connections_without_a_call_keep_no_probe_out() -> None:
+    answers, port = health.Health(create_server(), []), free_port("127.0.0.1")
+    answers.listen("127.0.0.1", port)
+    await answers.begin()
+    with contextlib.ExitStack() as idle:
+        for _ in range(health.MAX_PROBES + 4):
+            connection = idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")  # empty settings
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            check = health_pb2.HealthCheckRequest(service=health.LIVENESS)
+            answer = await health_pb2_grpc.HealthStub(channel).Check(check, wait_for_ready=True, timeout=20)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    await answers.end()
 
 
 def test_an_address_of_ipv6_is_in_brackets() -> None:
