@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, gener
 from prometheus_client.registry import Collector
 
 from pagewire.common.transport.addresses import join
-from pagewire.common.transport.listening import passive_host, refusal
+from pagewire.common.transport.listening import check_port, passive_host, refusal
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class MetricsServer:
         """Without a port it is the usual one, or any free one if that is taken. Raises OSError if `port` is taken."""
         registry = CollectorRegistry()
         registry.register(collector)
+        check_port(host, port or 0, "--metrics-port")
         try:
             self._server = _HttpServer(registry, host, DEFAULT_PORT if port is None else port)
         except OSError as error:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from importlib import metadata
 
 import pytest
-from prometheus_client import exposition
+from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler_service import metrics_server
@@ -54,6 +54,14 @@ def test_names_keep_their_colons_for_any_client(server: MetricsServer, accept: s
     names = {family.name for family in text_string_to_metric_families(text)}
     assert {"vllm:num_requests_waiting", "vllm:num_requests_running", "pagewire:device_blocks"} <= names
     assert not {name for name in names if name.startswith(("vllm_", "pagewire_"))}
+
+
+@pytest.mark.parametrize("host", ["no such name", "a" * 70])
+def test_a_host_that_is_no_address_is_one_line_that_names_its_flag(host: str) -> None:
+    with pytest.raises(
+        OSError, match=r"^--metrics-host is '.*', which is no address \(.*choose another --metrics-host$"
+    ):
+        MetricsServer(CollectorRegistry(), host, None)
 
 
 def test_the_client_library_would_answer_otherwise() -> None:
