@@ -1,5 +1,6 @@
 """Spans of OpenTelemetry on their way to a collector, over OTLP. This module needs the extra `tracing`."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -28,11 +29,14 @@ class _Operations:
 
 def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
     """Make a provider of tracers, which sends a service's spans to the collector at `endpoint`, http://HOST:PORT."""
+    # It tells a line again after 20 s, but at once where the warning that a batch is tried again came in between.
+    logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").setLevel(logging.ERROR)
     provider = TracerProvider(resource=Resource.create({"service.name": service_name, "service.version": version}))
     # Its annotation knows options with texts alone; gRPC takes numbers.
     options: Any = (("grpc.enable_http_proxy", int(http_proxy_of(urlsplit(endpoint).netloc) is not None)),)
-    is_plain = endpoint.startswith("http://")
-    exporter = OTLPSpanExporter(endpoint, insecure=is_plain, timeout=_EXPORT_TIMEOUT, channel_options=options)
+    exporter = OTLPSpanExporter(
+        endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT, channel_options=options
+    )
     exporter._metrics = _Operations()  # type: ignore[assignment]
     # Half of OpenTelemetry's own numbers: a span that waits is a dozen objects, which every full collection looks at.
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=1024, max_export_batch_size=256))

@@ -180,6 +180,18 @@ async def test_spans_reach_a_collector_of_this_machine_without_a_proxy(monkeypat
         assert [span.name for span in collector.spans] == ["a span"]
 
 
+def test_of_a_collector_that_is_not_there_each_try_is_no_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: 0.05)  # each batch is tried several times
+    provider = tracer_provider("http://127.0.0.1:1", "service", "0")
+    for _ in range(2):
+        provider.get_tracer("test").start_span("a span").end()
+        provider.force_flush()
+    provider.shutdown()
+    assert {record.levelname for record in caplog.records if "export" in record.name} <= {"ERROR"}
+
+
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "ftp://x"])
 def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="--otlp-traces-endpoint"):
