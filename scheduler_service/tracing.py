@@ -26,8 +26,14 @@ from scheduler_service.serving.observer import ENDED_WELL, Observer
 class _OpenRequest:
     span: trace.Span
     num_open: int  # samples
+    # When `time.monotonic` began, by the clock of now: that may be set between requests.
+    epoch_ns: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
     finish_reasons: dict[int, str] = field(default_factory=dict)  # by sequence
     num_output_tokens: int = 0
+
+    def nanoseconds(self, moment: float) -> int:
+        """Translate a moment of `time.monotonic` into nanoseconds since 1970."""
+        return self.epoch_ns + int(moment * 1e9)
 
 
 class Tracing(Observer):
@@ -44,7 +50,6 @@ class Tracing(Observer):
         self._model_name = model_name
         self._read_context = read_context
         self._requests: dict[tuple[str, str], _OpenRequest] = {}
-        self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     @contextmanager
     def submission(self, request: Request) -> Iterator[Request]:
@@ -63,7 +68,7 @@ class Tracing(Observer):
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
         key = (request.tenant, request.request_id)
         opened = self._requests[key]
-        self._add_phases(opened.span, end, now)
+        self._add_phases(opened, end, now)
         opened.finish_reasons[end.sequence_id] = end.reason.value
         opened.num_output_tokens += end.num_output_tokens
         if end.reason not in ENDED_WELL:
@@ -77,7 +82,7 @@ class Tracing(Observer):
             opened.span.set_attribute("gen_ai.usage.input_tokens", end.num_prompt_tokens)
             opened.span.set_attribute("gen_ai.usage.cache_read.input_tokens", end.num_cached_tokens)
             opened.span.set_attribute("gen_ai.usage.output_tokens", opened.num_output_tokens)
-            opened.span.end(self._nanoseconds(now))
+            opened.span.end(opened.nanoseconds(now))
 
     def close(self) -> None:
         """Send the spans that wait, as far as the collector takes them."""
@@ -103,27 +108,23 @@ class Tracing(Observer):
             attributes["pagewire.grammar"] = request.grammar.kind.name.lower()
         return attributes
 
-    def _add_phases(self, span: trace.Span, end: SequenceEnd, now: float) -> None:
+    def _add_phases(self, opened: _OpenRequest, end: SequenceEnd, now: float) -> None:
         moments = [end.arrived_at, end.first_scheduled_at, end.first_token_at, now]
         for name, (begin, finish) in zip(("queue", "prefill", "decode"), pairwise(moments), strict=True):
             if begin is None:
                 break
-            self._add_phase(span, name, begin, now if finish is None else finish, end.sequence_id)
+            self._add_phase(opened, name, begin, now if finish is None else finish, end.sequence_id)
         for begin, finish in zip_longest(end.pauses[::2], end.pauses[1::2], fillvalue=now):
-            self._add_phase(span, "preempted", begin, finish, end.sequence_id)
+            self._add_phase(opened, "preempted", begin, finish, end.sequence_id)
 
-    def _add_phase(self, span: trace.Span, name: str, begin: float, finish: float, sequence_id: int) -> None:
+    def _add_phase(self, opened: _OpenRequest, name: str, begin: float, finish: float, sequence_id: int) -> None:
         child = self._tracer.start_span(
             name,
-            context=trace.set_span_in_context(span),
-            start_time=self._nanoseconds(begin),
+            context=trace.set_span_in_context(opened.span),
+            start_time=opened.nanoseconds(begin),
             attributes={"pagewire.sequence_id": sequence_id},
         )
-        child.end(self._nanoseconds(finish))
-
-    def _nanoseconds(self, moment: float) -> int:
-        """Translate a moment of `time.monotonic` into nanoseconds since 1970."""
-        return self._epoch_ns + int(moment * 1e9)
+        child.end(opened.nanoseconds(finish))
 
 
 def _operation(request: Request) -> str:

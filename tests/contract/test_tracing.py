@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.sdk import trace as sdk
 
 from pagewire.common.transport.otlp import tracer_provider
 from scheduler_service import server
@@ -190,6 +191,21 @@ def test_of_a_collector_that_is_not_there_each_try_is_no_line(
         provider.force_flush()
     provider.shutdown()
     assert {record.levelname for record in caplog.records if "export" in record.name} <= {"ERROR"}
+
+
+async def test_a_span_stands_in_its_request_though_the_clock_was_set(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time_ns
+    async with collecting() as (collector, endpoint), serve(checkpoint, otlp_traces_endpoint=endpoint) as stack:
+        for module in (time, sdk):
+            monkeypatch.setattr(module, "time_ns", lambda: real() - 3600 * 10**9)
+        await stack.generate(request(PROMPT, max_tokens=3))
+        monkeypatch.undo()
+    (root,) = [span for span in collector.spans if not span.parent_span_id]
+    for span in collector.spans:
+        assert abs(span.start_time_unix_nano - root.start_time_unix_nano) < 60 * 10**9
+        assert abs(span.end_time_unix_nano - root.start_time_unix_nano) < 60 * 10**9
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "ftp://x"])
