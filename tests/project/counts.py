@@ -25,7 +25,7 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_214, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_215, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
         7_763, "29 architectures from three kinds of files, computed on CPUs and GPUs, by ranks and in graphs"
