@@ -15,16 +15,17 @@ help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # What pyproject.toml says of versions, in words that any Python understands: pip's own take lines.
-CHECK_PYTHON := import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("Pagewire needs Python 3.11, 3.12 or 3.13, \
-and %s is %d.%d" % ((sys.executable,) + sys.version_info[:2]) + sys.argv[1])
+CHECK_PYTHON := import sys; version = "%s is %d.%d" % ((sys.executable,) + sys.version_info[:2]); \
+(3, 11) <= sys.version_info or sys.exit("Pagewire needs Python 3.11 or newer, and " + version + sys.argv[1]); \
+sys.version_info < (3, 15) or sys.stderr.write("Pagewire is tried on Python 3.11 to 3.14, and " + version + "\n")
 
 check: lint  ## the quick check: lint, types, the scheduler's core, the project itself
 	$(BIN)/python -m pytest -q -m 'not gpu and not alone' -n 2 --dist loadfile tests/core tests/project
 
 $(READY): pyproject.toml constraints.txt
 	@if test -x $(BIN)/python; then $(BIN)/python -c '$(CHECK_PYTHON)' ": remove $(VENV) to have it made again"; \
-	elif command -v $(PYTHON) > /dev/null; then $(PYTHON) -c '$(CHECK_PYTHON)' ": name another, make PYTHON=/path/to/python3.13"; \
-	else echo "there is no $(PYTHON): install Python 3.13, or name one, make PYTHON=/path/to/python3.13" >&2; exit 1; fi
+	elif command -v $(PYTHON) > /dev/null; then $(PYTHON) -c '$(CHECK_PYTHON)' ": name another, make PYTHON=/path/to/python3.14"; \
+	else echo "there is no $(PYTHON): install Python 3.14, or name one, make PYTHON=/path/to/python3.14" >&2; exit 1; fi
 	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) deploy/environment.py $(VENV)
 
 setup: $(READY)  ## create .venv with the pinned packages

@@ -89,7 +89,14 @@ def url() -> Iterator[str]:
 
 def run(url: str, program: str) -> list[str]:
     """Returns what the children printed, each a line."""
-    command = [sys.executable, "-c", f"{BEGIN}\n{program}\n{END % NUM_FORKS}", url]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore:This process:DeprecationWarning",
+        "-c",
+        f"{BEGIN}\n{program}\n{END % NUM_FORKS}",
+        url,
+    ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
