@@ -26,18 +26,21 @@ def main() -> int:
         except BlockingIOError:
             print(f"waiting for another make, which installs into {folder}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: then runs do not wait for each other
         if is_ready(folder):
             return 0
         if not has_pip(folder):
             print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
             # Of an environment that is cleared, the Python that it was made with.
             python = getattr(sys, "_base_executable", sys.executable)
-            made = subprocess.run([python, "-m", "venv", "--clear", str(folder)], capture_output=True, check=False)
+            command = [python, "-m", "venv", "--clear", str(folder)]
+            made = subprocess.run(command, capture_output=True, text=True, check=False)
             if made.returncode:
-                print(f"pagewire: error: Python made no environment: {advice_on_venv()}", file=sys.stderr)
+                print(f"pagewire: error: {python} makes no environment: {why_not(made)}", file=sys.stderr)
                 return 1
         remove_halves(folder)
-        return install(folder)
+        return install(folder, lock.fileno())
 
 
 def is_ready(folder: Path) -> bool:
@@ -61,15 +64,17 @@ def remove_halves(folder: Path) -> None:
             shutil.rmtree(about)
 
 
-def advice_on_venv() -> str:
+def why_not(made: "subprocess.CompletedProcess[str]") -> str:
+    said = (made.stderr.strip() or made.stdout.strip()).splitlines()
+    if not any("ensurepip" in line for line in said):
+        return said[-1] if said else f"exit code {made.returncode}"
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return (
-        f"on Debian and Ubuntu, apt install python{version}-venv; or name another Python, make PYTHON=/path/to/python3"
-    )
+    return f"on Debian and Ubuntu apt install python{version}-venv, or name another, make PYTHON=/path/to/python3"
 
 
-def install(folder: Path) -> int:
-    """Let pip install, with a line every few seconds. What pip says goes to a file."""
+def install(folder: Path, lock: int) -> int:
+    """Let pip install, with a line every few seconds. What pip says goes to a file. pip holds the lock too: a run that
+    is killed leaves it running."""
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     num_packages = sum("==" in line for line in constraints)
     log = folder / "pip.log"
@@ -77,7 +82,7 @@ def install(folder: Path) -> int:
     command = [folder / "bin" / "python", "-m", "pip", "install", "--no-color", "--progress-bar", "off"]
     command += ["-c", "constraints.txt", "-e", ".[dev]"]
     with log.open("w") as written:
-        pip = subprocess.Popen(command, cwd=ROOT, stdout=written, stderr=subprocess.STDOUT)
+        pip = subprocess.Popen(command, cwd=ROOT, stdout=written, stderr=subprocess.STDOUT, pass_fds=[lock])
         try:
             watch(pip, folder, log, num_packages)
         finally:

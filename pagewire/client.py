@@ -351,21 +351,21 @@ class AsyncClient:
         """
         is_legal = is_integer(max_reconnects) and max_reconnects >= 0
         require("max_reconnects", max_reconnects, is_legal, "an integer from 0")
-        request = wire.message(pb.AttachRequest, request_id=request_id, tenant=tenant, from_token=from_token)
+        request = wire.message(pb.AttachRequest, request_id=request_id, tenant=tenant or "", from_token=from_token)
         return self._attach(request, Attempts(0.0, timeout), max_reconnects)
 
     async def result(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> Result:
         """Returns the state of a detached request and all of its output so far. Raises NotFound for an unknown id."""
-        return wire.decode_result(await self._ask("GetResult", timeout, request_id=request_id, tenant=tenant))
+        return wire.decode_result(await self._ask("GetResult", timeout, request_id=request_id, tenant=tenant or ""))
 
     async def get_request(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> RequestReport:
         """Reports the state of an unfinished request and why it waits. Raises NotFound if none of this id runs."""
-        return wire.decode_report(await self._ask("GetRequest", timeout, request_id=request_id, tenant=tenant))
+        return wire.decode_report(await self._ask("GetRequest", timeout, request_id=request_id, tenant=tenant or ""))
 
     async def abort(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
         """Ends a running request of the tenant; its stream ends with finish_reason "abort". Raises NotFound if none
         runs."""
-        await self._ask("Abort", timeout, request_id=request_id, tenant=tenant)
+        await self._ask("Abort", timeout, request_id=request_id, tenant=tenant or "")
 
     async def info(self, *, timeout: float | None = None) -> ServerInfo:
         """Describes the model that is served, and the limits of the server."""

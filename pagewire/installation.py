@@ -75,7 +75,7 @@ def command(extra: str, lacking: Iterable[Package]) -> str:
     """Returns the command that installs an extra. Pagewire is on no package index: where pip does not know it, as in a
     source tree that is not installed, the command installs the packages that are lacking."""
     found = {package.name: _version(package.name) for package in lacking if not _is_there(package.module)}
-    lost = [f"{name}=={version}" for name, version in found.items() if version is not None]
+    lost = [f"{name}=={version.partition('+')[0]}" for name, version in found.items() if version is not None]
     wanted = " ".join(f"'{package}'" for package in lacking)
     if lost:  # which pip takes to be there
         wanted = " ".join(("--force-reinstall --no-deps", *lost))

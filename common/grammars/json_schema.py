@@ -5,6 +5,7 @@ The library refuses keywords and formats that it does not know, and where it is 
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
@@ -54,6 +55,7 @@ _OF_TEXTS = frozenset(
         *("format", "pattern", "minLength", "maxLength"),
     }
 )
+_MAX_REFERENCES = 16  # from one to the next: they may go round in a circle
 _MANY = (1 << 31) - 1  # more than any output has
 _LARGEST = (1 << 63) - (1 << 10)  # the largest float64 that the library takes as a bound
 _LEAST = 1e-30  # above 0, and of few enough digits
@@ -146,15 +148,18 @@ def _allows_all(schema: Any) -> bool:
     return schema is True or (isinstance(schema, dict) and schema.keys() <= _ANNOTATIONS)
 
 
-def _allows_texts(schema: Any, root: Any) -> bool:
+def _allows_texts(schema: Any, root: Any, num_references: int = 0) -> bool:
     """Whether a schema, or that to which it refers, allows every text."""
-    if not isinstance(schema, dict) or "string" not in schema.get("type", "string"):
+    kinds = schema.get("type", "string") if isinstance(schema, dict) else None
+    if not isinstance(kinds, str | list) or "string" not in kinds:
         return schema is True
-    asks = _OF_TEXTS & {name for name, value in schema.items() if not _excludes_nothing(name, value, schema, root)}
-    if asks != {"$ref"}:
+    asks = {name for name in schema.keys() & _OF_TEXTS if not _excludes_nothing(name, schema[name], schema, root)}
+    reference = str(schema.get("$ref"))
+    if asks != {"$ref"} or not reference.startswith("#/") or num_references == _MAX_REFERENCES:
         return not asks
-    names = str(schema["$ref"]).split("/")[1:]
-    return _allows_texts(reduce(lambda at, name: at.get(name) if isinstance(at, dict) else None, names, root), root)
+    names = reference.split("/")[1:]
+    found = reduce(lambda at, name: at.get(name) if isinstance(at, dict) else None, names, root)
+    return _allows_texts(found, root, num_references + 1)
 
 
 _INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
@@ -163,7 +168,7 @@ _INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum
 def _inward(name: str, bound: Any) -> Any:
     """The next bound that the library does not round. An exclusive one that is whole is moved where the library takes
     it for an inclusive one: where it is the one nearer to 0, and the other within 1 of it."""
-    if isinstance(bound, bool) or not isinstance(bound, int | float):
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) > sys.float_info.max:
         return bound
     inner = float(low := max(_INWARD[name] * bound, -_LARGEST))
     is_whole_end = name.startswith("exclusive") and inner.is_integer()

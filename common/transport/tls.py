@@ -1,6 +1,7 @@
 """TLS from PEM files, for both sides of a connection. What a service uses is read again when it changes."""
 
 import asyncio
+import contextlib
 import logging
 import re
 import threading
@@ -119,7 +120,8 @@ class TlsFiles:
             # The files may be on a disk that hangs, which is to hold up neither calls nor the end of the process.
             if looking is None or not looking.is_alive():
                 looking = threading.Thread(target=self.look, name="certificates", daemon=True)
-                looking.start()
+                with contextlib.suppress(RuntimeError):  # no room for a thread: the next time
+                    looking.start()
             self.tell_days_left()
             await asyncio.sleep(WATCH_INTERVAL)
 
@@ -223,7 +225,7 @@ def _check_pair(cert_file: TlsFile, key_file: TlsFile, cert: "x509.Certificate",
     """Raises ValueError if the key is not that of the certificate, or gRPC takes none of its kind."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec, rsa
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
     where = f"{key_file.flag} is {key_file.path}, which"
     try:
@@ -238,7 +240,11 @@ def _check_pair(cert_file: TlsFile, key_file: TlsFile, cert: "x509.Certificate",
     if not is_pair:
         raise ValueError(f"{where} is not the key of the first certificate in {cert_file.flag} {cert_file.path}")
     is_elliptic = isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name in _CURVES
-    if not is_elliptic and not isinstance(key, rsa.RSAPrivateKey):
+    # A plain RSA key, or a curve by its name, and not one whose parameters stand in the certificate.
+    is_plain = (
+        key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) in cert.tbs_certificate_bytes
+    )
+    if not is_plain or not (is_elliptic or isinstance(key, rsa.RSAPrivateKey)):
         raise ValueError(f"{where} is of a kind that gRPC does not take; have one made of RSA, or on the curve P-256")
 
 

@@ -232,7 +232,7 @@ class Supervisor:
 def free_port(host: str) -> int:
     """Find a port that is free."""
     for port in random.sample(WORKER_PORTS, k=100):
-        with contextlib.suppress(OSError), socket.socket() as probe:
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
     raise OSError(f"no free port on {host} among 100 of {WORKER_PORTS.start} to {WORKER_PORTS.stop - 1}")

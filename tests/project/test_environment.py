@@ -15,6 +15,7 @@ NO_INDEX = {
     "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
     "PIP_RETRIES": "0",
     "PIP_FIND_LINKS": "",
+    "PIP_EXTRA_INDEX_URL": "",
     "PIP_CONFIG_FILE": os.devnull,
 }
 

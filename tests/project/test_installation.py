@@ -251,7 +251,7 @@ def test_an_extra_brings_what_errors_name_by_it() -> None:
 def test_files_that_are_gone_are_told_with_what_brings_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """pip takes a package for installed whose record is there, and would not install it again."""
     monkeypatch.setattr(installation, "_is_there", lambda name: name != "torch")
-    monkeypatch.setattr(installation, "_version", lambda name: "2.99.0" if name == "torch" else "99")
+    monkeypatch.setattr(installation, "_version", lambda name: "2.99.0+cpu" if name == "torch" else "99")
     command = f"{sys.executable} -m pip install --force-reinstall --no-deps torch==2.99.0"
     assert installation.shortage("worker") == f"torch is installed, but its files are gone: {command}"
 
