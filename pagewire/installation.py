@@ -9,6 +9,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
+
+# The torch of other indexes carries CUDA, 5 GB.
+INDEX_FOR_CPUS = "https://download.pytorch.org/whl/cpu"
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+_TREE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,10 @@ NEEDED = {
     "gateway": (Package("smg", "smg"),),
     "flash": (Package("flash-attn", "flash_attn"),),
     "bench": (Package("matplotlib", "matplotlib"), *_SCHEDULER[:1]),
-    "tracing": (Package("opentelemetry-sdk", "opentelemetry.sdk"),),
+    "tracing": (
+        Package("opentelemetry-sdk", "opentelemetry.sdk"),
+        Package("opentelemetry-exporter-otlp-proto-grpc", "opentelemetry.exporter.otlp.proto.grpc"),
+    ),
     "transformers": (_TRANSFORMERS,),
     # No extra: the checks for GPUs, which run from a source tree.
     "gpu": (*_SERVE, Package("triton", "triton", "3.6"), _TRANSFORMERS),
@@ -73,15 +82,20 @@ def shortage(extra: str = "") -> str | None:
 
 def command(extra: str, lacking: Iterable[Package]) -> str:
     """Returns the command that installs an extra. Pagewire is on no package index: where pip does not know it, as in a
-    source tree that is not installed, the command installs the packages that are lacking."""
+    source tree that is not installed, the command installs the packages that are lacking. For torch it installs the
+    extra, which says which torch, and where no GPU is, one without CUDA."""
     found = {package.name: _version(package.name) for package in lacking if not _is_there(package.module)}
     lost = [f"{name}=={version.partition('+')[0]}" for name, version in found.items() if version is not None]
+    needs_torch = extra != "gpu" and any(package.name == "torch" for package in lacking)
     wanted = " ".join(f"'{package}'" for package in lacking)
     if lost:  # which pip takes to be there
         wanted = " ".join(("--force-reinstall --no-deps", *lost))
     elif extra != "gpu" and _version("pagewire"):
         wanted = f"'pagewire[{extra}]'" if extra else "pagewire"
-    return f"{sys.executable} -m pip install {wanted}"
+    elif needs_torch and (_TREE / "pyproject.toml").exists():
+        wanted = f"-e '{_TREE}[{extra}]'"
+    index = f" --extra-index-url {INDEX_FOR_CPUS}" if needs_torch and not _NVIDIA_DRIVER.exists() else ""
+    return f"{sys.executable} -m pip install {wanted}{index}"
 
 
 def advice(error: BaseException, extra: str = "") -> str | None:

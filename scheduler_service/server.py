@@ -263,15 +263,10 @@ def _scheduler_arguments(config: SchedulerConfig, model: ModelInfo) -> Scheduler
 
 
 def _tracing(config: SchedulerConfig, model_name: str) -> "Tracing | None":
-    """Raises ValueError if it is asked for but not installed."""
     if config.otlp_traces_endpoint is None:
         return None
-    try:
-        from scheduler_service.tracing import Tracing
-    except ImportError as error:
-        raise ValueError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}); pip install 'pagewire[tracing]'"
-        ) from error
+    from scheduler_service.tracing import Tracing
+
     return Tracing(
         config.otlp_traces_endpoint,
         model_name=model_name,

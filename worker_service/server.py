@@ -182,15 +182,10 @@ class _WorkerProcess:
 
 
 def _tracing(config: WorkerConfig) -> "StepTracing | None":
-    """Raises ValueError if it is asked for but not installed."""
     if config.otlp_traces_endpoint is None:
         return None
-    try:
-        from worker_service.engine.tracing import StepTracing
-    except ImportError as error:
-        raise ValueError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}); pip install 'pagewire[tracing]'"
-        ) from error
+    from worker_service.engine.tracing import StepTracing
+
     return StepTracing(config.otlp_traces_endpoint, version=__version__)
 
 

@@ -1,7 +1,6 @@
 """Spans that arrive at a collector over OTLP: whose children they are, their times and attributes."""
 
 import asyncio
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,6 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk import trace as sdk
 
 from pagewire.common.transport.otlp import tracer_provider
-from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from testing.scheduler_stack import make_checkpoint, request, serve
 from testing.trace_collector import attributes, collecting
@@ -212,12 +210,3 @@ async def test_a_span_stands_in_its_request_though_the_clock_was_set(
 def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="--otlp-traces-endpoint"):
         SchedulerConfig(model="x", otlp_traces_endpoint=endpoint).validate()
-
-
-async def test_tracing_that_is_not_installed_is_one_clear_line(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "scheduler_service.tracing", None)
-    config = SchedulerConfig(model=str(checkpoint), port=0, metrics_port=0, otlp_traces_endpoint="http://127.0.0.1:1")
-    assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 78
-    assert "pip install 'pagewire[tracing]'" in caplog.text

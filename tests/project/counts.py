@@ -25,14 +25,16 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_215, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_213, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
-        7_763, "29 architectures from three kinds of files, computed on CPUs and GPUs, by ranks and in graphs"
+        7_760, "29 architectures from three kinds of files, computed on CPUs and GPUs, by ranks and in graphs"
     ),
     "pagewire/kernels": Ceiling(3_823, "a specification in torch of each kernel, and it in C and in Triton"),
     "pagewire/common": Ceiling(3_270, "transport, GGUF files, grammars and templates, which both services read"),
-    "pagewire": Ceiling(5_649, "client, commands, `LLM`, what runs services on a machine, and benchmarks of servers"),
+    "pagewire": Ceiling(
+        5_659, "client, commands, `LLM`, what runs services on a machine, which torch to install, benchmarks of servers"
+    ),
 }
 MAX_MODULES_IN_ALL = Ceiling(336, "a noun each")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")

@@ -248,11 +248,15 @@ def test_an_extra_brings_what_errors_name_by_it() -> None:
             assert {package.name for package in packages} <= brought
 
 
-def test_files_that_are_gone_are_told_with_what_brings_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_gone_are_told_with_what_brings_them_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """pip takes a package for installed whose record is there, and would not install it again."""
     monkeypatch.setattr(installation, "_is_there", lambda name: name != "torch")
     monkeypatch.setattr(installation, "_version", lambda name: "2.99.0+cpu" if name == "torch" else "99")
-    command = f"{sys.executable} -m pip install --force-reinstall --no-deps torch==2.99.0"
+    index = f" --extra-index-url {installation.INDEX_FOR_CPUS}"
+    command = f"{sys.executable} -m pip install --force-reinstall --no-deps torch==2.99.0{index}"
+    monkeypatch.setattr(installation, "_NVIDIA_DRIVER", tmp_path / "none")
     assert installation.shortage("worker") == f"torch is installed, but its files are gone: {command}"
 
 
@@ -262,11 +266,25 @@ def test_what_an_extra_brings_is_named_with_it(extra: str, monkeypatch: pytest.M
     hide(package, monkeypatch)
     line = str(installation.shortage(extra))
     assert line.startswith(f"{package.name} is not installed")
-    assert line.endswith(f": {sys.executable} -m pip install 'pagewire[{extra}]'")
+    assert line.partition(" --extra")[0].endswith(f": {sys.executable} -m pip install 'pagewire[{extra}]'")
     assert installation.advice(ModuleNotFoundError("no", name=f"{package.module}.part"), extra) == line
-    # pip knows nothing of a source tree on the path.
+    # pip knows nothing of a source tree on the path. It must not choose which torch.
     monkeypatch.setattr(installation, "_version", lambda name: None)
-    assert f"-m pip install '{package}'" in str(installation.shortage(extra))
+    wanted = f"-e '{ROOT}[{extra}]'" if package.name == "torch" else f"'{package}'"
+    assert f"-m pip install {wanted}" in str(installation.shortage(extra))
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_torch_comes_without_cuda_where_no_gpu_is(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (torch,) = [package for package in installation.NEEDED["worker"] if package.name == "torch"]
+    hide(torch, monkeypatch)
+    monkeypatch.setattr(installation, "_NVIDIA_DRIVER", tmp_path if has_gpu else tmp_path / "none")
+    index = "" if has_gpu else f" --extra-index-url {installation.INDEX_FOR_CPUS}"
+    line = str(installation.shortage("serve"))
+    assert line.endswith(f": {sys.executable} -m pip install 'pagewire[serve]'{index}")
+    assert "--extra-index-url" not in str(installation.shortage("gateway"))
 
 
 def test_a_tokenizer_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_the_base_is_a_client(environment_of: EnvironmentOf, system: System) -> 
     story, refusal = environment_of().run("-c", CHAT, system.url, MODEL).stdout.strip().split("\n")
     assert story
     assert refusal.startswith("torch is not installed, ")
-    assert refusal.endswith("-m pip install 'pagewire[serve]'")
+    assert "-m pip install 'pagewire[serve]'" in refusal
 
 
 @pytest.mark.parametrize(
