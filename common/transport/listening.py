@@ -84,10 +84,16 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, 
     people."""
     # gRPC's core would log the cause itself, and tell Python nothing of it.
     check_port(host, port, flag)
-    with contextlib.suppress(RuntimeError):
-        if bound := _add(server, join(passive_host(host), port), tls):
-            return bound
-    raise refusal(OSError(errno.EADDRINUSE, "taken since a moment"), host, port, flag)
+    try:
+        bound = _add(server, join(passive_host(host), port), tls)
+    except RuntimeError:
+        bound = 0
+    if bound == 0 and tls is not None:
+        check_port(host, port, flag)
+        raise OSError(f"cannot listen on {join(host, port)}: gRPC takes no certificate of this kind; have another made")
+    if bound == 0:
+        raise refusal(OSError(errno.EADDRINUSE, "taken since a moment"), host, port, flag)
+    return bound
 
 
 def listen_on_socket(server: grpc.aio.Server, path: str, tls: TlsFiles | None, flag: str) -> str:

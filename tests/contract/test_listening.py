@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -19,7 +21,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.common.transport import health
 from pagewire.common.transport.addresses import join
 from pagewire.common.transport.listening import check_port, create_server, give_way, listen, refusal
+from pagewire.common.transport.tls import TlsFiles
 from pagewire.hosting.supervisor import free_port
+from tests.contract.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
@@ -84,6 +88,16 @@ async def test_a_server_listens_on_what_it_is_given() -> None:
     with pytest.raises(OSError, match=f"port {port} is taken"):
         listen(server, "127.0.0.1", port, None, "--port")
     await server.stop(0)
+
+
+async def test_a_certificate_that_grpc_does_not_take_is_no_taken_port() -> None:
+    authority = Authority("an authority")
+    # Such files are refused where they are read; this stands for a kind that only gRPC knows of.
+    other, issued = authority.issue("localhost"), authority.issue("localhost")
+    credentials = grpc.ssl_server_credentials([(other.key, issued.cert)])
+    tls = cast(TlsFiles, SimpleNamespace(server_credentials=lambda: credentials))
+    with pytest.raises(OSError, match=r"^cannot listen on 127\.0\.0\.1:0: gRPC takes no certificate of this kind"):
+        listen(create_server(), "127.0.0.1", 0, tls, "--port")
 
 
 def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:

@@ -25,13 +25,15 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_213, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_214, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
         7_760, "29 architectures from three kinds of files, computed on CPUs and GPUs, by ranks and in graphs"
     ),
     "pagewire/kernels": Ceiling(3_823, "a specification in torch of each kernel, and it in C and in Triton"),
-    "pagewire/common": Ceiling(3_270, "transport, GGUF files, grammars and templates, which both services read"),
+    "pagewire/common": Ceiling(
+        3_275, "transport and its refusals, GGUF files, grammars and templates, which both services read"
+    ),
     "pagewire": Ceiling(
         5_659, "client, commands, `LLM`, what runs services on a machine, which torch to install, benchmarks of servers"
     ),

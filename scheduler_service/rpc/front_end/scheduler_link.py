@@ -9,7 +9,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import grpc
 import grpc.aio
@@ -266,6 +265,9 @@ class SchedulerLink:
             self._send_abort(sent)
         self._fail_all(message)
 
+    def _say_reason(self, reason: str) -> None:
+        self._reason = reason
+
     async def _hold(self) -> Ended:
         """Hold one call to its end, and say why it ended."""
         try:
@@ -277,7 +279,7 @@ class SchedulerLink:
         sending: asyncio.Task[None] | None = None
         try:
             connecting = call.wait_for_connection()
-            await self._waiting.connect(connecting, self._dialler, stub.GenerateMany, partial(setattr, self, "_reason"))
+            await self._waiting.connect(connecting, self._dialler, stub.GenerateMany, self._say_reason)
             async for message in call:
                 if message.HasField("server_info"):
                     mismatch = self._mismatch(message.server_info)
