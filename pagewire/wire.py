@@ -110,9 +110,9 @@ def encode_request(
     is_legal = prompt_token_ids is None or are_token_ids(prompt_token_ids)
     require("prompt_token_ids", prompt_token_ids, is_legal, "a list of integers, of one prompt")
     require("session", session, isinstance(session, Session | None), "a Session, such as Session('chat-7')")
-    if isinstance(prompt, str):
-        check_text("text", prompt, "prompt")
-    request = message(pb.GenerateRequest, text=prompt, **fields)
+    request = message(pb.GenerateRequest, **fields)
+    if prompt is not None:
+        put(request, "text", prompt, argument="prompt")
     if prompt_token_ids is not None:
         request.token_ids.SetInParent()
         put(request.token_ids, "ids", prompt_token_ids, "token_ids.ids")
@@ -197,8 +197,9 @@ def message(kind: type[Any], **fields: Any) -> Any:
     return made
 
 
-def put(message: Message, name: str, value: Any, path: str = "") -> None:
-    """Sets a field of a message, which users know by its `path`. This is the one place where their values enter one.
+def put(message: Message, name: str, value: Any, path: str = "", argument: str = "") -> None:
+    """Sets a field of a message, which users know by its `path`, or as an `argument` of another name. This is the one
+    place where their values enter one.
 
     Raises TypeError for a value of another kind, and InvalidRequest for one that the field cannot hold: protobuf's own
     errors name no field, and the server never sees the value. What protobuf takes for a text or a number, such as bytes
@@ -207,11 +208,11 @@ def put(message: Message, name: str, value: Any, path: str = "") -> None:
     field, path = message.DESCRIPTOR.fields_by_name[name], path or name
     # Of token ids there are many; `are_token_ids` has seen them.
     if not (field.is_repeated and field.cpp_type in _INTEGERS):
-        _check(field, value, path)
+        _check(field, value, path, argument)
     try:
         message.MergeFrom(type(message)(**{name: value}))
     except (TypeError, ValueError, OverflowError) as error:
-        _check(field, value, path)
+        _check(field, value, path, argument)
         raise TypeError(f"{path} cannot be {value!r:.80}: {error}") from None
 
 
@@ -229,7 +230,7 @@ def _parts(field: FieldDescriptor, value: Any, path: str) -> Iterator[tuple[Fiel
         yield field, value, path
 
 
-def _check(field: FieldDescriptor, value: Any, path: str) -> None:
+def _check(field: FieldDescriptor, value: Any, path: str, argument: str) -> None:
     """Raises TypeError or InvalidRequest unless a field can hold a value."""
     for place, part, part_path in _parts(field, value, path):
         kind, is_of_kind = _KINDS.get(place.cpp_type, ("", lambda value: True))
@@ -238,7 +239,7 @@ def _check(field: FieldDescriptor, value: Any, path: str) -> None:
         if legal is not None and not legal.holds(part):
             raise InvalidRequest.of_field(part_path, f"{part_path} is {part}, but must be {legal}")
         if isinstance(part, str):
-            check_text(part_path, part)
+            check_text(part_path, part, argument)
 
 
 _decode_token = decoder(
