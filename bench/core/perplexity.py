@@ -15,6 +15,7 @@ import argparse
 import platform
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from gguf import GGUFReader
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -133,14 +135,29 @@ def measure_arms(
         model = OurModel(path, dtype=arm.dtype, cache_dtype=arm.cache_dtype, kernels=kernels, **arm.options)
         logits = model.logits(token_ids)
         exact = logits if exact is None else exact
-        file_bytes = None if arm.file_type == EXACT else path.stat().st_size
-        found = {"format": arm.name, "file_bytes": file_bytes, **compared(exact, logits, token_ids)}
+        file = {"file_bytes": None} if arm.file_type == EXACT else file_figures(path)
+        found = {"format": arm.name, **file, **compared(exact, logits, token_ids)}
         if program is not None and arm.llama_cpp_cache is not None:
             logits = LlamaCppModel(program, path, arm.llama_cpp_cache).logits(token_ids)
             found["llama_cpp"] = compared(exact, logits, token_ids)
         figures.append(found)
         print(found, file=sys.stderr, flush=True)
     return figures
+
+
+def file_figures(path: Path) -> dict[str, Any]:
+    """Says how large a GGUF file is, how many bits one of its weights has on average, and which share of the weights
+    has which type: quantisers mix them, and fall back where a row is no multiple of a type's block."""
+    tensors = GGUFReader(path).tensors
+    num_weights = sum(int(tensor.n_elements) for tensor in tensors)
+    of_type: Counter[str] = Counter()
+    for tensor in tensors:
+        of_type[tensor.tensor_type.name] += int(tensor.n_elements)
+    return {
+        "file_bytes": path.stat().st_size,
+        "bits_per_weight": 8 * sum(int(tensor.n_bytes) for tensor in tensors) / num_weights,
+        "shares": {name: number / num_weights for name, number in of_type.most_common()},
+    }
 
 
 def report(found: dict) -> None:

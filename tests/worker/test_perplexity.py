@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.core.perplexity import ARMS, K_QUANTS, Arm, compared, files_of, measure_arms, peer, perplexity, table
+from bench.core.perplexity import (
+    ARMS,
+    K_QUANTS,
+    Arm,
+    compared,
+    file_figures,
+    files_of,
+    measure_arms,
+    peer,
+    perplexity,
+    table,
+)
 from bench.peers.environment import Environments
 from pagewire.kernels.cpu import NATIVE
 from testing.checkpoints.gguf_files import dequantized
@@ -69,6 +80,11 @@ def test_files_of_formats_hold_the_weights_that_the_first_held(tmp_path: Path) -
         for name in ("Q8_0", "Q4_0")
     ]
     assert 0 < 8 * errors[0] < errors[1]
+    figures = file_figures(arms["Q8_0"])
+    assert figures["shares"].keys() == {"Q8_0", "F32"}
+    norms = figures["shares"]["F32"]
+    assert 0 < norms < 0.01
+    assert figures["bits_per_weight"] == pytest.approx(8.5 * (1 - norms) + 32 * norms)
 
 
 def test_llama_cpp_makes_k_quants_of_the_floats(tmp_path: Path) -> None:
