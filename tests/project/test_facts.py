@@ -45,7 +45,6 @@ FACTS = [
     ("docs/upgrading.md", f"this worker speaks protocol version {PROTOCOL_VERSION - 1}, not {PROTOCOL_VERSION}"),
     ("docs/upgrading.md", f"smg {PINS['smg'].rpartition('.')[0]}, the version"),
     ("docs/openai.md", f"smg {PINS['smg']} (PyPI"),
-    ("docs/install.md", f"torch=={PINS['torch']} "),
     ("docs/gpu.md", f"torch {LEAST['torch']}\nor later"),
     ("docs/gpu.md", f"Triton {LEAST['triton']} or later"),
     ("docs/models.md", f"At most {MAX_EXPERTS:,} experts are served"),
