@@ -14,7 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pagewire.kernels.cpu.library import AARCH64_FLAGS, VARIANTS, BuildError, build_library, flags_of
+from pagewire.kernels.cpu import BuildError
+from pagewire.kernels.cpu.library import AARCH64_FLAGS, VARIANTS, build_library, flags_of
 from worker_service.startup.cpu_kernels import environment_build
 
 PLACE = Path("pagewire/kernels/cpu/built")

@@ -10,16 +10,23 @@ import platform
 import pytest
 
 from deploy.platform_wheel import variants_of
-from pagewire.kernels.cpu.library import BuildError, build_library, choose_variant, find_compiler, flags_of
+from pagewire.kernels.cpu.compiler import Compiler, describe_refusals, find_compilers
+from pagewire.kernels.cpu.library import build_library, choose_variant, flags_of
 from worker_service.startup.cpu_kernels import environment_build
 
 
 def skip_without_compiler() -> None:
     """Tests that need the C kernels say so and are left out where nothing can build them."""
-    try:
-        find_compiler(os.environ.get("CC"))
-    except BuildError as error:
-        pytest.skip(str(error))
+    first_compiler()
+
+
+def first_compiler() -> Compiler:
+    """The first one that answers. Skips the test where there is none."""
+    refusals: dict[str, str] = {}
+    found = next(find_compilers(os.environ.get("CC"), refusals), None)
+    if found is None:
+        pytest.skip(f"there is no C compiler ({describe_refusals(refusals)})")
+    return found
 
 
 def build_variants() -> None:

@@ -3,6 +3,7 @@
 import functools
 import logging
 
+from pagewire.kernels.cpu.compiler import BuildError
 from pagewire.kernels.cpu.decoder import (
     Activate,
     Add,
@@ -22,7 +23,7 @@ from pagewire.kernels.cpu.decoder import (
     SumSlots,
     Turn,
 )
-from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, BuildError, load_library
+from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, load_library
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, QuantizedPanels
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import MAX_HEAD_DIM, FlatRows, PagedRows, TableFlattener

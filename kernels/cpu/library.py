@@ -2,31 +2,41 @@
 
 A variant is the same code on every machine: it is built by flags of its own, never for "this processor". A platform's
 wheel brings all variants (`deploy/platform_wheel.py`); elsewhere the system's compiler builds the one that is needed,
-once per machine and source, into the user's cache, under a hash of everything that goes into it. A library ends with
-the digest of what stands before, which is compared before it is loaded: one that was cut or overwritten would end the
-process, or compute something else.
+once per machine and source, into the user's cache: CACHE/SOURCES/COMPILER.so, both hashes, the first of the sources,
+the flags and the architecture. Where no compiler works any more, what an earlier one made of the same is taken. What is
+being made lies in CACHE/building, under the lock of the cache, and the next to take the lock empties it.
+
+A library ends with the digest of what stands before, which is compared before it is loaded: one that was cut or
+overwritten would end the process, or compute something else.
 """
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
 import os
 import platform
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 # Before the library, so that both share one OpenMP runtime and its threads.
 import torch
 
+from pagewire.kernels.cpu.compiler import (
+    BuildError,
+    Compiler,
+    describe_refusals,
+    find_compilers,
+    open_pipe,
+)
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "source"
-MAIN_SOURCE = "kernels.c"
 # Contraction into fused multiply-adds is all that is given up of IEEE arithmetic: NaN and infinities must come through.
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 NATIVE = "native"
@@ -46,12 +56,7 @@ AARCH64_FLAGS = {"portable": "-march=armv8-a", "dotprod": "-march=armv8.2-a+dotp
 # Where a platform's wheel has the libraries, `VARIANT.so`.
 BUILT = Path(__file__).parent / "built"
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
-_TIMEOUT_S = 300
 _DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-class BuildError(Exception):
-    """The kernels cannot be built or loaded here; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class Build:
 
     Attributes:
         variant: "native" for the widest one that this processor runs, or one of VARIANTS.
-        compiler: name or path of the C compiler; None: the first of cc, gcc and clang that there is.
+        compiler: the command of the C compiler that is tried before cc, gcc and clang; None: these alone.
         cache: where libraries are kept; None: there is no place for them, and they cannot be built.
     """
 
@@ -114,24 +119,39 @@ def flags_of(variant: str, machine: str | None = None) -> tuple[str, ...]:
 def build_library(build: Build, flags: Sequence[str]) -> Path:
     """Return the path of the library of these flags, built if it is missing. A second process waits for the first.
     Raises BuildError."""
-    compiler = find_compiler(build.compiler)
-    version = _run([compiler, "--version"])
     if build.cache is None:
         raise BuildError("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
-    path = build.cache / _digest(compiler, version, flags) / "kernels.so"
-    if is_sealed(path):
-        return path
+    place = build.cache / _digest(flags)
+    refusals: dict[str, str] = {}
+    paths = {
+        compiler: place / f"{_digest_of(*compiler.command, compiler.version)}.so"
+        for compiler in find_compilers(build.compiler, refusals)
+    }
+    kept = next(filter(is_sealed, paths.values()), None)
+    if kept is not None:
+        return kept
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.parent / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_sealed(path):
-                if path.exists():
-                    logger.warning("%s is not what was built: building it again", path)
-                _compile(compiler, [*flags, *_QUIET_FLAGS], path)
+        return _build(paths, flags, build.cache, refusals)
+    except BuildError as error:
+        earlier = next(filter(is_sealed, place.glob("*.so")), None)
+        if earlier is None:
+            raise
+        logger.info("taking the CPU kernels that another compiler has made: %s", error)
+        return earlier
+
+
+def _build(paths: Mapping[Compiler, Path], flags: Sequence[str], cache: Path, refusals: dict[str, str]) -> Path:
+    """Build the library with the first compiler that works, and return its path. Raises BuildError."""
+    try:
+        with _building(cache) if paths else nullcontext(cache) as folder:
+            for compiler, path in paths.items():
+                if is_sealed(path) or _compile(compiler, flags, folder, path, refusals):
+                    return path
     except OSError as error:
-        raise BuildError(f"cannot write to {path.parent}: {error}; set PAGEWIRE_CACHE to another folder") from error
-    return path
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BuildError(f"{cache} is full: make room, or set PAGEWIRE_CACHE to a folder elsewhere") from error
+        raise BuildError(f"cannot write to {cache}: {error}; set PAGEWIRE_CACHE to another folder") from error
+    raise BuildError(f"there is no C compiler that works ({describe_refusals(refusals)}); install one, for example gcc")
 
 
 def seal(path: Path) -> None:
@@ -150,27 +170,51 @@ def is_sealed(path: Path) -> bool:
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
-def find_compiler(name: str | None = None) -> str:
-    """The C compiler of that name, or the first of cc, gcc and clang that there is. Raises BuildError."""
-    names = [name] if name else ["cc", "gcc", "clang"]
-    for candidate in names:
-        found = shutil.which(candidate)
-        if found:
-            return found
-    raise BuildError(f"there is no C compiler ({', '.join(names)}); install one, for example gcc")
+@contextmanager
+def _building(cache: Path) -> Iterator[Path]:
+    """An empty folder of one process at a time: a compiler that was killed may have left something in it."""
+    folder = cache / "building"
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
-    # A warning, since it is all that is heard of a start that takes a minute.
-    logger.warning("compiling the CPU kernels, which takes about a minute, once on this machine")
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        compiled, built = Path(folder) / "kernels.o", Path(folder) / path.name
-        _run([compiler, *flags, "-c", "-o", str(compiled), str(SOURCES / MAIN_SOURCE)])
-        # Without -fopenmp, so that the library asks for no OpenMP runtime of its own; clang can call no other.
-        runtime = ["-fopenmp"] if "clang" in _run([compiler, "--version"]) else []
-        _run([compiler, "-shared", "-o", str(built), str(compiled), "-lm", *runtime])
-        seal(built)
-        built.rename(path)
+def _compile(compiler: Compiler, flags: Sequence[str], folder: Path, path: Path, refusals: dict[str, str]) -> bool:
+    """Build the library, unless the compiler does not even build a trivial one: `refusals` gets why."""
+    built = folder / path.name
+    with open_pipe() as pipe:
+        try:
+            compiler.try_out(flags, folder, pipe)
+        except BuildError as error:
+            refusals[compiler.name] = str(error)
+            return False
+        if path.exists():
+            logger.warning("%s is not what was built: building it again", path)
+        # A warning, since it is all that is heard of a start that takes a minute.
+        logger.warning(
+            "compiling the CPU kernels with %s, which takes about a minute, once on this machine%s",
+            " ".join(compiler.command),
+            (refusals and f" ({describe_refusals(refusals)})") or "",
+        )
+        objects = [folder / f"{source.stem}.o" for source in sources()]
+        for source, compiled in zip(sources(), objects, strict=True):
+            compiler.compile([*flags, *_QUIET_FLAGS], source, compiled, pipe)
+        compiler.link(objects, built, pipe)
+    seal(built)
+    path.parent.mkdir(exist_ok=True)
+    built.rename(path)
+    return True
+
+
+def sources() -> list[Path]:
+    """The units of translation."""
+    return sorted(SOURCES.glob("*.c"))
 
 
 def _share_openmp() -> None:
@@ -183,12 +227,15 @@ def _share_openmp() -> None:
     ctypes.CDLL(str(min(found, default="libgomp.so.1")), ctypes.RTLD_GLOBAL)
 
 
-def _digest(compiler: str, version: str, flags: Sequence[str]) -> str:
+def _digest(flags: Sequence[str]) -> str:
+    contents = (text for path in sorted(SOURCES.iterdir()) for text in (path.name, path.read_text()))
+    return _digest_of(*flags, platform.machine(), *contents)
+
+
+def _digest_of(*texts: str) -> str:
     digest = hashlib.sha256()
-    for text in (compiler, version, *flags, platform.machine()):
+    for text in texts:
         digest.update(f"{len(text)}:{text}".encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:32]
 
 
@@ -200,16 +247,3 @@ def _features() -> frozenset[str]:
         return frozenset()
     names = [line.partition(":")[2] for line in lines if line.partition(":")[0].strip() in ("flags", "Features")]
     return frozenset(names[0].split()) if names else frozenset()
-
-
-def _run(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} does not run: {error}") from error
-    if done.returncode != 0:
-        output = (done.stderr or done.stdout).strip().splitlines()
-        raise BuildError(f"{command[0]} failed with {done.returncode}: {' / '.join(output[:5])}")
-    return done.stdout

@@ -1,0 +1,138 @@
+"""Which compiler builds the CPU's kernels, and what becomes of one that fails or is interrupted: all are small shell
+scripts, alone on the path."""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagewire.kernels.cpu import BuildError, library
+from pagewire.kernels.cpu.library import Build, build_library
+
+# The file behind -o is all that a build wants.
+WORKING = 'echo "$0 1.0"; while [ $# != 0 ]; do [ "$1" != -o ] || : >"$2"; shift; done'
+FAILING = 'case "$*" in *--version) echo "1.0";; *) echo "$0: error: no headers"; exit 1;; esac'
+NO_OPENMP = """case "$*" in
+*--version) echo "clang version 14";; *) echo "fatal error: 'omp.h' file not found"; exit 1;; esac"""
+FLAGS = ["-O3"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Machine":
+    return Machine(tmp_path, monkeypatch)
+
+
+class Machine:
+    """A path without programs, a cache, and kernels of two units."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.programs, self.cache, source = folder / "bin", folder / "cache", folder / "source"
+        self.programs.mkdir()
+        source.mkdir()
+        for name in ("one", "two"):
+            (source / f"{name}.c").write_text(f"int {name};\n")
+        monkeypatch.setattr(library, "SOURCES", source)
+        monkeypatch.setenv("PATH", str(self.programs))
+
+    def install(self, name: str, script: str) -> None:
+        (self.programs / name).write_text(f"#!/bin/sh\n{script}\n")
+        (self.programs / name).chmod(0o755)
+
+    def build(self, named: str | None = None) -> Path:
+        return build_library(Build(compiler=named, cache=self.cache), FLAGS)
+
+    def refusal(self, named: str | None = None) -> str:
+        with pytest.raises(BuildError) as caught:
+            self.build(named)
+        return str(caught.value)
+
+
+def test_a_command_is_read_as_by_a_shell(machine: Machine) -> None:
+    machine.install("ccache", f'[ "$1" = "{machine.programs}/my cc" ] || exit 9; shift; {WORKING}')
+    path = machine.build(f"ccache '{machine.programs}/my cc' -m64")
+    assert library.is_sealed(path)
+    assert machine.build(f"ccache '{machine.programs}/my cc' -m64") == path
+
+
+def test_the_next_one_is_tried_and_told_why(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.install("cc", FAILING)
+    machine.install("clang", WORKING)
+    path = machine.build("ccache gcc")
+    assert library.is_sealed(path)
+    (line,) = caplog.messages
+    assert line.startswith(f"compiling the CPU kernels with {machine.programs}/clang, ")
+    assert line.endswith(
+        f"(ccache gcc: there is no ccache; gcc: not found; cc: failed with 1: {machine.programs}/cc: error: no headers)"
+    )
+    assert machine.build("ccache gcc") == path
+    assert len(caplog.messages) == 1
+
+
+def test_all_are_named_where_none_works(machine: Machine) -> None:
+    machine.install("clang", NO_OPENMP)
+    machine.install("gcc", FAILING)
+    (machine.programs / "cc").symlink_to("gcc")
+    assert machine.refusal("'cc") == (
+        "there is no C compiler that works ('cc: No closing quotation; "
+        f"cc: failed with 1: {machine.programs}/cc: error: no headers; "
+        "clang: it has no OpenMP: install libomp-dev); install one, for example gcc"
+    )
+
+
+def test_what_was_built_outlives_the_compiler(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """It is uninstalled, or does not work any more; but another that works builds anew."""
+    caplog.set_level(logging.INFO)
+    machine.install("cc", WORKING)
+    path = machine.build()
+    shutil.rmtree(machine.programs)
+    assert machine.build() == path
+    assert caplog.messages[-1].startswith(
+        "taking the CPU kernels that another compiler has made: there is no C compiler"
+    )
+    machine.programs.mkdir()
+    machine.install("gcc", FAILING)
+    assert machine.build() == path
+    machine.install("gcc", WORKING)
+    assert machine.build() != path
+    path.write_bytes(b"damaged")
+    shutil.rmtree(machine.programs)
+    assert library.is_sealed(machine.build())
+
+
+BUILDING = """
+import sys
+from pathlib import Path
+from pagewire.kernels.cpu import library
+library.SOURCES = Path(sys.argv[1])
+library.build_library(library.Build(cache=Path(sys.argv[2])), ["-O3"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_compiler_ends(number: int, machine: Machine, tmp_path: Path) -> None:
+    """With the process, however that ends, and what it was about is gone at the next start."""
+    for name in ("compiling", "ended"):
+        os.mkfifo(tmp_path / name)
+    # The grandchild, as cc1 is one, holds the second FIFO open as long as it lives. It is told of by the first.
+    machine.install(
+        "cc",
+        f'case "$*" in *one.c) ( echo at work >{tmp_path}/compiling; exec /bin/sleep 600 ) 3>{tmp_path}/ended;; '
+        f"*) {WORKING};; esac",
+    )
+    command = [sys.executable, "-W", "ignore", "-c", BUILDING, str(library.SOURCES), str(machine.cache)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process, open(tmp_path / "ended") as ended:
+        assert (tmp_path / "compiling").read_text() == "at work\n"
+        process.send_signal(number)
+        process.wait()
+        assert ended.read() == ""  # once nobody holds it any more
+    left = machine.cache / "building" / "left"
+    left.parent.mkdir(exist_ok=True)
+    left.touch()
+    machine.install("cc", WORKING)
+    path = machine.build()
+    assert {entry.name for entry in machine.cache.iterdir()} == {"lock", path.parent.name}
