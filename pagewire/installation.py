@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-# The torch of other indexes carries CUDA, 5 GB.
-INDEX_FOR_CPUS = "https://download.pytorch.org/whl/cpu"
+# Else torch comes with CUDA, 5 GB.
+FOR_CPUS = " --extra-index-url INDEX (PyTorch's for CPUs, as its install page names it)"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 _TREE = Path(__file__).resolve().parents[1]
 
@@ -94,7 +94,7 @@ def command(extra: str, lacking: Iterable[Package]) -> str:
         wanted = f"'pagewire[{extra}]'" if extra else "pagewire"
     elif needs_torch and (_TREE / "pyproject.toml").exists():
         wanted = f"-e '{_TREE}[{extra}]'"
-    index = f" --extra-index-url {INDEX_FOR_CPUS}" if needs_torch and not _NVIDIA_DRIVER.exists() else ""
+    index = FOR_CPUS if needs_torch and not _NVIDIA_DRIVER.exists() else ""
     return f"{sys.executable} -m pip install {wanted}{index}"
 
 

@@ -360,7 +360,7 @@ def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> Loc
     try:
         if missing := installation.shortage(VERBS[verb].extra):
             raise ValueError(f"pagewire {verb} cannot run here: {missing}")
-        if resolved.values["otlp_traces_endpoint"] and (missing := installation.shortage("tracing")):
+        if resolved.values.get("otlp_traces_endpoint") and (missing := installation.shortage("tracing")):
             raise ValueError(f"--otlp-traces-endpoint needs OpenTelemetry, but {missing}")
         return locate(resolved.values["model"], resolved.values["revision"], with_weights=reads_weights)
     except DownloadError:

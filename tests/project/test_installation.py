@@ -254,8 +254,7 @@ def test_files_that_are_gone_are_told_with_what_brings_them_back(
     """pip takes a package for installed whose record is there, and would not install it again."""
     monkeypatch.setattr(installation, "_is_there", lambda name: name != "torch")
     monkeypatch.setattr(installation, "_version", lambda name: "2.99.0+cpu" if name == "torch" else "99")
-    index = f" --extra-index-url {installation.INDEX_FOR_CPUS}"
-    command = f"{sys.executable} -m pip install --force-reinstall --no-deps torch==2.99.0{index}"
+    command = f"{sys.executable} -m pip install --force-reinstall --no-deps torch==2.99.0{installation.FOR_CPUS}"
     monkeypatch.setattr(installation, "_NVIDIA_DRIVER", tmp_path / "none")
     assert installation.shortage("worker") == f"torch is installed, but its files are gone: {command}"
 
@@ -281,7 +280,7 @@ def test_torch_comes_without_cuda_where_no_gpu_is(
     (torch,) = [package for package in installation.NEEDED["worker"] if package.name == "torch"]
     hide(torch, monkeypatch)
     monkeypatch.setattr(installation, "_NVIDIA_DRIVER", tmp_path if has_gpu else tmp_path / "none")
-    index = "" if has_gpu else f" --extra-index-url {installation.INDEX_FOR_CPUS}"
+    index = "" if has_gpu else installation.FOR_CPUS
     line = str(installation.shortage("serve"))
     assert line.endswith(f": {sys.executable} -m pip install 'pagewire[serve]'{index}")
     assert "--extra-index-url" not in str(installation.shortage("gateway"))
