@@ -19,7 +19,9 @@ NAME = re.compile(r"(?:Collecting|Processing|Requirement already satisfied:|Down
 
 
 def main() -> int:
+    """Make calls this for an environment that is older than what it is made from. What is there already is kept."""
     folder = Path(sys.argv[1])
+    found = installed_at(folder)
     with open(f"{folder}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -28,26 +30,24 @@ def main() -> int:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             pass  # a file system without locks: then runs do not wait for each other
-        if is_ready(folder):
-            return 0
+        if installed_at(folder) != found:
+            return 0  # by the run that this one has waited for
+        remove_halves(folder)
         if not has_pip(folder):
             print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
-            # Of an environment that is cleared, the Python that it was made with.
+            # Of an environment that is half done, the Python that it was made with.
             python = getattr(sys, "_base_executable", sys.executable)
-            command = [python, "-m", "venv", "--clear", str(folder)]
-            made = subprocess.run(command, capture_output=True, text=True, check=False)
+            made = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
             if made.returncode:
                 print(f"pagewire: error: {python} makes no environment: {why_not(made)}", file=sys.stderr)
                 return 1
-        remove_halves(folder)
         return install(folder, lock.fileno())
 
 
-def is_ready(folder: Path) -> bool:
-    """Whether what pyproject.toml and constraints.txt ask for has been installed since they changed."""
+def installed_at(folder: Path) -> int:
+    """The time at which an install into the environment was whole, 0 for never."""
     ready = folder / ".ready"
-    changed = max((ROOT / name).stat().st_mtime for name in ("pyproject.toml", "constraints.txt"))
-    return ready.exists() and ready.stat().st_mtime >= changed
+    return ready.stat().st_mtime_ns if ready.exists() else 0
 
 
 def has_pip(folder: Path) -> bool:
@@ -58,7 +58,11 @@ def has_pip(folder: Path) -> bool:
 
 
 def remove_halves(folder: Path) -> None:
-    """Remove what an interrupt left of packages, which pip takes for whole: their records are written last."""
+    """Remove what an interrupt left of packages, which pip takes for whole: their records are written last. And links
+    to a Python that is gone, in whose place `venv` puts no other."""
+    for link in folder.glob("bin/python*"):
+        if not link.exists():
+            link.unlink()
     for about in folder.glob("lib/python3*/site-packages/*.dist-info"):
         if not (about / "RECORD").exists():
             shutil.rmtree(about)

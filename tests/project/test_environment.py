@@ -39,6 +39,19 @@ def test_what_an_interrupt_left_is_made_again_and_no_index_is_told_as_such(tmp_p
     assert not (folder / ".ready").exists()
 
 
+def test_an_environment_that_others_made_is_completed_and_nothing_of_it_removed(tmp_path: Path) -> None:
+    """It has no pip, and its Python is gone."""
+    folder = tmp_path / ".venv"
+    theirs = folder / "lib/python3.11/site-packages/theirs.py"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to("/no/such/python")
+    assert "no package index was reached" in make(folder).communicate()[1]
+    assert environment.has_pip(folder)
+    assert theirs.exists()
+
+
 def test_a_second_run_waits_for_the_first_and_takes_what_it_made(tmp_path: Path) -> None:
     folder = tmp_path / ".venv"
     with open(f"{folder}.lock", "w") as lock:
