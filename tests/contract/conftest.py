@@ -1,11 +1,16 @@
+import functools
 import json
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, processors
 
+from pagewire.common.grammars import GrammarError
+from pagewire.common.grammars.trial import Trials
+from scheduler_service.serving import grammars
 from testing.scheduler_stack import make_checkpoint
 
 
@@ -49,3 +54,47 @@ def _root_logger_as_it_was() -> Iterator[None]:
         if handler not in root.handlers:
             root.addHandler(handler)
     root.setLevel(level)
+
+
+class _Shared:
+    """Trials that outlive each of the services that share them, whose threads take turns."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials, self._lock = trials, threading.Lock()
+
+    def run(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> str:
+        with self._lock:
+            return self._trials.run(kind, text, end_token_ids)
+
+    def close(self) -> None:
+        """Leave them to the next service."""
+
+
+@pytest.fixture(scope="session")
+def _shared_trials() -> Iterator[Callable[..., _Shared]]:
+    started: list[Trials] = []
+
+    @functools.cache
+    def start(*tokenizer: object) -> _Shared | GrammarError:
+        try:
+            started.append(Trials(*tokenizer))
+        except GrammarError as error:
+            return error
+        return _Shared(started[-1])
+
+    def share(*tokenizer: object) -> _Shared:
+        found = start(*tokenizer)
+        if isinstance(found, GrammarError):
+            raise found
+        return found
+
+    yield share
+    for trials in started:
+        trials.close()
+
+
+@pytest.fixture(autouse=True)
+def trials_are_shared(_shared_trials: Callable[..., _Shared], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service in this process starts no process for its grammars, which would cost more than most tests: those of
+    one tokenizer share one. A file whose tests are about that process has a fixture of this name that does nothing."""
+    monkeypatch.setattr(grammars, "Trials", _shared_trials)

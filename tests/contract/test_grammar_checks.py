@@ -29,6 +29,11 @@ from tests.project.sources import ROOT
 END = 0  # of the tokenizer
 
 
+@pytest.fixture(autouse=True)
+def trials_are_shared() -> None:
+    """They are not: each test has a process of its own."""
+
+
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("models") / "with_end", eos_token_id=END)
