@@ -5,6 +5,7 @@ The seeds are always the same, so that a run of the tests says something of the 
 """
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim import mutants
 from tests.sim.campaign import command_for, run_campaign, run_seed, run_seeds
 from tests.sim.known_seeds import KNOWN_SEEDS
-from tests.sim.mutants import MUTANTS, misplaced
+from tests.sim.mutants import MUTANTS, misplaced, recorded_seeds
 from tests.sim.simulation import Simulation
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,26 @@ def test_known_seeds(seed):
 def test_every_planted_bug_has_its_place():
     assert not "".join(map(misplaced, MUTANTS))
     assert {mutant.name for mutant in MUTANTS}.issuperset(KNOWN_SEEDS.values())
+    assert recorded_seeds().keys() == {mutant.name for mutant in MUTANTS}
+
+
+def test_a_bug_is_found_by_its_recorded_seed_or_another(monkeypatch, tmp_path, capsys):
+    """However few seeds are run, each bug is looked at; one that no seed finds fails the run."""
+    by_record, by_another, by_none = (
+        "a request that is too long is admitted",
+        "prompt log-probabilities outlive the end of their request",
+        "a group that can never fit is admitted",
+    )
+    seeds = {**recorded_seeds(), by_another: 0, by_none: 0}
+    monkeypatch.setattr(mutants, "FOUND_BY", tmp_path / "found_by.json")
+    mutants.FOUND_BY.write_text(json.dumps(seeds))
+    monkeypatch.setattr(sys, "argv", ["mutants", "--seeds=0", "--jobs=1", "--record", by_record, by_another, by_none])
+    assert mutants.main() == 1
+    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": " in line)
+    assert said[by_record].startswith(f"caught by seed {seeds[by_record]}, number 1: ")
+    assert "; seed 0 finds it no more" in said[by_another]
+    assert said[by_none].startswith("NOT CAUGHT: seed 0 finds it no more")
+    assert recorded_seeds() == {**seeds, by_another: 240}
 
 
 def test_what_has_ended_is_freed_without_the_collector():
