@@ -1,6 +1,7 @@
 """VllmEngine's Generate and Abort: the same tokens as SchedulerService, in a gateway's words."""
 
 import asyncio
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2
 from tokenizers import Tokenizer
 
+from pagewire.common.grammars import GrammarCompiler, GrammarError
+from scheduler_service.rpc.vllm import servicer
 from scheduler_service.rpc.vllm.generate_request import close_calls
 from testing import scheduler_stack
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, serve
@@ -302,7 +305,37 @@ def test_forced_calls_have_nothing_but_names_and_parameters() -> None:
         call_of("a", {"type": "object"}, additionalProperties=False),
         call_of("é", {"const": 10**30}, additionalProperties=False),
     )
-    assert json.loads(closed) == json.loads(expected)
+    spelling = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    assert json.loads(closed) == json.loads(expected) | {"x-guidance": spelling}
+
+
+def test_forced_calls_are_spelt_in_one_way() -> None:
+    """Of a space before a comma or a bracket the gateway would make text, and of the calls behind it."""
+    tokenizer = Path("models/storyteller/tokenizer.json").read_text(encoding="utf-8")
+    compiler, encode = GrammarCompiler(tokenizer, 1024), Tokenizer.from_str(tokenizer).encode
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    call = {"name": "a", "parameters": {"n": 1}}
+    text = json.dumps([call, call])
+    spaced = {text.replace(sign, space + sign) for sign in ("}", "]", "{", ",") for space in (" ", "\n")}
+    taken = []
+    for each in (text, *spaced, text.replace(" ", "")):
+        matcher = compiler.compile("json_schema", close_calls(calls_of(call_of("a", parameters))), (0,))
+        with contextlib.suppress(GrammarError):
+            matcher.consume([*encode(each, add_special_tokens=False).ids, 0])
+            taken.append(each)
+    assert taken == [text]
+
+
+async def test_a_slow_gateway_gets_forced_calls_token_by_token(with_end: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chunk of several it would lose calls."""
+    monkeypatch.setattr(servicer, "send_headers_if_silent", lambda generation, context: generation.wait_for_end())
+    calls = calls_of(call_of("a", {"type": "object"}))
+    async with serve(with_end) as stack:
+        for schema, lengths in ((calls, [1] * 9), ('{"type":"array"}', [9])):
+            sampling = {"json_schema": schema, "max_tokens": 9, "logprobs": 1}
+            output = await generate(stack, request(PROMPT, stream=True, **sampling))
+            assert [len(chunk.token_ids) for chunk in output.chunks] == lengths
+            assert [len(chunk.output_logprobs.token_ids) for chunk in output.chunks] == lengths
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,10 @@ _UNSUPPORTED_INPUTS = {
 }
 # How a gateway's JSON Schema begins where `tool_choice` is "required": a list of calls, each an object with the name of
 # a tool and its parameters.
-_CALLS_BEGINNING = '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":'
+CALLS_BEGINNING = '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":'
 _MAX_SCHEMA_LENGTH = 512 * 1024  # of a schema that is served
+# As most models write JSON. Of space before a comma or a bracket the gateway makes text, and of the calls behind it.
+_SPELLING_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def translate_request(message: vllm_engine_pb2.GenerateRequest) -> scheduler_pb2.GenerateRequest:
@@ -105,12 +107,13 @@ def _translate_constraint(given: vllm_engine_pb2.SamplingParams, sampling: sched
 
 
 def close_calls(schema: str) -> str:
-    """Return a list of calls with nothing in a call but its name and parameters, and any other schema as it is.
+    """Return a list of calls with nothing in a call but its name and parameters, spelt in one way, and any other schema
+    as it is.
 
     The gateway reads such calls alone, though its schema leaves room for more: what else stood in one would make text
     of all of them.
     """
-    if not schema.startswith(_CALLS_BEGINNING) or len(schema) > _MAX_SCHEMA_LENGTH:
+    if not schema.startswith(CALLS_BEGINNING) or len(schema) > _MAX_SCHEMA_LENGTH:
         return schema
     try:
         calls = json.loads(schema)
@@ -118,6 +121,6 @@ def close_calls(schema: str) -> str:
             if set(call) != {"properties", "required"} or set(call["properties"]) != {"name", "parameters"}:
                 return schema
             call["additionalProperties"] = False
-        return json.dumps(calls, allow_nan=False)
+        return json.dumps({**calls, "x-guidance": _SPELLING_OF_CALLS}, allow_nan=False)
     except (ValueError, LookupError, TypeError, RecursionError):
         return schema  # is refused where schemas are read

@@ -36,13 +36,12 @@ class ResponseTranslator:
 
     def translate(self, response: scheduler_pb2.GenerateResponse) -> Iterator[vllm_engine_pb2.GenerateResponse]:
         """Yield what is to be sent for one of our responses."""
-        index = response.index
         self._take_prompt_logprobs(response.prompt_logprobs)
-        self._token_ids[index].extend(response.token_ids)
+        self._token_ids[response.index].extend(response.token_ids)
         if self._is_streaming and response.token_ids:
             yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(response))
         elif self._with_logprobs:
-            self._add_logprobs(response.logprobs, self._logprobs[index])
+            self._add_logprobs(response.logprobs, self._logprobs[response.index])
         if response.HasField("usage"):
             yield vllm_engine_pb2.GenerateResponse(complete=self._complete(response))
 
