@@ -42,6 +42,18 @@ _NO_UTF8 = re.compile("[\ud800-\udfff]")
 _DEFAULTS = "defaults"  # the origin of what was not chosen
 
 
+# A parser that is given this alone raises `DescribedError` with itself: what completes flags asks what there are.
+DESCRIBE = "--describe"
+
+
+class DescribedError(Exception):
+    """Carries a parser to the one who asked for it."""
+
+    def __init__(self, parser: "Parser") -> None:
+        super().__init__(f"{parser.prog} was asked for its flags")
+        self.parser = parser
+
+
 class OptionError(ValueError):
     """A key, flag or value cannot be taken; the text names it and the remedy."""
 
@@ -142,6 +154,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = list(sys.argv[1:] if args is None else args)
+        if given == [DESCRIBE]:
+            raise DescribedError(self)
         end = given.index("--") if "--" in given else len(given)
         parsed, unknown = self.parse_known_args([*self._spelled(given[:end]), *given[end:]], namespace)
         if unknown:

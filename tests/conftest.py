@@ -27,6 +27,9 @@ sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Servers that are killed make gRPC's core write lines (goaway) that mean nothing here.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 # What is compiled is kept in the user's cache, and not every user has a home that can be written to.
 HOME = Path(os.path.expanduser("~"))
 if not (HOME.is_dir() and os.access(HOME, os.W_OK)):
@@ -48,6 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # tests that need it say what is wrong
         building = subprocess.Popen(command, cwd=config.rootpath, start_new_session=True, **quiet)
         config.add_cleanup(lambda: interrupt(building))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Says nothing of the tests that another part of `make test` runs."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not session.config.getoption("keyword"):
+        reporter.stats.pop("deselected", None)
 
 
 def interrupt(process: subprocess.Popen[bytes]) -> None:

@@ -60,7 +60,7 @@ class ChatTerminal:
         if not self.is_interactive:
             return True
         try:
-            answer = input(f"{question} [Y/n] ")
+            answer = read_input(lambda: input(f"{question} [Y/n] "))
         except EOFError:
             print()
             return False

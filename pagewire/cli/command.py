@@ -45,6 +45,7 @@ VERBS = {
     "simulate": Verb(
         "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
     ),
+    "completion": Verb("pagewire.cli.completion", "main", "print what lets a shell complete verbs and flags"),
     "demo": Verb(_REQUEST, "demo", "serve the bundled model, stream one completion, and end"),
 }
 BENCHES = {
@@ -104,7 +105,7 @@ def _lose(stream: TextIO) -> None:
 
 def bench(arguments: Sequence[str]) -> int:
     """Runs the benchmark that the first argument names."""
-    return dispatch("pagewire bench", BENCHES, arguments, lambda verb, rest: _load(verb)(rest))
+    return dispatch("pagewire bench", BENCHES, arguments, lambda verb, rest: load(verb)(rest))
 
 
 def dispatch(
@@ -174,7 +175,7 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
     from pagewire.hosting.printable import printable_lines
 
     try:
-        function = _load(verb)
+        function = load(verb)
         with _interrupts(verb):
             return function(arguments)
     except PagewireError as error:
@@ -203,7 +204,7 @@ def _interrupts(verb: Verb) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _load(verb: Verb) -> Callable[[Sequence[str]], int]:
+def load(verb: Verb) -> Callable[[Sequence[str]], int]:
     function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(verb.module), verb.function)
     return function
 

@@ -16,6 +16,7 @@ from pagewire.client import Client
 from pagewire.common.strict_json import to_json
 from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output, Result
 from pagewire.conversation import Session
+from pagewire.errors import PagewireError
 from pagewire.hosting import local_server
 from pagewire.hosting.model_source import BUNDLED
 from pagewire.options import Parser
@@ -97,12 +98,17 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
 def stream(
     client: Client, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
 ) -> Completion:
-    """Prints the output of a request as it comes, and returns the whole of it. Ctrl-C ends the request."""
+    """Prints the output of a request as it comes, and returns the whole of it. Ctrl-C ends the request. An error leaves
+    what was printed as a line of its own."""
     builder = CompletionBuilder(sampling.n or 1, time.monotonic())
-    with contextlib.closing(client.stream(prompt, sampling, **request)) as outputs:
-        for output in outputs:
-            builder.add(output, time.monotonic())
-            printer.add(output)
+    try:
+        with contextlib.closing(client.stream(prompt, sampling, **request)) as outputs:
+            for output in outputs:
+                builder.add(output, time.monotonic())
+                printer.add(output)
+    except PagewireError:
+        printer.end_line()
+        raise
     return builder.finish(time.monotonic())
 
 
@@ -128,8 +134,7 @@ def demo(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(own)
     sampling = SamplingParams(temperature=0.0, max_tokens=parsed.max_tokens)
     with local_server.serving(parsed.model, serve_flags) as url, Client(url) as client:
-        sys.stdout.write(parsed.prompt)
-        told = stream(client, parsed.prompt, sampling, SamplePrinter(1, sys.stdout))
+        told = stream(client, parsed.prompt, sampling, SamplePrinter(1, sys.stdout, parsed.prompt))
         print(statistics(told), flush=True)
     return 0
 
@@ -140,12 +145,14 @@ class SamplePrinter:
     The first sample that has not ended is written as it comes. The output of later ones waits for their turn.
     """
 
-    def __init__(self, num_samples: int, file: TextIO) -> None:
+    def __init__(self, num_samples: int, file: TextIO, before: str = "") -> None:
+        """Writes what stands before the samples."""
         self._file = file
         self._labelled = num_samples > 1
         self._waiting: list[list[Output]] = [[] for _ in range(num_samples)]
         self._current = 0
-        self.text = ""  # that was written, without labels and the ends of lines after samples
+        self.text = before  # that was written, without labels and the ends of lines after samples
+        file.write(before)
         self._label()
 
     def add(self, output: Output) -> None:
@@ -153,6 +160,11 @@ class SamplePrinter:
         while self._current < len(self._waiting) and self._write_current():
             self._current += 1
             self._label()
+
+    def end_line(self) -> None:
+        """Ends the line that the text stands in."""
+        self._file.write("\n" if self.text and not self.text.endswith("\n") else "")
+        self._file.flush()
 
     def _write_current(self) -> bool:
         """Writes the output of the current sample that has come. Returns True at its end."""

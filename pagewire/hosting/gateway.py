@@ -23,8 +23,11 @@ _LOG_LEVELS = {"debug": "debug", "info": "warn", "warning": "warn", "error": "er
 # How smg's lines begin: date, time, level.
 _LINE = re.compile(r"\S+ \S+ +(?P<level>[A-Z]+) ")
 _LEVELS = {"TRACE": logging.DEBUG, "DEBUG": logging.DEBUG, "WARN": logging.WARNING, "ERROR": logging.ERROR}
-# At each start smg warns that pictures may be read with other pixels. No model here reads pictures.
-_ABOUT_PICTURES = re.compile(r".* WARN smg::routers::grpc::multimodal: .*: libturbojpeg not found: ")
+# At each start smg warns that pictures may be read with other pixels: no model here reads pictures. And that it asks
+# for no credentials, with flags of its own that would: `pagewire serve` has others, and says what holds for those.
+_EXPECTED = re.compile(
+    r".* WARN smg::(routers::grpc::multimodal: .*: libturbojpeg not found: |posture: .*: SECURITY POSTURE: )"
+)
 # Seconds between two looks at a replica that does not answer, and between two looks at one that does.
 _STARTUP_CHECK_INTERVAL = 1
 _HEALTH_CHECK_INTERVAL = 5
@@ -66,7 +69,7 @@ def reachable(address: str) -> str:
 
 def level_of(line: str) -> int:
     """Find the level at which a line that the gateway printed is logged here."""
-    if _ABOUT_PICTURES.match(line):
+    if _EXPECTED.match(line):
         return logging.DEBUG
     found = _LINE.match(line)
     return _LEVELS.get(found["level"], logging.INFO) if found else logging.INFO

@@ -73,6 +73,11 @@ class LocalServer:
         self._watching.join(timeout_s)
         return not self._watching.is_alive() and os.getpid() == self.owner
 
+    def tell(self, line: str) -> None:
+        """Writes a line of this process's to standard error, within no line of the server's."""
+        self._errors.put(f"{line}\n".encode(errors="backslashreplace"))
+        self._errors.flush(_FLUSH_TIMEOUT_S)
+
     @property
     def reason(self) -> str:
         """The last line that the server wrote to standard error, without the time and the level before the message."""
@@ -130,7 +135,7 @@ class LocalServer:
         its url."""
         assert process.stdout is not None
         assert process.stderr is not None
-        said, output = "", ChildOutput()
+        said, output, errors = "", ChildOutput(), ChildOutput()
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             selector.register(process.stderr, selectors.EVENT_READ)
@@ -141,13 +146,17 @@ class LocalServer:
                         selector.unregister(key.fileobj)
                     elif key.fileobj is process.stderr:
                         self._tail = (self._tail + data)[-MAX_TAIL_BYTES:]
-                        self._errors.put(data)
+                        self._pass_on(errors.add(data))
                     else:
                         for line in output.add(data):
                             said = self._hear(line) or said
+        self._pass_on(errors.end())
         for line in output.end():
             said = self._hear(line) or said
         return "" if self._url.done() else said
+
+    def _pass_on(self, lines: Sequence[str]) -> None:
+        self._errors.put("".join(f"{line}\n" for line in lines).encode())
 
     def _hear(self, line: str) -> str:
         """Takes note of the server's url. Returns what else it says."""
@@ -179,16 +188,17 @@ def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
         handler(signal.SIGINT, frame)
 
     signal.signal(signal.SIGTERM, interrupt)
-    print(f"starting pagewire serve {model}\n", end="", file=sys.stderr)
     started_at = time.monotonic()
     server = LocalServer(model, flags)
+    server.tell(f"starting pagewire serve {model}")
     try:
         try:
             url = server.start()
         except StartError as error:
-            raise CommandError(f"pagewire serve {model} ended with {server.exit}: {error}") from None
-        # One write each, even with PYTHONUNBUFFERED: a line of the server's may come between two.
-        print(f"{READY_PREFIX}{url} after {time.monotonic() - started_at:.1f} s\n", end="", file=sys.stderr)
+            # What it wrote on standard error stands there already.
+            reason = "" if str(error) == server.reason else f": {error}"
+            raise CommandError(f"pagewire serve {model} ended with {server.exit}{reason}") from None
+        server.tell(f"{READY_PREFIX}{url} after {time.monotonic() - started_at:.1f} s")
         yield url
     finally:
         server.stop()

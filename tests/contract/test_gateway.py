@@ -215,10 +215,15 @@ def is_running(pid: int) -> bool:
         ),
         ("2026-11-22 15:12:50  WARN smg::routers::grpc::multimodal: mod.rs:1: something else", logging.WARNING),
         ("2026-11-22 15:12:50  WARN smg::posture: posture.rs:143: libturbojpeg not found: ", logging.WARNING),
+        (
+            "2026-11-22 15:12:50  WARN smg::posture: posture.rs:143: SECURITY POSTURE: open",
+            logging.DEBUG,
+        ),
+        ("2026-11-22 15:12:50  WARN smg::server: server.rs:143: SECURITY POSTURE: open", logging.WARNING),
         ("2026-11-22 15:12:50 ERROR smg::workflow: a.rs:372: Failed to load tokenizer", logging.ERROR),
         ("2026-11-22 15:12:50  INFO smg::server: a.rs:1: serving", logging.INFO),
         ("something that is no log line", logging.INFO),
     ],
 )
-def test_its_lines_keep_their_level_but_for_the_one_about_pictures(line: str, level: int) -> None:
+def test_its_lines_keep_their_level_but_for_two_that_are_expected(line: str, level: int) -> None:
     assert level_of(line) == level

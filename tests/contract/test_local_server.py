@@ -1,13 +1,14 @@
 """The server that a process runs for itself, whatever it prints; a few lines of Python stand in for it."""
 
 import io
+import signal
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from pagewire.errors import StartError
+from pagewire.errors import CommandError, StartError
 from pagewire.hosting import local_server
 from pagewire.hosting.local_server import LocalServer
 
@@ -25,6 +26,10 @@ FAILING = r"""
 import sys
 sys.stdout.buffer.write(b"x" * 200_000 + b"\ncannot start: for want of a reason\n")
 sys.exit(78)
+"""
+READY = """
+print("ready on grpc://127.0.0.1:1", flush=True)
+signal.pause()
 """
 
 
@@ -70,3 +75,25 @@ def test_a_standard_error_that_takes_nothing_stops_nothing(run, monkeypatch: pyt
 def test_what_it_says_instead_of_its_url_is_the_reason(run) -> None:
     with pytest.raises(StartError, match=r"^for want of a reason$"):
         run(FAILING).start()
+
+
+def test_what_it_wrote_before_it_ended_is_told_once(
+    run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("import sys; sys.exit('2026-11-26 10:00:00,000 CRITICAL pagewire: the port is taken')")
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(CommandError, match=r"^pagewire serve model ended with exit code 1$"):
+        local_server.serving("model").__enter__()
+    started, reason = capsys.readouterr().err.splitlines()
+    assert started == "starting pagewire serve model"
+    assert reason.endswith("the port is taken")
+
+
+def test_no_line_stands_within_another(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    server = run("import signal, sys; print('half', end='', file=sys.stderr, flush=True)\n" + READY)
+    server.start()
+    server.tell("ready")
+    server.stop()
+    assert errors.getvalue() == "ready\nhalf\n"

@@ -38,10 +38,10 @@ MAX_STATEMENTS = {
         3_275, "transport and its refusals, GGUF files, grammars and templates, which both services read"
     ),
     "pagewire": Ceiling(
-        5_659, "client, commands, `LLM`, what runs services on a machine, which torch to install, benchmarks of servers"
+        5_733, "client, commands, their completion, `LLM`, what runs services on a machine, benchmarks of servers"
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(336, "a noun each")
+MAX_MODULES_IN_ALL = Ceiling(337, "a noun each, completion of commands the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     49, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"

@@ -1,0 +1,55 @@
+"""The scripts of `pagewire completion`: bash completes by its own, which the scripts for zsh hold too."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from pagewire.cli.command import BENCHES, VERBS, main
+
+COMPLETE = """
+{script}
+COMP_WORDS=({words}); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); _pagewire; echo "${{COMPREPLY[@]}}"
+"""
+
+
+def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["completion", shell]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("pagewire com", "complete completion"),
+        ("pagewire serve --max-num-s", "--max-num-seqs"),
+        ("pagewire serve --device ''", "auto cpu cuda"),
+        ("pagewire complete --early-stopping n", "never"),
+        ("pagewire bench l", "latency"),
+        ("pagewire bench serve --request-ra", "--request-rate"),
+        ("pagewire serve --request-ra", ""),
+        ("pagewire completion z", "zsh"),
+        ("pagewire no-verb --", ""),
+    ],
+)
+def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = COMPLETE.format(script=script("bash", capsys), words=words)
+    told = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert (told.stdout.strip(), told.stderr) == (completed, "")
+
+
+def test_zsh_takes_what_bash_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    first, _, rest = script("zsh", capsys).partition("\n")
+    assert "bashcompinit" in first
+    assert rest == script("bash", capsys)
+
+
+def test_fish_is_told_of_every_verb_and_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = script("fish", capsys).splitlines()
+    assert all(line.startswith("complete -c pagewire ") for line in lines)
+    for verb in (*VERBS.keys() - {"bench", "completion"}, *(f"bench {name}" for name in BENCHES)):
+        assert any(f" {verb}( |$)" in line and "-l help" in line for line in lines), verb
+    assert any(line.endswith("-l device -xa 'auto cpu cuda'") for line in lines)
+    if shutil.which("fish"):
+        subprocess.run(["fish", "--no-execute"], input="\n".join(lines), text=True, check=True)
