@@ -161,9 +161,14 @@ async def test_a_client_names_the_proxy_that_is_not_there(variable: str, monkeyp
             with pytest.raises(pagewire.Unavailable) as caught:
                 await client.info()
         text = str(caught.value)
-    assert text.startswith("no server answers at grpc://scheduler.example:50051 (")
+    hint = "no server answers at grpc://scheduler.example:50051 (`pagewire serve MODEL` starts one): "
     advice = f", through {variable} http://{nobody}; set no_proxy=scheduler.example to go there without it"
+    assert text.startswith(hint), text
     assert text.endswith(advice), text
+    reason = text.removeprefix(hint).removesuffix(advice)
+    assert reason.startswith("failed to connect to all addresses; last error: "), text
+    assert nobody in reason, text
+    assert "Connection refused" in reason, text
     assert "secret" not in text
 
 

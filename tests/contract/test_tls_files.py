@@ -32,6 +32,11 @@ ENDED = AUTHORITY.issue("localhost", ends_in=-DAY)
 ED25519 = AUTHORITY.issue("localhost", key=ed25519.Ed25519PrivateKey.generate())
 P521 = AUTHORITY.issue("localhost", key=ec.generate_private_key(ec.SECP521R1()))
 K256 = AUTHORITY.issue("localhost", key=ec.generate_private_key(ec.SECP256K1()))
+# Those that openssl alone makes, each with a certificate of a hundred years: `openssl genpkey -algorithm RSA-PSS`, and
+# `openssl ecparam -name prime256v1 -param_enc explicit -genkey`.
+RSA_PSS, EXPLICIT_CURVE = (
+    Path(__file__).with_name(f"{name}.pem").read_bytes() for name in ("rsa_pss", "explicit_curve")
+)
 NOT_BEGUN = AUTHORITY.issue("localhost", began=-DAY, ends_in=2 * DAY)
 
 
@@ -92,6 +97,12 @@ BAD_FILES: dict[str, tuple[dict[str, bytes | None], str, str]] = {
     "a key of Ed25519": ({"cert": ED25519.cert, "key": ED25519.key}, "key", "is of a kind that gRPC does not take"),
     "a key on P-521": ({"cert": P521.cert, "key": P521.key}, "key", "is of a kind that gRPC does not take"),
     "a key on secp256k1": ({"cert": K256.cert, "key": K256.key}, "key", "is of a kind that gRPC does not take"),
+    "a key of RSA-PSS": ({"cert": RSA_PSS, "key": RSA_PSS}, "key", "is of a kind that gRPC does not take"),
+    "a key on a curve without a name": (
+        {"cert": EXPLICIT_CURVE, "key": EXPLICIT_CURVE},
+        "key",
+        "is of a kind that gRPC does not take",
+    ),
     "a certificate behind a mark": ({"cert": b"\xef\xbb\xbf" + GOOD.cert}, "cert", "holds no certificate in PEM"),
     "an indented key": ({"key": textwrap.indent(GOOD.key.decode(), "  ").encode()}, "key", "no private key in PEM"),
     "another key": ({"key": OTHER.key}, "key", "is not the key of the first certificate in"),
