@@ -1,9 +1,9 @@
 """What a model will take of memory is known before it does, and is what it then takes."""
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,9 @@ def _has_weight(module: torch.nn.Module) -> bool:
     return isinstance(module, Linear) and module.weight is not None
 
 
+# Reads what to measure, a line each, and measures it in a copy of itself: importing torch takes longer than most of it.
 MEASURE = """
-import sys, torch
+import ctypes, json, os, sys, torch
 from pathlib import Path
 from worker_service.models.loading import prepare_model
 from worker_service.host.operations import create_host_operations
@@ -142,23 +143,39 @@ from worker_service.startup.cpu_kernels import load_cpu_kernels
 def peak():
     return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 
-path, dtype, is_dummy = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "dummy"
-quantization = sys.argv[5] or None
-cpu = torch.device("cpu")
-operations = create_host_operations(load_cpu_kernels())
-small = prepare_model(Path(sys.argv[4]), dtype=dtype, device=cpu, operations=operations, is_dummy=True).load()
-before = peak()
-unloaded = prepare_model(
-    path, dtype=dtype, device=cpu, operations=operations, is_dummy=is_dummy, quantization=quantization
-)
-footprint = unloaded.footprint()
-unloaded.load()
-print(footprint.peak, peak() - before)
+def measure(folder, mode, quantization):
+    os.environ["PAGEWIRE_CPU_KERNELS"] = mode
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "is_dummy": True}
+    options["operations"] = create_host_operations(load_cpu_kernels())
+    if quantization:  # or glibc would raise it, and keep what is freed
+        M_MMAP_THRESHOLD = -3
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    small = prepare_model(Path(folder, "small"), **options).load()
+    before = peak()
+    unloaded = prepare_model(Path(folder, "large"), quantization=quantization or None, **options)
+    footprint = unloaded.footprint()
+    unloaded.load()
+    print(footprint.peak, peak() - before, flush=True)
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        measure(*json.loads(line))
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit("it could not be measured")
 """
 SMALL = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
     "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "dtype": "float32",
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measuring() -> Iterator["subprocess.Popen[str]"]:
+    command, pipe = [sys.executable, "-c", MEASURE], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
 
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process's memory from /proc")
@@ -175,10 +192,9 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of
     ],
 )
 def test_the_peak_of_loading_is_what_was_said(
-    tmp_path: Path, name: str, overrides: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, measuring: "subprocess.Popen[str]", name: str, overrides: dict[str, Any], mode: str
 ) -> None:
-    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
-    said, measured = peaks(tmp_path, overrides)
+    said, measured = peaks(tmp_path, measuring, overrides, mode)
     assert measured == pytest.approx(said, rel=0.06, abs=16 * MIB), name
 
 
@@ -193,27 +209,31 @@ def test_the_peak_of_loading_is_what_was_said(
     ],
 )
 def test_quantising_takes_no_more_than_was_said(
-    tmp_path: Path, overrides: dict[str, Any], quantization: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, measuring: "subprocess.Popen[str]", overrides: dict[str, Any], quantization: str
 ) -> None:
     """The head is quantised first, when there is nothing else yet."""
-    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto")
-    # Or glibc would raise it, and keep what is freed.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
-    said, measured = peaks(tmp_path, overrides, quantization)
+    said, measured = peaks(tmp_path, measuring, overrides, "auto", quantization)
     assert said / 2 < measured <= said + 16 * MIB
 
 
-def peaks(tmp_path: Path, overrides: dict[str, Any], quantization: str = "") -> tuple[int, int]:
+def peaks(
+    tmp_path: Path,
+    measuring: "subprocess.Popen[str]",
+    overrides: dict[str, Any],
+    mode: str,
+    quantization: str = "",
+) -> tuple[int, int]:
     """The peak of memory while a model of random weights loads: what was said, and what was measured."""
-    if os.environ["PAGEWIRE_CPU_KERNELS"] == "auto" and load_cpu_kernels() is None:
-        pytest.skip("the C kernels cannot be built here")
+    if mode == "auto":
+        skip_without_compiler()
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_hidden_layers": 2}
     for folder, config in (("small", SMALL), ("large", {**SMALL, **sizes, **overrides})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
-    arguments = [str(tmp_path / "large"), "float32", "dummy", str(tmp_path / "small"), quantization]
-    printed = subprocess.run(
-        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True, timeout=120
-    )
-    said, measured = map(int, printed.stdout.split())
+    assert measuring.stdin is not None
+    assert measuring.stdout is not None
+    measuring.stdin.write(json.dumps([str(tmp_path), mode, quantization]) + "\n")
+    measuring.stdin.flush()
+    said, measured = map(int, measuring.stdout.readline().split())
+    print(said, measured)
     return said, measured
