@@ -145,6 +145,17 @@ def differs(exchange: Exchange) -> bool:
     return exchange.reply.status == 200 and exchange.reply.texts != exchange.plain.texts
 
 
+def varies(body: Body) -> Proof:
+    """Requests for which seeds are drawn get various texts. The likeliest 24 tokens come with a chance of 0.002, and so
+    eight times in a row with one of 1e-21."""
+
+    def holds(exchange: Exchange) -> bool:
+        first = exchange.ask(body).texts
+        return any(exchange.ask(body).texts != first for _ in range(7))
+
+    return holds
+
+
 def greedy(exchange: Exchange) -> bool:
     """A request that samples got what the route's plain one gets, which is greedy."""
     return exchange.reply.texts == exchange.ask({}).texts

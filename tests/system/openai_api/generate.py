@@ -20,6 +20,7 @@ from tests.system.openai_api.field import (
     ignored,
     refused,
     refused_by_pagewire,
+    varies,
 )
 
 _TOKEN_IDS = [388, 347, 273, 259, 887, 368, 758]  # of the prompt
@@ -81,7 +82,7 @@ FIELDS = (
         "max_new_tokens", {"max_new_tokens": 3}, lambda it: it.reply.num_output_tokens == 3, "unset: as many as fit"
     ),
     refused_by_pagewire("sampling_params.max_new_tokens, beyond the context", _sampling({"max_new_tokens": 100_000})),
-    _honoured("temperature", {"temperature": 1}),
+    _honoured("temperature", {"temperature": 1}, varies(_SAMPLED)),
     _honoured("temperature, unset", {"temperature": ABSENT}, greedy, "the checkpoint's own, else 1"),
     _honoured("top_p", {"top_p": 0.01}, greedy, temperature=1),
     _honoured("top_k", {"top_k": 1}, greedy, temperature=1),

@@ -18,6 +18,7 @@ from tests.system.openai_api.field import (
     is_count,
     refused,
     refused_by_pagewire,
+    varies,
 )
 
 TOOLS = [
@@ -46,8 +47,7 @@ def _goes_on_in_a_conversation(exchange: Exchange) -> bool:
 
 def _is_random_with(body: Body) -> Proof:
     """Honouring the body would leave one story only."""
-    sampled = {"temperature": 1, "max_output_tokens": 120, **body}
-    return lambda exchange: exchange.ask(sampled).texts != exchange.ask(sampled).texts
+    return varies({"temperature": 1, "max_output_tokens": 120, **body})
 
 
 def _calls_count(exchange: Exchange) -> bool:
@@ -76,7 +76,7 @@ FIELDS = (
         note="unset: as many as fit",
     ),
     refused_by_pagewire("max_output_tokens, beyond the context", {"max_output_tokens": 100_000}),
-    honoured("temperature", {"temperature": 1}, note="0 to 2"),
+    honoured("temperature", {"temperature": 1}, varies({"temperature": 1}), note="0 to 2"),
     honoured(
         "temperature, unset", {}, _is_random_with({"temperature": ABSENT}), note="1, whatever the checkpoint says"
     ),
