@@ -63,6 +63,7 @@ _HISTOGRAMS = {
     "pagewire:plan_bytes": ("Size of a plan on the wire.", _BYTES),
     "pagewire:grammar_check_seconds": ("Time that it took to compile a grammar which was not known.", _PAUSE_SECONDS),
     "pagewire:gc_pause_seconds": ("Time for which a garbage collection stopped the scheduler.", _PAUSE_SECONDS),
+    "pagewire:gc_cpu_seconds": ("Processor time of a garbage collection.", _PAUSE_SECONDS),
 }
 # Numbers that are told as they are: their texts, and their names in SchedulerStats.
 _GAUGES = {
@@ -240,14 +241,15 @@ class Metrics(Observer):
         self.capacity: WorkerCapacity | None = None
         self._num_computed_prompt_tokens = 0
         self._parts_us = dict.fromkeys((field.name for field in fields(StepParts)), 0)
-        self._collection_began_at = 0.0
+        self._collection_began_at = 0.0, 0.0
 
     def collection(self, phase: str, info: dict[str, Any]) -> None:
-        """Observe how long a collection took. It is a callback of Python's garbage collector."""
+        """Observe how long a collection took, by both clocks. It is a callback of Python's garbage collector."""
         if phase == "start":
-            self._collection_began_at = time.perf_counter()
+            self._collection_began_at = time.perf_counter(), time.thread_time()
         else:
-            self._observe("pagewire:gc_pause_seconds", time.perf_counter() - self._collection_began_at)
+            self._observe("pagewire:gc_pause_seconds", time.perf_counter() - self._collection_began_at[0])
+            self._observe("pagewire:gc_cpu_seconds", time.thread_time() - self._collection_began_at[1])
 
     @contextmanager
     def submission(self, request: Request) -> Iterator[Request]:

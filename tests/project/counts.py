@@ -25,7 +25,7 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_214, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_215, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
         7_760, "29 architectures from three kinds of files, computed on CPUs and GPUs, by ranks and in graphs"
@@ -35,7 +35,7 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, and compilers that fail or are interrupted",
     ),
     "pagewire/common": Ceiling(
-        3_275, "transport and its refusals, GGUF files, grammars and templates, which both services read"
+        3_299, "transport and its refusals, GGUF files, grammars, templates, short garbage collections"
     ),
     "pagewire": Ceiling(
         5_733, "client, commands, their completion, `LLM`, what runs services on a machine, benchmarks of servers"
