@@ -47,10 +47,6 @@ class BuildError(Exception):
     """The kernels cannot be built or loaded here; the text says why."""
 
 
-class OutOfMemoryError(BuildError):
-    """A compiler was killed, or ended, for want of memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class Compiler:
     """A compiler that answers.
@@ -70,7 +66,7 @@ class Compiler:
         """No -fopenmp, so that a library asks for no OpenMP runtime of its own; but clang can call no other."""
         return ("-lm", "-fopenmp") if "clang" in self.version else ("-lm",)
 
-    def compile(self, flags: Sequence[str], source: Path, target: Path, pipe: int) -> None:
+    def compile(self, flags: Sequence[str], pipe: int, source: Path, target: Path) -> None:
         """Make an object of a source. Raises BuildError and OSError."""
         run([*self.command, *flags, "-c", "-o", str(target), str(source)], pipe, target.parent)
 
@@ -83,14 +79,17 @@ class Compiler:
         source, compiled = folder / "trial.c", folder / "trial.o"
         source.write_text(_TRIAL)
         try:
-            self.compile(flags, source, compiled, pipe)
+            self.compile(flags, pipe, source, compiled)
             self.link([compiled], folder / "trial.so", pipe)
-        except OutOfMemoryError:
-            raise
         except BuildError as error:
             if "clang" in self.version and "omp" in str(error):
                 raise BuildError("it has no OpenMP: install libomp-dev") from error
             raise
+
+
+def names_of(named: str | None) -> list[str]:
+    """The commands that are tried, in order."""
+    return list(dict.fromkeys((named, *NAMES) if named else NAMES))
 
 
 def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Compiler]:
@@ -99,7 +98,7 @@ def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Comp
     `refusals` gets why the others are none, by name. A compiler that has two names is one.
     """
     found: set[tuple[str, ...]] = set()
-    for name in dict.fromkeys((named, *NAMES) if named else NAMES):
+    for name in names_of(named):
         try:
             program, *options = shlex.split(name)
             path = shutil.which(program)
@@ -159,7 +158,7 @@ def run(command: Sequence[str], pipe: int, folder: Path | None = None) -> str:
 def _error(status: int, said: str) -> Exception:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = [line for line in lines if "error" in line] or lines
-    reason = f"failed with {status}" + f": {telling[0][:_MAX_REASON]}" * bool(telling)
+    reason = ": ".join([f"failed with {status}", *telling[:1]])[:_MAX_REASON]
     if status in (_KILLED, -signal.SIGKILL) or _NO_MEMORY.search(said):
-        return OutOfMemoryError(reason)
+        return BuildError("was ended for want of memory, of which it takes up to 230 MB")
     return OSError(errno.ENOSPC, reason) if _NO_SPACE.search(said) else BuildError(reason)

@@ -19,8 +19,10 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 # Before the library, so that both share one OpenMP runtime and its threads.
@@ -31,6 +33,7 @@ from pagewire.kernels.cpu.compiler import (
     Compiler,
     describe_refusals,
     find_compilers,
+    names_of,
     open_pipe,
 )
 
@@ -67,11 +70,13 @@ class Build:
         variant: "native" for the widest one that this processor runs, or one of VARIANTS.
         compiler: the command of the C compiler that is tried before cc, gcc and clang; None: these alone.
         cache: where libraries are kept; None: there is no place for them, and they cannot be built.
+        num_jobs: how many units of translation are compiled at the same time.
     """
 
     variant: str = NATIVE
     compiler: str | None = None
     cache: Path | None = None
+    num_jobs: int = 1
 
 
 def load_library(build: Build) -> ctypes.CDLL:
@@ -131,7 +136,7 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
     if kept is not None:
         return kept
     try:
-        return _build(paths, flags, build.cache, refusals)
+        return _build(paths, flags, build, refusals)
     except BuildError as error:
         earlier = next(filter(is_sealed, place.glob("*.so")), None)
         if earlier is None:
@@ -140,12 +145,14 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
         return earlier
 
 
-def _build(paths: Mapping[Compiler, Path], flags: Sequence[str], cache: Path, refusals: dict[str, str]) -> Path:
+def _build(paths: Mapping[Compiler, Path], flags: Sequence[str], build: Build, refusals: dict[str, str]) -> Path:
     """Build the library with the first compiler that works, and return its path. Raises BuildError."""
+    cache = build.cache
+    assert cache is not None
     try:
         with _building(cache) if paths else nullcontext(cache) as folder:
             for compiler, path in paths.items():
-                if is_sealed(path) or _compile(compiler, flags, folder, path, refusals):
+                if is_sealed(path) or _compile(compiler, flags, build, folder, path, refusals):
                     return path
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -185,10 +192,13 @@ def _building(cache: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compile(compiler: Compiler, flags: Sequence[str], folder: Path, path: Path, refusals: dict[str, str]) -> bool:
+def _compile(
+    compiler: Compiler, flags: Sequence[str], build: Build, folder: Path, path: Path, refusals: dict[str, str]
+) -> bool:
     """Build the library, unless the compiler does not even build a trivial one: `refusals` gets why."""
     built = folder / path.name
-    with open_pipe() as pipe:
+    # The pipe is closed first, which ends what still runs, and then the pool waits for its threads.
+    with ThreadPoolExecutor(build.num_jobs) as pool, open_pipe() as pipe:
         try:
             compiler.try_out(flags, folder, pipe)
         except BuildError as error:
@@ -196,16 +206,28 @@ def _compile(compiler: Compiler, flags: Sequence[str], folder: Path, path: Path,
             return False
         if path.exists():
             logger.warning("%s is not what was built: building it again", path)
-        # A warning, since it is all that is heard of a start that takes a minute.
+        names = names_of(build.compiler)
+        before = {name: refusals[name] for name in names[: names.index(compiler.name)] if name in refusals}
+        # A warning, since it is all that is heard of a start that takes so long.
         logger.warning(
-            "compiling the CPU kernels with %s, which takes about a minute, once on this machine%s",
+            "compiling the CPU kernels with %s, once on this machine, which takes some 20 s of a processor's time%s",
             " ".join(compiler.command),
-            (refusals and f" ({describe_refusals(refusals)})") or "",
+            f" ({describe_refusals(before)})" if before else "",
         )
         objects = [folder / f"{source.stem}.o" for source in sources()]
-        for source, compiled in zip(sources(), objects, strict=True):
-            compiler.compile([*flags, *_QUIET_FLAGS], source, compiled, pipe)
-        compiler.link(objects, built, pipe)
+        compile_unit = partial(compiler.compile, [*flags, *_QUIET_FLAGS], pipe)
+        units = [
+            pool.submit(compile_unit, source, compiled) for source, compiled in zip(sources(), objects, strict=True)
+        ]
+        try:
+            for unit in as_completed(units):
+                unit.result()
+            compiler.link(objects, built, pipe)
+        except BuildError as error:
+            raise BuildError(f"{compiler.name} {error}") from error
+        finally:
+            for unit in units:
+                unit.cancel()
     seal(built)
     path.parent.mkdir(exist_ok=True)
     built.rename(path)

@@ -67,7 +67,7 @@ def test_the_next_one_is_tried_and_told_why(machine: Machine, caplog: pytest.Log
     (line,) = caplog.messages
     assert line.startswith(f"compiling the CPU kernels with {machine.programs}/clang, ")
     assert line.endswith(
-        f"(ccache gcc: there is no ccache; gcc: not found; cc: failed with 1: {machine.programs}/cc: error: no headers)"
+        f"(ccache gcc: there is no ccache; cc: failed with 1: {machine.programs}/cc: error: no headers; gcc: not found)"
     )
     assert machine.build("ccache gcc") == path
     assert len(caplog.messages) == 1
@@ -102,6 +102,44 @@ def test_what_was_built_outlives_the_compiler(machine: Machine, caplog: pytest.L
     path.write_bytes(b"damaged")
     shutil.rmtree(machine.programs)
     assert library.is_sealed(machine.build())
+
+
+def test_units_are_compiled_side_by_side(machine: Machine, tmp_path: Path) -> None:
+    """Each waits for the other: a FIFO opens for one that writes and one that reads."""
+    os.mkfifo(tmp_path / "meeting")
+    meet = f'case "$*" in *one.c) echo >{tmp_path}/meeting;; *two.c) read -r _ <{tmp_path}/meeting;; esac'
+    machine.install("cc", f"{meet}; {WORKING}")
+    assert library.is_sealed(build_library(Build(cache=machine.cache, num_jobs=2), FLAGS))
+
+
+def test_a_failing_unit_ends_the_others(machine: Machine, tmp_path: Path) -> None:
+    """Or the build would wait for one that sleeps until the timeout of the test."""
+    os.mkfifo(tmp_path / "meeting")
+    meet = (
+        f'case "$*" in *one.c) echo >{tmp_path}/meeting; exec /bin/sleep 600;; *two.c) read -r _ <{tmp_path}/meeting;'
+    )
+    machine.install("cc", f"{meet} echo error: no; exit 3;; *) {WORKING};; esac")
+    with pytest.raises(BuildError, match=r"^cc failed with 3: error: no$"):
+        build_library(Build(cache=machine.cache, num_jobs=2), FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("ending", "line"),
+    [
+        ("kill -KILL $$", "cc was ended for want of memory, of which it takes up to 230 MB"),
+        ("echo cc1: out of memory allocating 65536 bytes; exit 1", "cc was ended for want of memory"),
+        (
+            "echo error: cannot write: No space left on device; exit 1",
+            " is full: make room, or set PAGEWIRE_CACHE to a",
+        ),
+    ],
+)
+def test_a_lack_is_a_short_line(ending: str, line: str, machine: Machine) -> None:
+    machine.install("cc", f'case "$*" in *one.c) {ending};; *) {WORKING};; esac')
+    refusal = machine.refusal()
+    assert line in refusal
+    assert "\n" not in refusal
+    assert len(refusal) < 80 + len(str(machine.cache))
 
 
 BUILDING = """

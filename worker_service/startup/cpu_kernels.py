@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pagewire.kernels.cpu import NATIVE, VARIANTS, Build, BuildError, CpuKernels, load_kernels
+from worker_service.startup.resources import available_bytes, num_usable_cpus
 
 _SWITCH = "PAGEWIRE_CPU_KERNELS"
 _MODES = ("auto", "off", "require")
 _VARIANT_SWITCH = "PAGEWIRE_CPU_VARIANT"
+_COMPILER_BYTES = 256 << 20  # of the one that takes most
 _QUANTIZED_SWITCH = "PAGEWIRE_QUANTIZED_CACHE"
 
 
@@ -36,7 +38,8 @@ def load_cpu_kernels() -> CpuKernels | None:
 
 def environment_build() -> Build:
     """How the environment has the kernels built. Raises ValueError if a variable is none of its values."""
-    return Build(_choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), cache_folder("kernels"))
+    num_jobs = max(1, min(num_usable_cpus(), available_bytes() // _COMPILER_BYTES))
+    return Build(_choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), cache_folder("kernels"), num_jobs)
 
 
 def _choice(name: str, choices: Sequence[str]) -> str:

@@ -123,7 +123,7 @@ INLINE void prepare_row(int64_t kind, const row_groups* groups, int64_t row, con
 }
 
 // x: [num_rows, in_size]. Called by all threads of a region, which meet at its end.
-static void prepare_rows(int64_t kind, const row_groups* groups, const float* x, int64_t in_size, void* prepared) {
+static inline void prepare_rows(int64_t kind, const row_groups* groups, const float* x, int64_t in_size, void* prepared) {
 #pragma omp for schedule(static)
   for (int64_t row = 0; row < groups->num_rows; row++)
     prepare_row(kind, groups, row, x + row * in_size, in_size, prepared);

@@ -148,7 +148,7 @@ INLINE void PAGED(store_elements)(const ELEMENT* source, CACHE* target, int64_t 
 #endif
 
 // Writes the fresh key and value of a token and a KV head to its slot; a token of slot -1 is skipped.
-static void PAGED(store_head)(const attention_step* step, int64_t token, int64_t head, const ELEMENT* key,
+SHARED void PAGED(store_head)(const attention_step* step, int64_t token, int64_t head, const ELEMENT* key,
                               const ELEMENT* value, void* key_cache, void* value_cache) {
   const int64_t slot = step->slot_mapping[token];
   if (slot < 0) return;
@@ -170,7 +170,7 @@ static void PAGED(store_kv)(const attention_step* step, const ELEMENT* key, cons
 }
 
 // A `task_function`: an item. Repeatable where no item is a part of one.
-static void PAGED(attend_task)(const void* context, int64_t task, int64_t next) {
+SHARED void PAGED(attend_task)(const void* context, int64_t task, int64_t next) {
   const attention* a = context;
   const item* work = &a->list->items[task];
   scratch own;
@@ -183,7 +183,7 @@ static void PAGED(attend_task)(const void* context, int64_t task, int64_t next) 
 }
 
 // A `task_function`, after all items: puts together the spans of an item whose first part this is.
-static void PAGED(merge_task)(const void* context, int64_t task, int64_t next) {
+SHARED void PAGED(merge_task)(const void* context, int64_t task, int64_t next) {
   const attention* a = context;
   const item *work = &a->list->items[task], *last = work + work->num_parts - 1;
   (void)next;

@@ -81,13 +81,21 @@ typedef struct {
   task_function attend, merge;
 } attention_functions;
 
-static const attention_functions ATTENTION_OVER[] = {
-    [HELD_FLOAT] = {store_head_float_float, attend_task_float_float, merge_task_float_float},
-    [HELD_BFLOAT16] = {store_head_float_bfloat16, attend_task_float_bfloat16, merge_task_float_bfloat16},
-    [HELD_FLOAT16] = {store_head_float_float16, attend_task_float_float16, merge_task_float_float16},
-    [HELD_FLOAT8] = {store_head_float_float8, attend_task_float_float8, merge_task_float_float8},
-    [HELD_INT8] = {store_head_float_int8, attend_task_float_int8, merge_task_float_int8},
-};
+#define DECLARE(cache) \
+  SHARED void store_head_float_##cache(const attention_step*, int64_t, int64_t, const float*, const float*, void*, \
+                                       void*); \
+  SHARED void attend_task_float_##cache(const void*, int64_t, int64_t); \
+  SHARED void merge_task_float_##cache(const void*, int64_t, int64_t);
+DECLARE(float) DECLARE(bfloat16) DECLARE(float16) DECLARE(float8) DECLARE(int8)
+#undef DECLARE
+
+#define FUNCTIONS(cache) {store_head_float_##cache, attend_task_float_##cache, merge_task_float_##cache}
+static const attention_functions ATTENTION_OVER[] = {[HELD_FLOAT] = FUNCTIONS(float),
+                                                     [HELD_BFLOAT16] = FUNCTIONS(bfloat16),
+                                                     [HELD_FLOAT16] = FUNCTIONS(float16),
+                                                     [HELD_FLOAT8] = FUNCTIONS(float8),
+                                                     [HELD_INT8] = FUNCTIONS(int8)};
+#undef FUNCTIONS
 
 // Which of a step's parts takes how long. `decoder.py` mirrors their order.
 enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, RANKS, NUM_PARTS };

@@ -13,116 +13,19 @@ INLINE int64_t float8_unit_bytes(const linear_layer* layer) {
   return PANEL * (layer->group_size + (int64_t)sizeof(float));
 }
 
-// sums: [R, 2 * C], += the products of `num` inputs, an even number. `weights`: of the first panel.
 #if defined(HAS_BFLOAT16_DOTS)
 enum { FLOAT8_ROW_BYTES = sizeof(uint32_t) / 2 };  // of an input of a prepared row
 
 INLINE int64_t float8_place(int64_t output, int64_t input) {
   return input / 2 * 2 * PANEL + output % LANES * 4 + input % 2 * 2 + output / LANES;
 }
-
-// `codes`: normal ones, in the upper bytes of 16 bits; what the lower ones hold does not count. Exponents are biased by
-// 127 instead of 7.
-INLINE __m512i widen_normal(__m512i codes) {
-  const __m512i moved = _mm512_and_si512(_mm512_srai_epi16(codes, 4), _mm512_set1_epi16((int16_t)0x87f0));
-  return _mm512_add_epi16(moved, _mm512_set1_epi16(0x3c00));
-}
-
-// The same of any: those without an exponent are looked up by their mantissa.
-static NOINLINE __m512i widen_any(__m512i codes) {
-  const __m512i small = _mm512_set4_epi64(0, 0, 0x3c603c403c203c00, 0x3bc03b803b000000);
-  const __m512i size = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f00));
-  const __m512i sign = _mm512_and_si512(codes, _mm512_set1_epi16((int16_t)0x8000));
-  const __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(0x0800));
-  const __m512i found = _mm512_permutexvar_epi16(_mm512_srli_epi16(size, 8), small);
-  return _mm512_mask_mov_epi16(widen_normal(codes), is_small, _mm512_or_si512(found, sign));
-}
-
-INLINE void multiply_float8(const int R, const int C, const int num, const char* weights, int64_t panel_bytes,
-                            const char* x, floats (*sums)[8]) {
-  const uint32_t* pairs = (const uint32_t*)x;
-#pragma GCC unroll 4
-  for (int i = 0; i < num / 2; i++) {
-    words w[8];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) {
-      const __m512i codes = _mm512_loadu_si512(weights + i * 2 * PANEL + c * panel_bytes);
-      const __m512i first = _mm512_slli_epi16(codes, 8);
-      const int has_small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78)) != 0;  // few have
-      w[2 * c] = (words)(__builtin_expect(has_small, 0) ? widen_any(first) : widen_normal(first));
-      w[2 * c + 1] = (words)(__builtin_expect(has_small, 0) ? widen_any(codes) : widen_normal(codes));
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int c = 0; c < 2 * C; c++) sums[r][c] = add_dots(sums[r][c], pairs[i * R + r] - (words){0}, w[c]);
-  }
-}
 #else
 enum { FLOAT8_ROW_BYTES = sizeof(float) };
 
 INLINE int64_t float8_place(int64_t output, int64_t input) { return input * PANEL + output; }
-
-INLINE void multiply_float8(const int R, const int C, const int num, const char* weights, int64_t panel_bytes,
-                            const char* x, floats (*sums)[8]) {
-  const float* values = (const float*)x;
-#pragma GCC unroll 8
-  for (int nth = 0; nth < num; nth++) {
-    const int i = nth ^ 1;  // of a pair the second one first, as `vdpbf16ps` has it
-    floats w[8];
-#pragma GCC unroll 8
-    for (int c = 0; c < 2 * C; c++)
-      w[c] = load_float8((const float8*)(weights + i * PANEL + c % 2 * LANES + c / 2 * panel_bytes));
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int c = 0; c < 2 * C; c++) sums[r][c] = multiply_add(splat(values[i * R + r]), w[c], sums[r][c]);
-  }
-}
 #endif
 
-// totals: [R, 2 * C vectors], += a unit's sums times its scales.
-INLINE void add_scaled(const int R, const int C, floats (*sums)[8], const char* scales, int64_t panel_bytes, float* totals) {
-#pragma GCC unroll 8
-  for (int c = 0; c < 2 * C; c++) {
-    const floats scale = load_float((const float*)(scales + c / 2 * panel_bytes) + c % 2 * LANES);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      float* total = totals + (r * 2 * C + c) * LANES;
-      store_float(total, multiply_add(sums[r][c], scale, load_float(total)));
-    }
-  }
-}
-
-// A `run_function` of R rows and C panels. Units are of whole turns of UNROLLED pairs; in each of those, a part of what is
-// to be fetched is.
-INLINE void multiply_run_of_float8(const int R, const int C, const linear_layer* layer, const char* weights,
-                                   int64_t panel_bytes, const char* x, int64_t num, const char* ahead, int64_t stride,
-                                   float* totals) {
-  enum { TURN = 2 * UNROLLED };
-  const int64_t size = layer->group_size, bytes = float8_unit_bytes(layer), part = stride * TURN / size;
-  for (int64_t unit = 0; unit < num; unit++, weights += bytes, x += size * R * FLOAT8_ROW_BYTES, ahead += stride) {
-    floats sums[GROUP_ROWS][8];
-    clear_sums(R, 2 * C, sums);
-    for (int64_t i = 0, line = 0, end = part; i < size; i += TURN, end += part) {
-      for (; line < end; line += LINE) __builtin_prefetch(ahead + line);
-      multiply_float8(R, C, TURN, weights + i * PANEL, panel_bytes, x + i * R * FLOAT8_ROW_BYTES, sums);
-    }
-    add_scaled(R, C, sums, weights + size * PANEL, panel_bytes, totals);
-  }
-}
-
-#define MULTIPLY(R, C) \
-  static void multiply_float8_##R##x##C(const linear_layer* layer, const char* weights, int64_t panel_bytes, \
-                                        const char* x, int64_t num, const char* ahead, int64_t stride, float* totals) { \
-    multiply_run_of_float8(R, C, layer, weights, panel_bytes, x, num, ahead, stride, totals); \
-  }
-EVERY_RUN(MULTIPLY)
-#undef MULTIPLY
-
-#define ENTRY(R, C) [C == 1 ? R : 0] = multiply_float8_##R##x##C,
-static const run_function FLOAT8_RUNS[] = {EVERY_RUN(ENTRY)};
-#undef ENTRY
+extern SHARED const run_function FLOAT8_RUNS[];  // float8_runs.h
 
 INLINE arithmetic float8_arithmetic(const linear_layer* layer) {
   return (arithmetic){.unit = layer->group_size,
@@ -131,39 +34,4 @@ INLINE arithmetic float8_arithmetic(const linear_layer* layer) {
                       .run = FLOAT8_RUN / layer->group_size,
                       .turn = 1,
                       .runs = FLOAT8_RUNS};
-}
-
-// A weight as a loader gives it: `Float8Weight` of float8.py.
-typedef struct {
-  const float8* values;  // [out_size, in_size]
-  const float* scale;    // [out_size, ceil(in_size / block_size)]
-  int64_t block_size;    // a multiple of the layer's `group_size`, or in_size
-} float8_weight;
-
-// panels: zeros. The layer's own panels are not looked at.
-void pack_float8(const linear_layer* layer, const float8_weight* weight, char* panels, int64_t num_threads) {
-  const int64_t size = layer->group_size, in_size = layer->in_size, bytes = float8_unit_bytes(layer);
-  const int64_t num_units = in_size / size, num_blocks = ceil_div(in_size, weight->block_size);
-  use_large_pages(panels, ceil_div(layer->out_size, PANEL) * num_units * bytes);
-#pragma omp parallel for schedule(static) num_threads((int)num_threads)
-  for (int64_t panel = 0; panel < ceil_div(layer->out_size, PANEL); panel++)
-    for (int64_t output = panel * PANEL; output < layer->out_size && output < (panel + 1) * PANEL; output++)
-      for (int64_t first = 0; first < in_size; first += size) {
-        char* unit = panels + (panel * num_units + first / size) * bytes;
-        for (int64_t i = 0; i < size; i++)
-          memcpy(unit + float8_place(output % PANEL, i), weight->values + output * in_size + first + i, 1);
-        memcpy(unit + size * PANEL + output % PANEL * (int64_t)sizeof(float),
-               weight->scale + output * num_blocks + first / weight->block_size, sizeof(float));
-      }
-}
-
-// A row of packed weights in float32.
-static void take_float8_row(const linear_layer* layer, int64_t output, float* row) {
-  const int64_t size = layer->group_size, bytes = float8_unit_bytes(layer), nth = output % PANEL;
-  const char* panel = (const char*)layer->panels + output / PANEL * (layer->in_size / size) * bytes;
-  for (int64_t i = 0; i < layer->in_size; i++) {
-    const char* unit = panel + i / size * bytes;
-    const float8* value = (const float8*)(unit + float8_place(nth, i % size));
-    row[i] = value_float8(*value) * ((const float*)(unit + size * PANEL))[nth];
-  }
 }

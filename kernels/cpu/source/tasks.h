@@ -34,7 +34,7 @@ INLINE void relax(void) {
 }
 
 // Does the tasks that no other thread takes, and returns at once.
-static void share_tasks(task_list* tasks, task_function run, const void* context) {
+static inline void share_tasks(task_list* tasks, task_function run, const void* context) {
   const int64_t num_tasks = tasks->num_tasks;
   for (int64_t task = take_task(tasks), next; task < num_tasks; task = next) {
     next = take_task(tasks);  // known ahead, so that what it reads can be fetched meanwhile
@@ -44,7 +44,7 @@ static void share_tasks(task_list* tasks, task_function run, const void* context
 }
 
 // Does the tasks that no other thread takes, and returns when all are done.
-static void finish_tasks(task_list* tasks, task_function run, const void* context) {
+static inline void finish_tasks(task_list* tasks, task_function run, const void* context) {
   const int64_t num_tasks = tasks->num_tasks;
   share_tasks(tasks, run, context);
   for (int64_t spins = 1; atomic_load_explicit(&tasks->num_done, memory_order_acquire) < num_tasks; spins++) {

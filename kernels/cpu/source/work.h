@@ -77,7 +77,7 @@ INLINE state state_at(float* memory, int64_t num_rows, int64_t stride) {
   return (state){.sums = memory, .maxima = maxima, .totals = maxima + num_rows};
 }
 
-static void start_span(tile* t, float* memory) {
+static inline void start_span(tile* t, float* memory) {
   t->sums = state_at(memory, t->num_rows, t->stride);
   memset(t->sums.sums, 0, sizeof(float) * (size_t)(t->num_rows * t->stride));
   for (int m = 0; m < t->num_rows; m++) {

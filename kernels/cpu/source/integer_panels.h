@@ -1,0 +1,148 @@
+// Packed weights of integers: how they are made, and read by rows.
+
+// A quantised weight as a loader gives it: `QuantizedWeight` of quantized.py.
+typedef struct {
+  const int8_t* codes;          // [out_size, in_size]
+  const float* scale;           // [out_size, in_size / group_size]
+  const float* minimum;         // the same, or NULL
+  const int8_t* zero;           // the same, or NULL
+  const float* scale_factor;    // [out_size, in_size / 256], or NULL
+  const float* minimum_factor;  // the same, or NULL
+  int64_t group_size;
+} quantized_weight;
+
+// Where a unit has the code of an input of an output, in bytes, and whether it is the upper half of one.
+INLINE int64_t code_place(int64_t bits, int64_t output, int64_t input, int* is_upper) {
+  const int64_t step = bits == 8 ? input / 4 : input / 8;
+  *is_upper = bits == 4 && input / 4 % 2;
+  return output / LANES * (unit_code_bytes(bits) / 2) + (step * LANES + output % LANES) * 4 + input % 4;
+}
+
+// Where a panel's unit is, and the factors of its scales.
+INLINE int64_t unit_place(const linear_layer* layer, int64_t unit, int64_t* factors) {
+  const int64_t bytes = unit_bytes(layer, code_bits(layer));
+  *factors = unit / BLOCK_UNITS * (BLOCK_UNITS * bytes + factor_bytes(layer));
+  return *factors + factor_bytes(layer) + unit % BLOCK_UNITS * bytes;
+}
+
+INLINE uint8_t exponent_of(float power) {
+  uint32_t bits;
+  memcpy(&bits, &power, sizeof bits);
+  return (uint8_t)(bits >> 23);
+}
+
+INLINE float power_of(uint8_t exponent) {
+  const uint32_t bits = (uint32_t)exponent << 23;
+  float power;
+  memcpy(&power, &bits, sizeof power);
+  return power;
+}
+
+INLINE void store_scale(int64_t element, char* scales, int64_t index, float value) {
+  switch (element) {
+    case ELEMENT_INT8: ((int8_t*)scales)[index] = (int8_t)value; break;
+    case ELEMENT_POWER: ((uint8_t*)scales)[index] = exponent_of(value); break;
+    case ELEMENT_FLOAT: ((float*)scales)[index] = value; break;
+    case ELEMENT_BFLOAT16: ((bfloat16*)scales)[index] = from_value_bfloat16(value); break;
+    default: ((float16*)scales)[index] = from_value_float16(value);
+  }
+}
+
+// The scales, minima and zeros that an output has in a unit; `first`: the unit's first input.
+static void pack_scales(const linear_layer* layer, const quantized_weight* weight, int64_t output, int64_t first,
+                        char* scales) {
+  const int64_t num_groups = groups_of_unit(layer), size = layer->in_size, element = layer->scale_element;
+  int8_t* zeros = (int8_t*)scales + num_groups * PANEL * scale_bytes(layer) * (1 + layer->has_minima);
+  for (int64_t g = 0; g < num_groups && first + g * layer->group_size < size; g++) {
+    const int64_t source = (output * size + first + g * layer->group_size) / weight->group_size;
+    const int64_t place = g * PANEL + output % PANEL;
+    store_scale(element, scales, place, weight->scale[source]);
+    if (weight->minimum) store_scale(element, scales, num_groups * PANEL + place, weight->minimum[source]);
+    if (weight->zero) zeros[place] = weight->zero[source];
+  }
+}
+
+// What an output has in a unit.
+static void pack_unit(const linear_layer* layer, const quantized_weight* weight, const uint8_t* indexes, int64_t output,
+                      int64_t unit, char* panel) {
+  const int64_t bits = code_bits(layer), size = layer->in_size, first = unit * UNIT_INPUTS, nth = output % PANEL;
+  int64_t factors;
+  char* codes = panel + unit_place(layer, unit, &factors);
+  for (int64_t i = 0; i < UNIT_INPUTS; i++) {
+    int is_upper;
+    char* byte = codes + code_place(bits, nth, i, &is_upper);
+    const uint8_t code = first + i < size ? (uint8_t)weight->codes[output * size + first + i] : 0;
+    if (bits == 8)
+      *byte = (char)(code ^ CODE_OFFSET);
+    else
+      *byte = (char)(*byte | indexes[code] << (is_upper ? 4 : 0));
+  }
+  pack_scales(layer, weight, output, first, codes + unit_code_bytes(bits));
+  if (!weight->scale_factor || unit % BLOCK_UNITS) return;
+  const int64_t block = (output * size + first) / (UNIT_INPUTS * BLOCK_UNITS);
+  store_scale(ELEMENT_FLOAT16, panel + factors, nth, weight->scale_factor[block]);
+  if (weight->minimum) store_scale(ELEMENT_FLOAT16, panel + factors, PANEL + nth, weight->minimum_factor[block]);
+}
+
+// panels: zeros. The layer's own panels are not looked at.
+void pack_quantized(const linear_layer* layer, const quantized_weight* weight, char* panels, int64_t num_threads) {
+  const int64_t num_units = ceil_div(layer->in_size, UNIT_INPUTS), bytes = weight_bytes(layer, code_bits(layer));
+  uint8_t indexes[256] = {0};
+  for (int i = 15; i >= 0; i--) indexes[(uint8_t)layer->table[i]] = (uint8_t)i;
+#pragma omp parallel for schedule(static) num_threads((int)num_threads)
+  for (int64_t panel = 0; panel < ceil_div(layer->out_size, PANEL); panel++)
+    for (int64_t output = panel * PANEL; output < layer->out_size && output < (panel + 1) * PANEL; output++)
+      for (int64_t unit = 0; unit < num_units; unit++)
+        pack_unit(layer, weight, indexes, output, unit, panels + panel * num_units * bytes);
+}
+
+// present[code + 128] = 1 for each code that there is.
+void find_codes(const int8_t* codes, int64_t num, uint8_t* present, int64_t num_threads) {
+#pragma omp parallel num_threads((int)num_threads)
+  {
+    uint8_t own[256] = {0};
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num; i++) own[codes[i] + 128] = 1;
+#pragma omp critical
+    for (int i = 0; i < 256; i++) present[i] |= own[i];
+  }
+}
+
+// A weight by its formula: a product that is rounded, then a difference.
+INLINE float dequantized(float scale, int32_t code, float minimum) {
+  const volatile float product = scale * (float)code;  // or both would be one instruction, and rounded once
+  return product - minimum;
+}
+
+INLINE float scale_value(const linear_layer* layer, const char* scales, int64_t index, const float16* factor) {
+  switch (layer->scale_element) {
+    case ELEMENT_INT8: return (float)((const int8_t*)scales)[index] * value_float16(*factor);
+    case ELEMENT_POWER: return power_of(((const uint8_t*)scales)[index]);
+    case ELEMENT_FLOAT: return ((const float*)scales)[index];
+    case ELEMENT_BFLOAT16: return value_bfloat16(((const bfloat16*)scales)[index]);
+    default: return value_float16(((const float16*)scales)[index]);
+  }
+}
+
+// The weight of an output, the `nth` of its panel, and of an input.
+static float quantized_value(const linear_layer* layer, const char* panel, int64_t nth, int64_t input) {
+  const int64_t bits = code_bits(layer), num_scales = groups_of_unit(layer) * PANEL;
+  int64_t place;
+  const char* unit = panel + unit_place(layer, input / UNIT_INPUTS, &place);
+  const char* scales = unit + unit_code_bytes(bits);
+  const float16* factors = (const float16*)(panel + place) + nth;
+  const int64_t g = input % UNIT_INPUTS / layer->group_size * PANEL + nth;
+  int is_upper;
+  const uint8_t byte = (uint8_t)unit[code_place(bits, nth, input % UNIT_INPUTS, &is_upper)];
+  const int8_t code = bits == 8 ? (int8_t)(byte ^ CODE_OFFSET) : layer->table[is_upper ? byte >> 4 : byte & 15];
+  const int8_t* zeros = (const int8_t*)scales + num_scales * scale_bytes(layer) * (1 + layer->has_minima);
+  const float minimum = layer->has_minima ? scale_value(layer, scales, num_scales + g, factors + PANEL) : 0.0f;
+  return dequantized(scale_value(layer, scales, g, factors), code - (layer->has_zeros ? zeros[g] : 0), minimum);
+}
+
+// A row of packed weights in float32.
+static void take_quantized_row(const linear_layer* layer, int64_t output, float* row) {
+  const int64_t num_units = ceil_div(layer->in_size, UNIT_INPUTS);
+  const char* panel = (const char*)layer->panels + output / PANEL * num_units * weight_bytes(layer, code_bits(layer));
+  for (int64_t i = 0; i < layer->in_size; i++) row[i] = quantized_value(layer, panel, output % PANEL, i);
+}

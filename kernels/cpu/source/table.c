@@ -1,0 +1,3 @@
+#define CODING CODES_OF_TABLE
+#define RUNS TABLE_RUNS
+#include "integer_runs.h"
