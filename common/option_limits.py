@@ -3,6 +3,7 @@
 Loads nothing of gRPC.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -25,7 +26,8 @@ def between(minimum: float, maximum: float) -> Limit:
 
 
 PORT = between(0, 65535)
-URL = Limit("http://HOST:PORT or https://HOST:PORT", lambda value: value.startswith(("http://", "https://")))
+_URL = re.compile(r"https?://([^\s/:@\[\]]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?(/.*)?")
+URL = Limit("http://HOST:PORT or https://HOST:PORT", lambda value: _URL.fullmatch(value) is not None)
 
 
 def option(

@@ -28,9 +28,19 @@ class _Operations:
 
 
 def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
-    """Make a provider of tracers, which sends a service's spans to the collector at `endpoint`, http://HOST:PORT."""
+    """Make a provider of tracers, which sends a service's spans to the collector at `endpoint`, http://HOST:PORT.
+
+    Raises ValueError for variables of OpenTelemetry that it cannot be made with, of which each has errors of its own.
+    """
     # It tells a line again after 20 s, but at once where the warning that a batch is tried again came in between.
     logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").setLevel(logging.ERROR)
+    try:
+        return _provider(endpoint, service_name, version)
+    except Exception as error:
+        raise ValueError(f"OpenTelemetry cannot be set up by the environment's OTEL_ variables: {error}") from error
+
+
+def _provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
     provider = TracerProvider(resource=Resource.create({"service.name": service_name, "service.version": version}))
     # Its annotation knows options with texts alone; gRPC takes numbers.
     options: Any = (("grpc.enable_http_proxy", int(http_proxy_of(urlsplit(endpoint).netloc) is not None)),)

@@ -35,7 +35,7 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, and compilers that fail or are interrupted",
     ),
     "pagewire/common": Ceiling(
-        3_299, "transport and its refusals, GGUF files, grammars, templates, short garbage collections"
+        3_305, "transport and its refusals, tracing's among them, GGUF files, grammars, templates, short collections"
     ),
     "pagewire": Ceiling(
         5_733, "client, commands, their completion, `LLM`, what runs services on a machine, benchmarks of servers"
