@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from select import select
+from typing import IO
 
 import pytest
 
-from pagewire.kernels.cpu import BuildError, library
+from pagewire.kernels.cpu import BuildError, compiler, library
 from pagewire.kernels.cpu.library import Build, build_library
 
 # The file behind -o is all that a build wants.
@@ -20,6 +22,7 @@ FAILING = 'case "$*" in *--version) echo "1.0";; *) echo "$0: error: no headers"
 NO_OPENMP = """case "$*" in
 *--version) echo "clang version 14";; *) echo "fatal error: 'omp.h' file not found"; exit 1;; esac"""
 FLAGS = ["-O3"]
+DEADLINE = 60.0  # seconds: no test waits longer for what does not come
 
 
 @pytest.fixture
@@ -37,6 +40,7 @@ class Machine:
         for name in ("one", "two"):
             (source / f"{name}.c").write_text(f"int {name};\n")
         monkeypatch.setattr(library, "SOURCES", source)
+        monkeypatch.setattr(compiler, "_TIMEOUT_S", DEADLINE)
         monkeypatch.setenv("PATH", str(self.programs))
 
     def install(self, name: str, script: str) -> None:
@@ -142,6 +146,17 @@ def test_a_lack_is_a_short_line(ending: str, line: str, machine: Machine) -> Non
     assert len(refusal) < 80 + len(str(machine.cache))
 
 
+def reading(fifo: Path) -> IO[bytes]:
+    """A new FIFO that is opened without waiting for one who writes."""
+    os.mkfifo(fifo)
+    return open(fifo, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+
+
+def first_of(*files: IO[bytes] | None) -> IO[bytes] | None:
+    """Which of these can be read first, be it their end; None if none can."""
+    return next(iter(select(files, [], [], DEADLINE)[0]), None)
+
+
 BUILDING = """
 import sys
 from pathlib import Path
@@ -154,8 +169,6 @@ library.build_library(library.Build(cache=Path(sys.argv[2])), ["-O3"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_compiler_ends(number: int, machine: Machine, tmp_path: Path) -> None:
     """With the process, however that ends, and what it was about is gone at the next start."""
-    for name in ("compiling", "ended"):
-        os.mkfifo(tmp_path / name)
     # The grandchild, as cc1 is one, holds the second FIFO open as long as it lives. It is told of by the first.
     machine.install(
         "cc",
@@ -163,11 +176,20 @@ def test_an_interrupted_compiler_ends(number: int, machine: Machine, tmp_path: P
         f"*) {WORKING};; esac",
     )
     command = [sys.executable, "-W", "ignore", "-c", BUILDING, str(library.SOURCES), str(machine.cache)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process, open(tmp_path / "ended") as ended:
-        assert (tmp_path / "compiling").read_text() == "at work\n"
-        process.send_signal(number)
-        process.wait()
-        assert ended.read() == ""  # once nobody holds it any more
+    with (
+        reading(tmp_path / "compiling") as compiling,
+        reading(tmp_path / "ended") as ended,
+        subprocess.Popen(command, stdout=subprocess.PIPE) as process,
+    ):
+        try:
+            assert first_of(compiling, process.stdout) is compiling  # the other one is at its end with the process
+            assert compiling.read() == b"at work\n"
+            process.send_signal(number)
+            process.wait(DEADLINE)
+            assert first_of(ended) is ended
+            assert ended.read() == b""  # since nobody holds it any more
+        finally:
+            process.kill()
     left = machine.cache / "building" / "left"
     left.parent.mkdir(exist_ok=True)
     left.touch()
