@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from pagewire.common import __version__
+from pagewire.common.limits import describe_address_space
 from pagewire.common.messages import CertificateLife
 from pagewire.common.process import announce_ready, exit_with_parent
 from pagewire.common.stopping import cancel, stop_at_signals
@@ -138,7 +139,9 @@ class _WorkerProcess:
         try:
             import torch  # noqa: F401
         except (ImportError, OSError) as error:
-            raise ValueError(f"torch is installed, but cannot be imported: {error}") from error
+            raise ValueError(
+                f"torch is installed, but cannot be imported: {error}{describe_address_space()}"
+            ) from error
         from worker_service.models.checkpoint_files import CheckpointError
         from worker_service.startup.loader import load_worker
 

@@ -5,7 +5,6 @@ import errno
 import importlib
 import io
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from pagewire.common import __version__
+from pagewire.common.limits import describe_address_space, obstacle, raise_descriptor_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,6 @@ GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
 # gRPC's core would write to standard error itself, a line for each bad handshake, and where that is not read, its
 # threads would wait there for ever. What matters it tells Python too.
 GRPC_VERBOSITY = "NONE"
-NUM_DESCRIPTORS = 65_536
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +148,8 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
         from pagewire.common.process import EXIT_REFUSED, announce_refusal, is_child
         from pagewire.installation import advice
 
-        line = advice(error, verb.extra)
+        is_lack = isinstance(error, MemoryError)
+        line = f"out of memory{describe_address_space()}" if is_lack else advice(error, verb.extra)
         if line is None:
             raise
         is_service = verb.module == _SERVICES
@@ -160,22 +160,14 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
         return EXIT_REFUSED if is_service else FAILURE
 
 
-def raise_descriptor_limit() -> None:
-    """Raises the limit of file descriptors, of which each connection takes one. The usual soft limit of 1,024 is for
-    programs that call select."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, NUM_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # where that is denied, what there is must do
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _run(verb: Verb, arguments: Sequence[str]) -> int:
     from pagewire.errors import CommandError, PagewireError
     from pagewire.hosting.printable import printable_lines
 
     try:
         function = load(verb)
+        if reason := obstacle():
+            raise CommandError(reason)
         with _interrupts(verb):
             return function(arguments)
     except PagewireError as error:

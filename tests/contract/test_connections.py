@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from pagewire.cli import command
+from pagewire.common.limits import raise_descriptor_limit
 from pagewire.common.transport import listening
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -153,7 +153,7 @@ def test_what_may_be_opened_is_raised_and_mostly_for_connections(monkeypatch: py
         ((1, 1), (1, 1), 1),
     ):
         limits = before
-        command.raise_descriptor_limit()
+        raise_descriptor_limit()
         assert limits == after
         assert listening.max_open_connections() == num_connections
 
@@ -164,4 +164,4 @@ def test_a_limit_that_may_not_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", denied)
-    command.raise_descriptor_limit()
+    raise_descriptor_limit()

@@ -28,20 +28,21 @@ MAX_STATEMENTS = {
         9_215, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
-        7_763, "29 architectures from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
+        7_764, "29 architectures from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
     ),
     "pagewire/kernels": Ceiling(
         3_938,
         "a specification in torch of each kernel, it in C and in Triton, and compilers that fail or are interrupted",
     ),
     "pagewire/common": Ceiling(
-        3_305, "transport and its refusals, tracing's among them, GGUF files, grammars, templates, short collections"
+        3_339,
+        "transport, tracing and their refusals, processes' limits, GGUF files, grammars, templates, short collections",
     ),
     "pagewire": Ceiling(
-        5_733, "client, commands, their completion, `LLM`, what runs services on a machine, benchmarks of servers"
+        5_729, "client, commands, their completion, `LLM`, what runs services on a machine, benchmarks of servers"
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(337, "a noun each, completion of commands the last")
+MAX_MODULES_IN_ALL = Ceiling(338, "a noun each, limits of processes the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     49, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
