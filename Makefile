@@ -64,8 +64,8 @@ fuzz: $(READY)  ## for MINUTES=n: random requests through both services, alone a
 sim: $(READY)  ## simulate SEEDS=n histories of the scheduler and a failing worker, from seed FIRST=n on; COMPILED=1: faster
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --first $(FIRST) $(if $(COMPILED),--compiled)
 
-sim-mutants: $(READY)  ## plant bugs, and see that the simulator finds each, by its recorded seed or SEEDS=n others; ARGS=--record
-	$(BIN)/python -m tests.sim.mutants --seeds $(SEEDS) --first $(FIRST) $(ARGS)
+sim-mutants: $(READY)  ## plant bugs, and see that the simulator finds each, by its recorded seed or SEEDS=n others; RECORD=1: write which
+	$(BIN)/python -m tests.sim.mutants --seeds $(SEEDS) --first $(FIRST) $(if $(RECORD),--record)
 
 lint: $(READY)  ## ruff, mypy, import-linter, buf lint, buf breaking
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 # Else torch comes with CUDA, 5 GB.
-FOR_CPUS = " --extra-index-url INDEX (PyTorch's for CPUs, as its install page names it)"
+FOR_CPUS = " --extra-index-url INDEX  # the one for CPUs that the install page of PyTorch names"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 _TREE = Path(__file__).resolve().parents[1]
 

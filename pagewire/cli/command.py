@@ -45,7 +45,7 @@ VERBS = {
     "simulate": Verb(
         "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
     ),
-    "completion": Verb("pagewire.cli.completion", "main", "print what lets a shell complete verbs and flags"),
+    "completion": Verb("pagewire.cli.completion", "completion", "print what lets a shell complete verbs and flags"),
     "demo": Verb(_REQUEST, "demo", "serve the bundled model, stream one completion, and end"),
 }
 BENCHES = {
@@ -144,12 +144,16 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         tell("")
         return INTERRUPTED
+    except MemoryError as error:
+        if not (limit := describe_address_space()):
+            raise
+        tell(f"pagewire: error: out of memory{f': {error}' if str(error) else ''}{limit}")
+        return FAILURE
     except Exception as error:
         from pagewire.common.process import EXIT_REFUSED, announce_refusal, is_child
         from pagewire.installation import advice
 
-        is_lack = isinstance(error, MemoryError)
-        line = f"out of memory{describe_address_space()}" if is_lack else advice(error, verb.extra)
+        line = advice(error, verb.extra)
         if line is None:
             raise
         is_service = verb.module == _SERVICES
@@ -166,7 +170,8 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
 
     try:
         function = load(verb)
-        if reason := obstacle():
+        is_told_only = verb.function == "completion" or not {"-h", "--help"}.isdisjoint(arguments)
+        if not is_told_only and (reason := obstacle()):
             raise CommandError(reason)
         with _interrupts(verb):
             return function(arguments)

@@ -9,12 +9,14 @@ from pagewire.options import DESCRIBE, DescribedError, Parser
 
 _BASH = """\
 _pagewire() {
-  local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" verb="" found=""
+  local IFS=$' \\t\\n' word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" verb="" found=""
+  if [[ "$word" == "=" ]]; then word=""; elif [[ "$before" == "=" ]]; then before="${COMP_WORDS[COMP_CWORD-2]}"; fi
   if (( COMP_CWORD > 1 )); then verb="${COMP_WORDS[1]}"; fi
   if [[ "$verb" == bench ]] && (( COMP_CWORD > 2 )); then verb="bench ${COMP_WORDS[2]}"; fi
   case "$verb" in
 %s
   esac
+  if [[ "$found" == -* && "$word" != -* ]]; then found=""; fi
   case "$verb $before" in
 %s
   esac
@@ -22,12 +24,15 @@ _pagewire() {
 }
 complete -o default -F _pagewire pagewire
 """
-_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
+autoload -Uz bashcompinit && bashcompinit
+"""
 _FISH_VERB = "commandline -opc | string join ' ' | string match -qr -- '^\\\\S+%s%s'"
 SHELLS = ["bash", "zsh", "fish"]
 
 
-def main(arguments: Sequence[str]) -> int:
+def completion(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="pagewire completion",
         usage="pagewire completion SHELL",
@@ -36,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     shell = parser.parse_args(arguments).shell
-    lists = {"": [*VERBS, "help"], "bench": list(BENCHES), "completion": SHELLS}
+    lists = {"": [*VERBS, "help"], "help": list(VERBS), "bench": list(BENCHES), "completion": SHELLS}
     with_flags = {name: verb for name, verb in VERBS.items() if name not in lists}
     parsers = {**dict(_parsers("", with_flags)), **dict(_parsers("bench ", BENCHES))}
     if shell == "fish":

@@ -193,7 +193,7 @@ def serve(arguments: Sequence[str]) -> int:
     with _ending():
         check_worker(ranks[0], num_local_ranks=len(ranks))
     if gateway_config.gateway:
-        if gateway_config.gateway_host != LOOPBACK:
+        if gateway_config.gateway_host not in (LOOPBACK, "localhost", "::1"):
             log.warning("the gateway admits everyone who can reach --gateway-host %s", gateway_config.gateway_host)
         log.warning("through the gateway, min_tokens does not hold against stop: a stop text before it cuts the text")
     inherited = options.options_of(WorkerConfig, ModelSourceConfig, logs.LogConfig)

@@ -31,6 +31,10 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pagewire serve --request-ra", ""),
         ("pagewire completion z", "zsh"),
         ("pagewire no-verb --", ""),
+        ("pagewire complete --json-schema ''", ""),
+        ("pagewire complete ''", ""),
+        ("pagewire worker --device = cu", "cuda"),
+        ("pagewire help comple", "complete completion"),
     ],
 )
 def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,8 +44,10 @@ def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixtur
 
 
 def test_zsh_takes_what_bash_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    first, _, rest = script("zsh", capsys).partition("\n")
-    assert "bashcompinit" in first
+    first, begin, rest = script("zsh", capsys).partition("autoload -Uz bashcompinit && bashcompinit\n")
+    assert begin
+    # What the user has set up already stays.
+    assert first == "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\n"
     assert rest == script("bash", capsys)
 
 

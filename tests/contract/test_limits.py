@@ -1,5 +1,6 @@
 """Limits of the system that are too low for a command: one line that names them, and no lines of gRPC's."""
 
+import resource
 import subprocess
 import sys
 import threading
@@ -33,10 +34,24 @@ def test_threads_that_cannot_be_started_name_the_limits(
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_enough_threads_need_no_word() -> None:
-    before = threading.active_count()
+def test_enough_threads_need_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def record(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", record)
     assert limits.obstacle() == ""
-    assert threading.active_count() == before
+    assert len(started) == limits.NUM_THREADS
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_what_only_tells_needs_no_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "obstacle", lambda: "few threads")
+    for arguments in (["status", "--help"], ["completion", "bash"]):
+        assert command.main(arguments) == command.SUCCESS
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("mebibytes", [200, 600])
@@ -51,12 +66,23 @@ def test_little_address_space_is_one_line(mebibytes: int) -> None:
     )
 
 
-def test_memory_that_is_missing_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("verb", ["status", "scheduler"])
+def test_memory_that_a_limit_keeps_is_one_line(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without a limit it is a fault of a service or of its machine, with all that is known of the place."""
+
     def lack(arguments: list[str]) -> int:
-        raise MemoryError
+        raise MemoryError("Unable to allocate 3 GiB")
 
     monkeypatch.setattr(command, "load", lambda verb: lack)
-    assert command.main(["status"]) == command.FAILURE
-    assert capsys.readouterr().err == "pagewire: error: out of memory\n"
+    monkeypatch.setattr(command, "raise_descriptor_limit", lambda: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 30, 1 << 30))
+    assert command.main([verb]) == command.FAILURE
+    assert capsys.readouterr().err == (
+        "pagewire: error: out of memory: Unable to allocate 3 GiB; "
+        "the address space is limited to 1024 MiB (ulimit -v)\n"
+    )
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    with pytest.raises(MemoryError):
+        command.main([verb])

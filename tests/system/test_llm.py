@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import pagewire
-from pagewire import LLM, SamplingParams
+from pagewire import LLM, SamplingParams, installation
 from testing.services import ENVIRON, children_of
 from tests.environments import forgetting
 
@@ -448,5 +448,5 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
     program = f"import pagewire\ntry: pagewire.LLM({str(MODEL)!r})\nexcept ImportError as error: print(error)"
     command = [sys.executable, "-c", program]
     printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    line = r"torch is not installed: \S+ -m pip install 'pagewire\[serve\]'( --extra-index-url \S+)?\n"
+    line = rf"torch is not installed: \S+ -m pip install 'pagewire\[serve\]'({re.escape(installation.FOR_CPUS)})?\n"
     assert re.fullmatch(line, printed.stdout)
