@@ -136,6 +136,7 @@ class _WorkerProcess:
     def _load(self) -> LoadedWorker:
         """Load the worker on the engine's thread: torch is imported there too, and only there it is called."""
         limit_spinning(os.environ)
+        report = LoadProgress(partial(setattr, self.engine, "loading"))
         try:
             import torch  # noqa: F401
         except (ImportError, OSError) as error:
@@ -148,7 +149,6 @@ class _WorkerProcess:
         # For people: HOST:PID:RANDOM. Process ids come back, so something in it is random.
         worker_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         try:
-            report = LoadProgress(partial(setattr, self.engine, "load_percent"))
             loaded = load_worker(self._config, worker_id, report, self._digest)
         except CheckpointError as error:
             raise ValueError(f"--model {self._config.model}: {error}") from error

@@ -136,10 +136,14 @@ def run(command: Sequence[str], pipe: int, folder: Path | None = None) -> str:
 
     Raises BuildError with a short text, or OSError if there is no space for what it writes.
     """
-    watched = ["/bin/sh", "-c", _WATCHED, "sh", str(folder or ""), *command]
-    output, errors = subprocess.PIPE, subprocess.STDOUT
     try:
-        process = subprocess.Popen(watched, stdin=pipe, stdout=output, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHED, "sh", str(folder or ""), *command],
+            stdin=pipe,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     except OSError as error:
         raise BuildError(f"does not run: {error}") from error
     with process:
@@ -157,8 +161,7 @@ def run(command: Sequence[str], pipe: int, folder: Path | None = None) -> str:
 
 def _error(status: int, said: str) -> Exception:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    telling = [line for line in lines if "error" in line] or lines
-    reason = ": ".join([f"failed with {status}", *telling[:1]])[:_MAX_REASON]
+    reason = ": ".join([f"failed with {status}", *([line for line in lines if "error" in line] or lines)[:1]])
     if status in (_KILLED, -signal.SIGKILL) or _NO_MEMORY.search(said):
         return BuildError("was ended for want of memory, of which it takes up to 230 MB")
-    return OSError(errno.ENOSPC, reason) if _NO_SPACE.search(said) else BuildError(reason)
+    return OSError(errno.ENOSPC, reason) if _NO_SPACE.search(said) else BuildError(reason[:_MAX_REASON])

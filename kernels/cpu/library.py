@@ -18,11 +18,11 @@ import logging
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 # Before the library, so that both share one OpenMP runtime and its threads.
@@ -59,6 +59,7 @@ AARCH64_FLAGS = {"portable": "-march=armv8-a", "dotprod": "-march=armv8.2-a+dotp
 # Where a platform's wheel has the libraries, `VARIANT.so`.
 BUILT = Path(__file__).parent / "built"
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
+_WAITING = "waiting for another process that compiles the CPU kernels"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -71,12 +72,14 @@ class Build:
         compiler: the command of the C compiler that is tried before cc, gcc and clang; None: these alone.
         cache: where libraries are kept; None: there is no place for them, and they cannot be built.
         num_jobs: how many units of translation are compiled at the same time.
+        tell: hears how far that is, or what it waits for.
     """
 
     variant: str = NATIVE
     compiler: str | None = None
     cache: Path | None = None
     num_jobs: int = 1
+    tell: Callable[[str], object] = field(default=lambda doing: None, compare=False)
 
 
 def load_library(build: Build) -> ctypes.CDLL:
@@ -136,7 +139,7 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
     if kept is not None:
         return kept
     try:
-        return _build(paths, flags, build, refusals)
+        return _build(build.cache, paths, flags, build, refusals)
     except BuildError as error:
         earlier = next(filter(is_sealed, place.glob("*.so")), None)
         if earlier is None:
@@ -145,12 +148,12 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
         return earlier
 
 
-def _build(paths: Mapping[Compiler, Path], flags: Sequence[str], build: Build, refusals: dict[str, str]) -> Path:
+def _build(
+    cache: Path, paths: Mapping[Compiler, Path], flags: Sequence[str], build: Build, refusals: dict[str, str]
+) -> Path:
     """Build the library with the first compiler that works, and return its path. Raises BuildError."""
-    cache = build.cache
-    assert cache is not None
     try:
-        with _building(cache) if paths else nullcontext(cache) as folder:
+        with _building(cache, build.tell) if paths else nullcontext(cache) as folder:
             for compiler, path in paths.items():
                 if is_sealed(path) or _compile(compiler, flags, build, folder, path, refusals):
                     return path
@@ -163,9 +166,8 @@ def _build(paths: Mapping[Compiler, Path], flags: Sequence[str], build: Build, r
 
 def seal(path: Path) -> None:
     """Append to a file the digest of what it holds, where loaders of libraries do not look."""
-    digest = hashlib.sha256(path.read_bytes()).digest()
     with path.open("ab") as file:
-        file.write(digest)
+        file.write(hashlib.sha256(path.read_bytes()).digest())
 
 
 def is_sealed(path: Path) -> bool:
@@ -178,12 +180,17 @@ def is_sealed(path: Path) -> bool:
 
 
 @contextmanager
-def _building(cache: Path) -> Iterator[Path]:
+def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
     """An empty folder of one process at a time: a compiler that was killed may have left something in it."""
     folder = cache / "building"
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning(_WAITING)
+            tell(_WAITING)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
@@ -206,8 +213,8 @@ def _compile(
             return False
         if path.exists():
             logger.warning("%s is not what was built: building it again", path)
-        names = names_of(build.compiler)
-        before = {name: refusals[name] for name in names[: names.index(compiler.name)] if name in refusals}
+        tried = takewhile(lambda name: name != compiler.name, names_of(build.compiler))
+        before = {name: refusals[name] for name in tried if name in refusals}
         # A warning, since it is all that is heard of a start that takes so long.
         logger.warning(
             "compiling the CPU kernels with %s, once on this machine, which takes some 20 s of a processor's time%s",
@@ -215,13 +222,15 @@ def _compile(
             f" ({describe_refusals(before)})" if before else "",
         )
         objects = [folder / f"{source.stem}.o" for source in sources()]
-        compile_unit = partial(compiler.compile, [*flags, *_QUIET_FLAGS], pipe)
         units = [
-            pool.submit(compile_unit, source, compiled) for source, compiled in zip(sources(), objects, strict=True)
+            pool.submit(compiler.compile, [*flags, *_QUIET_FLAGS], pipe, source, compiled)
+            for source, compiled in zip(sources(), objects, strict=True)
         ]
         try:
-            for unit in as_completed(units):
+            build.tell(f"compiling the CPU kernels: 0 of {len(units)} units")
+            for num_done, unit in enumerate(as_completed(units), 1):
                 unit.result()
+                build.tell(f"compiling the CPU kernels: {num_done} of {len(units)} units")
             compiler.link(objects, built, pipe)
         except BuildError as error:
             raise BuildError(f"{compiler.name} {error}") from error
@@ -245,13 +254,16 @@ def _share_openmp() -> None:
     Raises OSError if there is none.
     """
     folder = Path(torch.__file__).parent
-    found = [path for place in (folder / "lib", folder.parent / "torch.libs") for path in place.glob("libgomp*.so*")]
+    found = (path for place in (folder / "lib", folder.parent / "torch.libs") for path in place.glob("libgomp*.so*"))
     ctypes.CDLL(str(min(found, default="libgomp.so.1")), ctypes.RTLD_GLOBAL)
 
 
 def _digest(flags: Sequence[str]) -> str:
-    contents = (text for path in sorted(SOURCES.iterdir()) for text in (path.name, path.read_text()))
-    return _digest_of(*flags, platform.machine(), *contents)
+    return _digest_of(
+        *flags,
+        platform.machine(),
+        *(text for path in sorted(SOURCES.iterdir()) for text in (path.name, path.read_text())),
+    )
 
 
 def _digest_of(*texts: str) -> str:

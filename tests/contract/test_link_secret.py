@@ -26,7 +26,7 @@ from worker_service.rpc.servicer import WorkerServicer
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
-LOADING = (grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model: 0 %")
+LOADING = (grpc.StatusCode.UNAVAILABLE, "the worker is still starting, importing torch")
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 """Which compiler builds the CPU's kernels, and what becomes of one that fails or is interrupted: all are small shell
 scripts, alone on the path."""
 
+import fcntl
 import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from select import select
 from typing import IO
@@ -47,8 +49,8 @@ class Machine:
         (self.programs / name).write_text(f"#!/bin/sh\n{script}\n")
         (self.programs / name).chmod(0o755)
 
-    def build(self, named: str | None = None) -> Path:
-        return build_library(Build(compiler=named, cache=self.cache), FLAGS)
+    def build(self, named: str | None = None, tell: Callable[[str], object] = lambda doing: None) -> Path:
+        return build_library(Build(compiler=named, cache=self.cache, tell=tell), FLAGS)
 
     def refusal(self, named: str | None = None) -> str:
         with pytest.raises(BuildError) as caught:
@@ -114,6 +116,34 @@ def test_units_are_compiled_side_by_side(machine: Machine, tmp_path: Path) -> No
     meet = f'case "$*" in *one.c) echo >{tmp_path}/meeting;; *two.c) read -r _ <{tmp_path}/meeting;; esac'
     machine.install("cc", f"{meet}; {WORKING}")
     assert library.is_sealed(build_library(Build(cache=machine.cache, num_jobs=2), FLAGS))
+
+
+def test_it_says_how_many_units_are_compiled(machine: Machine) -> None:
+    machine.install("cc", WORKING)
+    told: list[str] = []
+    machine.build(tell=told.append)
+    assert told == [f"compiling the CPU kernels: {number} of 2 units" for number in range(3)]
+    machine.build(tell=told.append)
+    assert len(told) == 3
+
+
+def test_who_waits_for_another_process_says_so(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.install("cc", WORKING)
+    machine.cache.mkdir()
+    told: list[str] = []
+    with open(machine.cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def tell(doing: str) -> None:
+            told.append(doing)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        machine.build(tell=tell)
+    assert told[:2] == [
+        "waiting for another process that compiles the CPU kernels",
+        "compiling the CPU kernels: 0 of 2 units",
+    ]
+    assert told[0] == caplog.messages[0]
 
 
 def test_a_failing_unit_ends_the_others(machine: Machine, tmp_path: Path) -> None:

@@ -16,14 +16,21 @@ class Clock:
 
 
 def told(caplog: pytest.LogCaptureFixture, num_tensors: int, seconds_each: float) -> list[str]:
-    """The lines of a load, and that every tensor was counted."""
+    """The lines of a load that begins when kernels have been compiled, and that every tensor was told of."""
     caplog.set_level(logging.INFO)
-    clock, percents = Clock(), []
-    progress = LoadProgress(percents.append, clock)
+    clock, doings = Clock(), []
+    progress = LoadProgress(doings.append, clock)
+    clock.now += 9.0
+    progress.tell("compiling the CPU kernels: 8 of 8 units")
+    progress.begin_tensors(None)
     for num_loaded in range(1, num_tensors + 1):
         clock.now += seconds_each
         progress(num_loaded, num_tensors)
-    assert percents == [100 * num_loaded // num_tensors for num_loaded in range(1, num_tensors + 1)]
+    assert doings[:2] == ["compiling the CPU kernels: 8 of 8 units", "loading the model"]
+    assert [doing.partition(" tensors")[0] for doing in doings[2:-1]] == [
+        f"loading the model: {num_loaded} of {num_tensors}" for num_loaded in range(1, num_tensors)
+    ]
+    assert doings[-1] == "packing the weights, making room for the KV cache"
     return [record.getMessage() for record in caplog.records]
 
 
@@ -33,8 +40,9 @@ def test_a_quick_load_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_long_one_is_told_of_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     assert told(caplog, 36, 1.0) == [
-        "loading the model: 10 of 36 tensors (27 %) in 10 s",
-        "loading the model: 20 of 36 tensors (55 %) in 20 s",
-        "loading the model: 30 of 36 tensors (83 %) in 30 s",
+        "loading the model: 1 of 36 tensors (2 %) in 1 s",
+        "loading the model: 11 of 36 tensors (30 %) in 11 s",
+        "loading the model: 21 of 36 tensors (58 %) in 21 s",
+        "loading the model: 31 of 36 tensors (86 %) in 31 s",
         "loaded the model's 36 tensors in 36.0 s",
     ]

@@ -215,7 +215,7 @@ def start(path: Path, quantization: str = "int8", **options: Any) -> torch.Tenso
     """Loads a worker. Returns the panels of all that its decoder multiplies with, one after the other."""
     config = worker_config(path, quantization=quantization, **options)
     check_worker(config)
-    loaded = load_worker(config, "worker", LoadProgress(lambda percent: None))
+    loaded = load_worker(config, "worker")
     assert (loaded.ready.quantization, loaded.ready.weight_format) == (quantization, quantization)
     operations = loaded.runner.computation._model._kernel._model
     packed = [
@@ -498,10 +498,12 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, wrong: float) -
 
 def test_progress_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    times = iter([0.0, 11.0, 12.5])
-    progress = LoadProgress(lambda percent: None, lambda: next(times))
-    progress.tell_quantization("int4")
+    now = 0.0
+    progress = LoadProgress(lambda doing: None, lambda: now)
+    progress.begin_tensors("int4")
+    now = 11.0
     progress(3, 4)
+    now = 12.5
     progress(4, 4)
     assert [record.getMessage() for record in caplog.records] == [
         "quantising the model to int4: 3 of 4 tensors (75 %) in 11 s",

@@ -1,6 +1,5 @@
 """What is compiled before a worker is ready: no step that comes later launches a kernel in a way that is new."""
 
-import logging
 import random
 
 import pytest
@@ -89,7 +88,7 @@ def test_random_steps_launch_nothing_new(tmp_path, variants, max_graph_batch_siz
     # Products with codes have tiles for up to 16 rows, and for more.
     options = {"quantization": quantization, "max_num_seqs": MAX_NUM_SEQS if quantization else 4}
     runner = make_runner(tmp_path, device, max_graph_batch_size, num_layers=1, **options)
-    warm_up(runner, EpochGrammars(None, CONFIG["vocab_size"]))
+    warm_up(runner, EpochGrammars(None, CONFIG["vocab_size"]), lambda doing: None)
     runner.computation.capture_graphs()
     known = set(variants)
     rng = random.Random(8)
@@ -105,20 +104,17 @@ def test_random_steps_launch_nothing_new(tmp_path, variants, max_graph_batch_siz
     assert len({name for name, _ in known}) >= 12
 
 
-def test_rows_with_grammars_are_among_the_steps_of_which_it_tells(tmp_path, variants, caplog):
+def test_rows_with_grammars_are_among_the_steps_of_which_it_tells(tmp_path, variants):
     """A warm-up of minutes says how far it is."""
-    caplog.set_level(logging.INFO, warm_up.__module__)
     vocab_size = CONFIG["vocab_size"]
     thread = CompileThread(lambda: GrammarCompiler(letters_tokenizer(), vocab_size).compile)
     grammars = EpochGrammars(thread, vocab_size)
     runner = make_runner(tmp_path, FakeDevice(seed=6), 0, num_layers=1, grammars=grammars)
-    times = iter(range(0, 1000, 3))
-    warm_up(runner, grammars, clock=lambda: next(times))
+    told = []
+    warm_up(runner, grammars, told.append)
     grammars.close()
     assert "_mask_kernel" in {name for name, _ in variants}
     assert len({kinds for name, kinds in variants if name == "_edit_kernel"}) == 6  # with masks and without
-    lines = [record.getMessage() for record in caplog.records if record.name == warm_up.__module__]
-    assert lines[0].startswith("compiling kernels: 0 of ")
-    assert "penalties" in " ".join(lines)
-    assert lines[-1].startswith("compiled the kernels of ")
+    assert told[0] == f"compiling kernels: 0 of {len(told)} (prompts of 1 tokens)"
+    assert "penalties" in " ".join(told)
     assert not runner.table.occupied.any()

@@ -187,7 +187,7 @@ async def test_a_hello_that_comes_too_early_is_told_how_far_loading_is() -> None
     async with served(load, load_patience_s=0.05) as stub:
         early = Stream(stub)
         await early.call.write(hello(1))
-        status = (grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model: 0 %")
+        status = (grpc.StatusCode.UNAVAILABLE, "the worker is still starting, importing torch")
         assert await early.status() == status
         may_load.set()
         async with asyncio.timeout(20):

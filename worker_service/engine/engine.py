@@ -90,7 +90,7 @@ class Engine:
         nanoseconds since 1970."""
         self._load = load
         self._on_step_done = on_step_done
-        self.load_percent = 0  # of the checkpoint's tensors
+        self.loading = "importing torch"  # what is done until it is loaded, for people: `load` begins with this
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._loaded: LoadedWorker | None = None
         self._thread: threading.Thread | None = None

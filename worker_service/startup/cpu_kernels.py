@@ -8,7 +8,7 @@ for them, unless `PAGEWIRE_QUANTIZED_CACHE` names another folder, or is "off".
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagewire.kernels.cpu import NATIVE, VARIANTS, Build, BuildError, CpuKernels, load_kernels
@@ -21,13 +21,13 @@ _COMPILER_BYTES = 256 << 20  # of the one that takes most
 _QUANTIZED_SWITCH = "PAGEWIRE_QUANTIZED_CACHE"
 
 
-def load_cpu_kernels() -> CpuKernels | None:
-    """The kernels, or None where there are none. The first call may take seconds: it builds them.
+def load_cpu_kernels(tell: Callable[[str], object] = lambda doing: None) -> CpuKernels | None:
+    """The kernels, or None where there are none. The first call may take seconds: it builds them, and tells of that.
 
     Raises ValueError if `PAGEWIRE_CPU_KERNELS` or `PAGEWIRE_CPU_VARIANT` is none of its values, or if the kernels are
     required and cannot be built.
     """
-    mode, build = _choice(_SWITCH, _MODES), environment_build()
+    mode, build = _choice(_SWITCH, _MODES), environment_build(tell)
     kernels = None if mode == "off" else load_kernels(build)
     if not isinstance(kernels, BuildError):
         return kernels
@@ -36,10 +36,13 @@ def load_cpu_kernels() -> CpuKernels | None:
     return None
 
 
-def environment_build() -> Build:
-    """How the environment has the kernels built. Raises ValueError if a variable is none of its values."""
+def environment_build(tell: Callable[[str], object] = lambda doing: None) -> Build:
+    """How the environment has the kernels built, of which `tell` hears. Raises ValueError if a variable is none of its
+    values."""
     num_jobs = max(1, min(num_usable_cpus(), available_bytes() // _COMPILER_BYTES))
-    return Build(_choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), cache_folder("kernels"), num_jobs)
+    return Build(
+        _choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), cache_folder("kernels"), num_jobs, tell
+    )
 
 
 def _choice(name: str, choices: Sequence[str]) -> str:

@@ -62,7 +62,7 @@ def load_worker(
 ) -> LoadedWorker:
     """Load everything on the calling thread, which must be the one that will call the runner.
 
-    `report` is called as the checkpoint's tensors load; `digest` is the model's, where it is known.
+    `report` is told what is done; `digest` is the model's, where it is known.
     Raises ValueError and CheckpointError with a text for people.
     """
     config.validate()
@@ -71,28 +71,35 @@ def load_worker(
     path = Path(config.model)
     start = GrammarStart(path, load_config(path).vocab_size)
     try:
-        return _load_worker(config, path, worker_id, report, start, digest or model_digest(path))
+        return _load_worker(
+            config,
+            path,
+            worker_id,
+            report or LoadProgress(lambda doing: None),
+            start,
+            digest or model_digest(path),
+        )
     except BaseException:
         start.give_up()
         raise
 
 
 def _load_worker(
-    config: WorkerConfig, path: Path, worker_id: str, report: LoadProgress | None, start: GrammarStart, digest: bytes
+    config: WorkerConfig, path: Path, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
     """See `load_worker`. `start`: grammars are made ready meanwhile."""
     device = choose_device(config.device, config.tensor_parallel_rank)
+    report.tell("preparing to load" if config.tensor_parallel_size == 1 else "waiting for the other ranks")
     communicator = _communicator(config, device)
     model_config = Shard.of(load_config(path), communicator.rank, communicator.size).config
-    is_gpu, uses_onednn = device.type == "cuda", config.cpu_products == "onednn"
-    kernels = None if is_gpu else load_cpu_kernels()
+    is_gpu, uses_onednn, block_size = device.type == "cuda", config.cpu_products == "onednn", config.choose_block_size()
+    kernels = None if is_gpu else load_cpu_kernels(report.tell)
     dtype = choose_dtype(config.dtype, model_config.dtype, device, None if uses_onednn else kernels)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
     operations = create_device_operations(model_config, device) if is_gpu else host_operations
     check_products(config.quantization, operations, device)
-    block_size = config.choose_block_size()
     attention = attention_shape(model_config, block_size, dtype, cache_dtype)
     backend = create_backend(config.attention_backend, device, attention, kernels)
     unloaded = prepare_model(
@@ -119,14 +126,13 @@ def _load_worker(
     log_formats(unloaded)
     if communicator.rank == 0:
         log_stretch(unloaded.shard.config.rope, max_model_len)
-    weight_bytes = unloaded.footprint().held
     assembly = _Assembly(
         config=config,
+        weight_bytes=unloaded.footprint().held,
         model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest)),
         model_config=model_config,
         dtype=dtype,
         weight_format=unloaded.describe_weights(),
-        weight_bytes=weight_bytes,
         backend=backend,
         shape=shape,
         device=device,
@@ -136,10 +142,12 @@ def _load_worker(
         kernels=kernels,
         digest=digest,
     )
-    return _begin(assembly, worker_id, sizes, start)
+    return _begin(assembly, worker_id, sizes, start, report)
 
 
-def _begin(assembly: "_Assembly", worker_id: str, sizes: PoolSize, start: GrammarStart) -> LoadedWorker:
+def _begin(
+    assembly: "_Assembly", worker_id: str, sizes: PoolSize, start: GrammarStart, report: LoadProgress
+) -> LoadedWorker:
     """Make a runner with as many blocks as there is room for, and all that it computes by."""
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_lowered(assembly.config, sizes)
@@ -156,7 +164,7 @@ def _begin(assembly: "_Assembly", worker_id: str, sizes: PoolSize, start: Gramma
             describe_memory(swap_bandwidth),
         )
     if assembly.device.type == "cuda":
-        warm_up(runner, grammars)
+        warm_up(runner, grammars, report.tell)
     if assembly.config.tensor_parallel_size == 1:  # graphs of ranks hold connections of an epoch: see `ModelRunner`
         runner.computation.capture_graphs()
     ready = assembly.ready(worker_id, cache, swap_bandwidth, grammar_version)
@@ -417,12 +425,12 @@ def _packed_cache(
     return PackedCache(folder, kernels, unloaded.dtype, identity)
 
 
-def _load_weights(unloaded: UnloadedModel, report: LoadProgress | None, cache: PackedCache | None) -> Model:
+def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCache | None) -> Model:
     """Raises ValueError if the memory does not hold them after all."""
-    if cache is not None and not cache.is_empty:
-        logger.info("reading weights that were quantised and packed at an earlier start: %s", cache.path)
-    elif unloaded.quantization is not None and report is not None:
-        report.tell_quantization(unloaded.quantization)
+    kept = None if cache is None or cache.is_empty else cache
+    if kept is not None:
+        logger.info("reading weights that were quantised and packed at an earlier start: %s", kept.path)
+    report.begin_tensors(unloaded.quantization if kept is None else None)
     needed, device = unloaded.footprint().held, unloaded.device
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (available_bytes(), 0)
     try:

@@ -1,4 +1,4 @@
-"""Tells how far the model has loaded: one line for a load that is quick, one now and then for one that takes long."""
+"""Tells what a worker does until it is ready: who asks is told at once, the log now and then where it takes long."""
 
 import logging
 import time
@@ -10,34 +10,36 @@ _INTERVAL = 10.0  # seconds
 
 
 class LoadProgress:
-    """A callback for `load_worker`, from the moment it is made."""
+    """Told by `load_worker` of what it does; a callback for the checkpoint's tensors."""
 
-    def __init__(self, on_percent: Callable[[int], object], clock: Callable[[], float] = time.monotonic) -> None:
-        """`on_percent` hears of every tensor; `clock` is in seconds."""
-        self._on_percent = on_percent
+    def __init__(self, on_doing: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        """`on_doing` hears of everything; `clock` is in seconds."""
+        self._on_doing = on_doing
         self._clock = clock
         self._started_at = self._told_at = clock()
         self._verb, self._to = "load", ""
 
-    def tell_quantization(self, quantization: str) -> None:
-        """Say from now on that the model is quantised while it loads."""
-        self._verb, self._to = "quantis", f" to {quantization}"
+    def tell(self, doing: str) -> None:
+        """Something else is done from now on, or it is further."""
+        self._on_doing(doing)
+        now = self._clock()
+        if now - self._told_at >= _INTERVAL:
+            self._told_at = now
+            logger.info("%s", doing)
+
+    def begin_tensors(self, quantization: str | None) -> None:
+        """The tensors come now, and are quantised to that."""
+        self._verb, self._to = ("load", "") if quantization is None else ("quantis", f" to {quantization}")
+        self._started_at = self._clock()
+        self.tell(f"{self._verb}ing the model{self._to}")
 
     def __call__(self, num_loaded: int, num_tensors: int) -> None:
-        now = self._clock()
-        percent = 100 * num_loaded // max(num_tensors, 1)
-        self._on_percent(percent)
-        seconds = now - self._started_at
+        seconds = self._clock() - self._started_at
         if num_loaded == num_tensors:
             logger.info("%sed the model's %d tensors%s in %.1f s", self._verb, num_tensors, self._to, seconds)
-        elif now - self._told_at >= _INTERVAL:
-            self._told_at = now
-            logger.info(
-                "%sing the model%s: %d of %d tensors (%d %%) in %.0f s",
-                self._verb,
-                self._to,
-                num_loaded,
-                num_tensors,
-                percent,
-                seconds,
+            self.tell("packing the weights, making room for the KV cache")
+        else:
+            self.tell(
+                f"{self._verb}ing the model{self._to}: {num_loaded} of {num_tensors} tensors "
+                f"({100 * num_loaded // num_tensors} %) in {seconds:.0f} s"
             )

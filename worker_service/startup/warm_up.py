@@ -17,7 +17,6 @@ from worker_service.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S = 2.0  # between lines that tell how far it is
 _GRAMMAR_TIMEOUT_S = 60.0
 _GRAMMAR = AddedGrammar(1, GrammarKind.REGEX, "[a-z]*", end_token_ids=(0,))
 
@@ -77,22 +76,20 @@ def plan_trial(rows: Sequence[TrialRow], block_size: int) -> StepPlan:
     )
 
 
-def warm_up(runner: ModelRunner, grammars: EpochGrammars, clock: Callable[[], float] = time.monotonic) -> None:
+def warm_up(runner: ModelRunner, grammars: EpochGrammars, tell: Callable[[str], object]) -> None:
     """Carry out the steps. What the cache held is lost, and the table is empty afterwards; no epoch has begun.
 
-    `grammars`: the runner's; where they read any, rows with masks are among the steps. `clock` is in seconds.
+    `grammars`: the runner's; where they read any, rows with masks are among the steps. `tell` hears how far it is.
     """
     has_grammar = _add_grammar(grammars)
     limits = runner.table.limits
     steps = [(name, rows) for name, rows in _steps(limits, has_grammar) if _fits(rows, limits)]
-    started_at = told_at = clock()
+    started_at = time.monotonic()
     for index, (name, rows) in enumerate(steps):
-        if clock() - told_at >= _INTERVAL_S:
-            told_at = clock()
-            logger.info("compiling kernels: %d of %d (%s)", index, len(steps), name)
+        tell(f"compiling kernels: {index} of {len(steps)} ({name})")
         runner.execute(plan_trial(rows, limits.block_size))
         runner.table.clear()
-    logger.info("compiled the kernels of %d kinds of steps in %.1f s", len(steps), clock() - started_at)
+    logger.info("compiled the kernels of %d kinds of steps in %.1f s", len(steps), time.monotonic() - started_at)
     if has_grammar:
         grammars.release(_GRAMMAR.grammar_id)
 
