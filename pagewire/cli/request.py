@@ -5,7 +5,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -98,17 +98,12 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
 def stream(
     client: Client, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
 ) -> Completion:
-    """Prints the output of a request as it comes, and returns the whole of it. Ctrl-C ends the request. An error leaves
-    what was printed as a line of its own."""
+    """Prints the output of a request as it comes, and returns the whole of it. Ctrl-C ends the request."""
     builder = CompletionBuilder(sampling.n or 1, time.monotonic())
-    try:
-        with contextlib.closing(client.stream(prompt, sampling, **request)) as outputs:
-            for output in outputs:
-                builder.add(output, time.monotonic())
-                printer.add(output)
-    except PagewireError:
-        printer.end_line()
-        raise
+    with printer.errors_apart(), contextlib.closing(client.stream(prompt, sampling, **request)) as outputs:
+        for output in outputs:
+            builder.add(output, time.monotonic())
+            printer.add(output)
     return builder.finish(time.monotonic())
 
 
@@ -152,7 +147,8 @@ class SamplePrinter:
         self._waiting: list[list[Output]] = [[] for _ in range(num_samples)]
         self._current = 0
         self.text = before  # that was written, without labels and the ends of lines after samples
-        file.write(before)
+        self._in_line = False  # whether the line that was written last has not ended
+        self._write(before)
         self._label()
 
     def add(self, output: Output) -> None:
@@ -161,10 +157,14 @@ class SamplePrinter:
             self._current += 1
             self._label()
 
-    def end_line(self) -> None:
-        """Ends the line that the text stands in."""
-        self._file.write("\n" if self.text and not self.text.endswith("\n") else "")
-        self._file.flush()
+    @contextlib.contextmanager
+    def errors_apart(self) -> Iterator[None]:
+        """Ends the line that was begun where the block ends in an error, which gets a line of its own."""
+        try:
+            yield
+        except PagewireError:
+            self._write("\n" * self._in_line)
+            raise
 
     def _write_current(self) -> bool:
         """Writes the output of the current sample that has come. Returns True at its end."""
@@ -172,14 +172,16 @@ class SamplePrinter:
         ended = any(delta.finish_reason is not None for delta in deltas)
         text = "".join(delta.text for delta in deltas)
         self.text += text
-        self._file.write(text + "\n" * ended)
-        self._file.flush()
+        self._write(text + "\n" * ended)
         return ended
 
     def _label(self) -> None:
         if self._labelled and self._current < len(self._waiting):
-            self._file.write(f"--- sample {self._current} ---\n")
-            self._file.flush()
+            self._write(f"--- sample {self._current} ---\n")
+
+    def _write(self, text: str) -> None:
+        self._in_line = not text.endswith("\n") if text else self._in_line
+        print(text, end="", file=self._file, flush=True)
 
 
 def statistics(completion: Completion) -> str:
@@ -235,8 +237,10 @@ def submit(arguments: Sequence[str]) -> int:
 
 def attach(arguments: Sequence[str]) -> int:
     """Streams the output of a submitted request."""
-    description = "Stream the output of a submitted request. Ctrl-C leaves it running. A broken connection is retried."
-    parser = _submitted_parser("attach", description)
+    parser = _submitted_parser(
+        "attach",
+        "Stream the output of a submitted request. Ctrl-C leaves it running. A broken connection is retried.",
+    )
     parser.add_argument(
         "--from-token", type=int, default=0, metavar="INT", help="start at this token of the output (default: 0)"
     )
@@ -245,8 +249,12 @@ def attach(arguments: Sequence[str]) -> int:
         parser.error(f"--from-token is {parsed.from_token}, but must be at least 0")
     with connection.client(parser, parsed, Client) as client:
         printer = SamplePrinter(len(client.result(parsed.request_id, tenant=parsed.tenant).outputs), sys.stdout)
-        attached = client.attach(parsed.request_id, tenant=parsed.tenant, from_token=parsed.from_token)
-        with contextlib.closing(attached) as outputs:
+        with (
+            printer.errors_apart(),
+            contextlib.closing(
+                client.attach(parsed.request_id, tenant=parsed.tenant, from_token=parsed.from_token)
+            ) as outputs,
+        ):
             for output in outputs:
                 printer.add(output)
     return 0

@@ -1,33 +1,52 @@
 """What the command prints of an output that breaks off, beside the error that follows it."""
 
+import contextlib
 import io
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pagewire.cli import connection
 from pagewire.cli.chat_terminal import ChatTerminal
-from pagewire.cli.request import SamplePrinter, stream
-from pagewire.completion import Output
+from pagewire.cli.request import SamplePrinter, attach, stream
+from pagewire.completion import Output, Usage
 from pagewire.errors import CommandError, PagewireError
 from pagewire.sampling import SamplingParams
 
 
 class BrokenOff:
-    """A client whose streams fail after a word, or before it."""
+    """A client whose streams fail after a word, or before it. A sample of several ends with its word, and so does one
+    whose word ends with a stop."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, num_samples: int = 1) -> None:
         self._words = words
+        self._num_samples = num_samples
 
     def stream(self, prompt: str | None, sampling: SamplingParams) -> Iterator[Output]:
-        for word in self._words:
-            yield Output("1", 0, (1,), word, None, None, None, None, None, 0, None)
+        for index, word in enumerate(self._words):
+            reason = "stop" if self._num_samples > 1 or word.endswith(".") else None
+            sample = index % self._num_samples
+            yield Output("1", sample, (1,), word, reason, None, None, None, Usage(1, 0, 1) if reason else None, 0, None)
         raise PagewireError("the server has gone")
+
+    def result(self, request_id: str, *, tenant: str) -> Any:
+        return SimpleNamespace(outputs=[None] * self._num_samples)
+
+    def attach(self, request_id: str, *, tenant: str, from_token: int) -> Iterator[Output]:
+        return self.stream(None, SamplingParams())
 
 
 @pytest.mark.parametrize(
     ("before", "words", "printed"),
-    [("", (), ""), ("Once", (), "Once\n"), ("", ("upon",), "upon\n"), ("Once", (" upon\n",), "Once upon\n")],
+    [
+        ("", (), ""),
+        ("Once", (), "Once\n"),
+        ("", ("upon",), "upon\n"),
+        ("Once", (" upon\n",), "Once upon\n"),
+        ("", ("abc.",), "abc.\n"),
+    ],
 )
 def test_an_error_stands_in_a_line_of_its_own(before: str, words: tuple[str, ...], printed: str) -> None:
     file, client = io.StringIO(), BrokenOff(*words)
@@ -35,6 +54,28 @@ def test_an_error_stands_in_a_line_of_its_own(before: str, words: tuple[str, ...
     with pytest.raises(PagewireError, match="the server has gone"):
         stream(broken, before, SamplingParams(), SamplePrinter(1, file, before))
     assert file.getvalue() == printed
+
+
+@pytest.mark.parametrize(
+    ("words", "num_samples", "printed"),
+    [
+        (("half a line",), 1, "half a line\n"),
+        (("abc.",), 1, "abc.\n"),
+        (("abc",), 2, "--- sample 0 ---\nabc\n--- sample 1 ---\n"),
+    ],
+)
+def test_an_error_of_what_one_attaches_to_does_so_too(
+    words: tuple[str, ...],
+    num_samples: int,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client = BrokenOff(*words, num_samples=num_samples)
+    monkeypatch.setattr(connection, "client", lambda *_: contextlib.nullcontext(client))
+    with pytest.raises(PagewireError, match="the server has gone"):
+        attach(["1"])
+    assert capsys.readouterr().out == printed
 
 
 def test_an_answer_that_cannot_be_read_is_an_error_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
