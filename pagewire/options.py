@@ -43,7 +43,8 @@ _DEFAULTS = "defaults"  # the origin of what was not chosen
 
 
 # A parser that is given this alone raises `DescribedError` with itself: what completes flags asks what there are.
-DESCRIBE = "--describe"
+# No arguments of a process can hold a zero byte.
+DESCRIBE = "\0describe"
 
 
 class DescribedError(Exception):

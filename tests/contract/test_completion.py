@@ -43,6 +43,12 @@ def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixtur
     assert (told.stdout.strip(), told.stderr) == (completed, "")
 
 
+@pytest.mark.parametrize("verb", ["serve", "complete", "chat", "completion"])
+def test_what_asks_a_verb_for_its_flags_is_no_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--describe"]) == 2
+    assert "error: unknown flag --describe" in capsys.readouterr().err
+
+
 def test_zsh_takes_what_bash_takes(capsys: pytest.CaptureFixture[str]) -> None:
     first, begin, rest = script("zsh", capsys).partition("autoload -Uz bashcompinit && bashcompinit\n")
     assert begin
