@@ -3,6 +3,7 @@
 It ends whole or not at all: what an interrupted run left is made again, and a second run waits for the first.
 """
 
+import contextlib
 import fcntl
 import re
 import shutil
@@ -35,6 +36,9 @@ def main() -> int:
         remove_halves(folder)
         if not has_pip(folder):
             print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
+            with contextlib.suppress(OSError):  # `venv` says why there can be no such folder
+                folder.mkdir(exist_ok=True)
+                log_of(folder).touch()
             # Of an environment that is half done, the Python that it was made with.
             python = getattr(sys, "_base_executable", sys.executable)
             made = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
@@ -50,21 +54,33 @@ def installed_at(folder: Path) -> int:
     return ready.stat().st_mtime_ns if ready.exists() else 0
 
 
+def log_of(folder: Path) -> Path:
+    """What pip says. It is there as soon as a run installs anything into the environment."""
+    return folder / "pip.log"
+
+
 def has_pip(folder: Path) -> bool:
-    """Whether the environment is whole: pip writes its record when all else of it is there."""
-    return (folder / "bin" / "python").exists() and any(
-        folder.glob("lib/python3*/site-packages/pip-*.dist-info/RECORD")
-    )
+    """Whether the environment is whole: its Python has a pip of its own, which writes its record when all else of it
+    is there. One that is there for another version of Python is of no use."""
+    command = [folder / "bin" / "python", "-m", "pip", "--version"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return False  # there is no such Python, or none that runs here
+    version = re.search(r"\(python (\S+)\)", asked.stdout)
+    return version is not None and any(folder.glob(f"lib/python{version[1]}/site-packages/pip-*.dist-info/RECORD"))
 
 
 def remove_halves(folder: Path) -> None:
-    """Remove what an interrupt left of packages, which pip takes for whole: their records are written last. And links
-    to a Python that is gone, in whose place `venv` puts no other."""
+    """Remove what an interrupt left of packages, which pip takes for whole: their records are written last. Where no
+    run of this has installed anything, others may keep no records. And remove links to a Python that is gone, in whose
+    place `venv` puts no other."""
     for link in folder.glob("bin/python*"):
         if not link.exists():
             link.unlink()
     for about in folder.glob("lib/python3*/site-packages/*.dist-info"):
-        if not (about / "RECORD").exists():
+        is_whole = (about / "RECORD").exists() or about.is_symlink() or not about.is_dir()
+        if log_of(folder).exists() and not is_whole:
             shutil.rmtree(about)
 
 
@@ -81,7 +97,7 @@ def install(folder: Path, lock: int) -> int:
     is killed leaves it running."""
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     num_packages = sum("==" in line for line in constraints)
-    log = folder / "pip.log"
+    log = log_of(folder)
     print(f"installing about {num_packages} packages into {folder} ({SIZE}); {log} has the details", flush=True)
     command = [folder / "bin" / "python", "-m", "pip", "install", "--no-color", "--progress-bar", "off"]
     command += ["-c", "constraints.txt", "-e", ".[dev]"]
@@ -137,7 +153,8 @@ def what_failed(log: Path) -> str:
             f"your own PIP_INDEX_URL ({log} has what pip said)"
         )
     errors = [line for line in said.splitlines() if line.startswith("ERROR:")]
-    return f"pip failed: {errors[-1].removeprefix('ERROR: ') if errors else said[-300:]} ({log} has all it said)"
+    reason = errors[-1].removeprefix("ERROR: ") if errors else " ".join(said[-300:].split())
+    return f"pip failed: {reason} ({log} has all it said)"
 
 
 if __name__ == "__main__":

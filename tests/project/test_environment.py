@@ -26,10 +26,14 @@ def make(folder: Path) -> subprocess.Popen[str]:
 
 
 def test_what_an_interrupt_left_is_made_again_and_no_index_is_told_as_such(tmp_path: Path) -> None:
-    """An interrupt while pip is put into the environment leaves a Python without pip."""
+    """An interrupt while pip is put into the environment leaves a Python without pip. That of another Python, which
+    the environment was made with before, does not serve it."""
     folder = tmp_path / ".venv"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
+    of_another = folder / "lib/python3.9/site-packages/pip-1.dist-info"
+    of_another.mkdir(parents=True)
+    (of_another / "RECORD").touch()
     assert not environment.has_pip(folder)
     output, errors = make(folder).communicate()
     assert environment.has_pip(folder)
@@ -66,13 +70,45 @@ def test_a_second_run_waits_for_the_first_and_takes_what_it_made(tmp_path: Path)
 
 
 def test_packages_that_an_interrupt_halved_are_not_taken_for_whole(tmp_path: Path) -> None:
+    """Where nothing was installed by this, none is taken for half, and links never are."""
     packages = tmp_path / "lib/python3.11/site-packages"
     for name, files in {"half-1.dist-info": ["METADATA"], "whole-1.dist-info": ["METADATA", "RECORD"]}.items():
         (packages / name).mkdir(parents=True)
         for file in files:
             (packages / name / file).touch()
+    (tmp_path / "elsewhere").mkdir()
+    (packages / "linked-1.dist-info").symlink_to(tmp_path / "elsewhere")
     environment.remove_halves(tmp_path)
-    assert [folder.name for folder in packages.iterdir()] == ["whole-1.dist-info"]
+    assert (packages / "half-1.dist-info").exists()
+    environment.log_of(tmp_path).touch()
+    environment.remove_halves(tmp_path)
+    assert sorted(folder.name for folder in packages.iterdir()) == ["linked-1.dist-info", "whole-1.dist-info"]
+
+
+def test_an_environment_is_known_as_ours_before_anything_is_put_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt may leave half of the very first package."""
+    folder = tmp_path / ".venv"
+
+    def interrupt(command: list[object], **_: object) -> None:
+        if "venv" in command:
+            raise KeyboardInterrupt
+        raise FileNotFoundError
+
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(folder)])
+    monkeypatch.setattr(environment.subprocess, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        environment.main()
+    assert environment.log_of(folder).exists()
+
+
+def test_a_failure_of_pip_is_one_line(tmp_path: Path) -> None:
+    log = environment.log_of(tmp_path)
+    log.write_text("Traceback:\n/usr/bin/python3: No module named pip\n")
+    assert environment.what_failed(log) == (
+        f"pip failed: Traceback: /usr/bin/python3: No module named pip ({log} has all it said)"
+    )
 
 
 @pytest.mark.parametrize(
