@@ -50,6 +50,7 @@ class QueuedWriter:
         self._is_writing = False
         self._is_closed = False
         self._has_failed = False
+        self._has_ended = False  # nothing writes the lines that still come
         self.num_dropped = 0
         self.failure = ""  # why writing failed the last time, if it has
         threading.Thread(target=self._run, name="writer", daemon=True).start()
@@ -57,20 +58,22 @@ class QueuedWriter:
     def put(self, lines: bytes) -> None:
         with self._changed:
             is_lost = self._ends_at_loss and self.num_dropped > 0
-            if self._has_failed:
+            if is_lost or (self._num_bytes + len(lines) > self._max_waiting_bytes and self._lines):
                 self.num_dropped += _count(lines)
-            elif is_lost or (self._num_bytes + len(lines) > self._max_waiting_bytes and self._lines):
-                self.num_dropped += _count(lines)
-                self._num_untold += _count(lines)
+                self._num_untold += 0 if self._has_failed else _count(lines)
             else:
                 self._lines.append(lines)
                 self._num_bytes += len(lines)
             self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Waits until everything is written, but no longer than `timeout` seconds. Returns whether it is."""
+        """Waits until everything is written, but no longer than `timeout` seconds. Returns whether it is. What came
+        after the end of a closed writer never will be, and is not waited for."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._lines or self._num_untold or self._is_writing), timeout)
+            is_late = self._has_ended and bool(self._lines)
+            return not is_late and self._changed.wait_for(
+                lambda: not (self._lines or self._num_untold or self._is_writing), timeout
+            )
 
     def close(self) -> None:
         """Lets the thread end when it has written the lines that wait. Does not wait for that."""
@@ -104,9 +107,9 @@ class QueuedWriter:
             self._changed.wait_for(lambda: self._lines or self._num_untold or self._is_closed)
             lines, num_untold = self._lines, self._num_untold
             if not lines and not num_untold:
+                self._has_ended = True
                 return None
-            self._lines, self._num_bytes, self._num_untold = [], 0, 0
-            self._is_writing = True
+            self._lines, self._num_bytes, self._num_untold, self._is_writing = [], 0, 0, True
         if num_untold:
             lines.append(self._dropped_notice(num_untold))
         return b"".join(lines)

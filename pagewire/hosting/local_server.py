@@ -156,7 +156,8 @@ class LocalServer:
         return "" if self._url.done() else said
 
     def _pass_on(self, lines: Sequence[str]) -> None:
-        self._errors.put("".join(f"{line}\n" for line in lines).encode())
+        if lines:
+            self._errors.put("".join(f"{line}\n" for line in lines).encode())
 
     def _hear(self, line: str) -> str:
         """Takes note of the server's url. Returns what else it says."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.common.transport.queued_writer import QueuedWriter
 from pagewire.errors import CommandError, StartError
 from pagewire.hosting import local_server
 from pagewire.hosting.local_server import LocalServer
@@ -70,6 +71,26 @@ def test_a_standard_error_that_takes_nothing_stops_nothing(run, monkeypatch: pyt
         assert server._errors.flush(60)
     assert stuck.getvalue()
     assert server.exit == "signal SIGTERM"
+
+
+def test_a_piece_without_the_end_of_a_line_is_no_dropped_line(run) -> None:
+    taken, let_go = threading.Event(), threading.Event()
+
+    def write(block: bytes) -> None:
+        taken.set()
+        let_go.wait()
+
+    server = run(READY)
+    server._errors = QueuedWriter(write, local_server._dropped_notice, max_waiting_bytes=1)
+    server._pass_on(["is being written"])
+    taken.wait()
+    server._pass_on(["waits"])
+    server._pass_on([])
+    assert server._errors.num_dropped == 0
+    server._pass_on(["is dropped"])
+    assert server._errors.num_dropped == 1
+    let_go.set()
+    server._errors.close()
 
 
 def test_what_it_says_instead_of_its_url_is_the_reason(run) -> None:

@@ -119,6 +119,18 @@ def test_a_reader_that_has_gone_costs_the_lines_alone() -> None:
     pipe.close()
 
 
+def test_what_comes_after_the_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = set(threading.enumerate())
+    writer = QueuedWriter(lambda block: None, notice)
+    (thread,) = (thread for thread in set(threading.enumerate()) - others if thread.name == "writer")
+    writer.close()
+    thread.join()
+    assert writer.flush(20)
+    writer.put(b"late\n")
+    monkeypatch.setattr(writer._changed, "wait_for", lambda *_: pytest.fail("it waits"))
+    assert not writer.flush(20)
+
+
 ENDS = {
     "returns": ("", 0),
     "raises": ("raise RuntimeError('why')", 1),
