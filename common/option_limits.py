@@ -26,8 +26,15 @@ def between(minimum: float, maximum: float) -> Limit:
 
 
 PORT = between(0, 65535)
-_URL = re.compile(r"https?://([^\s/:@\[\]]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?(/.*)?")
-URL = Limit("http://HOST:PORT or https://HOST:PORT", lambda value: _URL.fullmatch(value) is not None)
+_URL = re.compile(r"https?://([^\s/:@?#\[\]]+|\[[0-9a-fA-F:.]+(%[\w.-]+)?\])(:(?P<port>[0-9]{1,5}))?(/\S*)?")
+
+
+def _is_url(value: str) -> bool:
+    found = _URL.fullmatch(value)
+    return found is not None and PORT.holds(int(found["port"] or 0))
+
+
+URL = Limit("http://HOST:PORT or https://HOST:PORT", _is_url)
 
 
 def option(

@@ -1,6 +1,7 @@
 """Spans of OpenTelemetry on their way to a collector, over OTLP. This module needs the extra `tracing`."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -37,7 +38,9 @@ def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerPro
     try:
         return _provider(endpoint, service_name, version)
     except Exception as error:
-        raise ValueError(f"OpenTelemetry cannot be set up by the environment's OTEL_ variables: {error}") from error
+        variables = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
+        cause = f" with {variables}" if variables else ""
+        raise ValueError(f"OpenTelemetry cannot be set up{cause}: {error}") from error
 
 
 def _provider(endpoint: str, service_name: str, version: str) -> TracerProvider:

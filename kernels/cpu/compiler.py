@@ -12,12 +12,14 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 # What is tried after the compiler that the user names.
 NAMES = ("cc", "gcc", "clang")
+_WRAPPERS = ("ccache", "distcc", "icecc", "sccache")
 _TIMEOUT_S = 300
 # The pipe is the standard input. `read` ends when it is closed, and nothing is ever written to it.
 _WATCHED = """
@@ -89,7 +91,7 @@ class Compiler:
 
 def names_of(named: str | None) -> list[str]:
     """The commands that are tried, in order."""
-    return list(dict.fromkeys((named, *NAMES) if named else NAMES))
+    return list(dict.fromkeys((named, *NAMES) if named and named.strip() else NAMES))
 
 
 def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Compiler]:
@@ -104,16 +106,22 @@ def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Comp
             path = shutil.which(program)
             if path is None:
                 raise BuildError(f"there is no {program}" if options else "not found")
-            command, known = (path, *options), (os.path.realpath(path), *options)
+            command, known = (path, *options), (_program(path), *options)
             if known in found:
                 continue
-            found.add(known)
-            with open_pipe() as pipe:
+            with open_pipe() as (pipe, _):
                 version = run([*command, "--version"], pipe)
-        except (BuildError, ValueError) as error:
+        except (BuildError, OSError, ValueError) as error:
             refusals[name] = str(error)
         else:
+            found.add(known)
             yield Compiler(name, command, version)
+
+
+def _program(path: str) -> str:
+    """What a path leads to; but a wrapper of compilers is another one by each name."""
+    real = os.path.realpath(path)
+    return path if os.path.basename(real) in _WRAPPERS else real
 
 
 def describe_refusals(refusals: dict[str, str]) -> str:
@@ -121,13 +129,14 @@ def describe_refusals(refusals: dict[str, str]) -> str:
 
 
 @contextmanager
-def open_pipe() -> Iterator[int]:
-    """The end of a pipe that compilers' watchers read. What still runs when it is closed is killed."""
+def open_pipe() -> Iterator[tuple[int, BinaryIO]]:
+    """The end of a pipe that compilers' watchers read, with the other end: once that is closed, what still runs is
+    killed, and so is what starts."""
     reading, writing = os.pipe()
     try:
-        yield reading
+        with os.fdopen(writing, "wb") as writer:
+            yield reading, writer
     finally:
-        os.close(writing)
         os.close(reading)
 
 
@@ -150,7 +159,8 @@ def run(command: Sequence[str], pipe: int, folder: Path | None = None) -> str:
         try:
             said = process.communicate(timeout=_TIMEOUT_S)[0].decode(errors="replace")
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise BuildError(f"has not ended in {_TIMEOUT_S} s") from error
             raise

@@ -4,7 +4,7 @@ A variant is the same code on every machine: it is built by flags of its own, ne
 wheel brings all variants (`deploy/platform_wheel.py`); elsewhere the system's compiler builds the one that is needed,
 once per machine and source, into the user's cache: CACHE/SOURCES/COMPILER.so, both hashes, the first of the sources,
 the flags and the architecture. Where no compiler works any more, what an earlier one made of the same is taken. What is
-being made lies in CACHE/building, under the lock of the cache, and the next to take the lock empties it.
+being made lies in CACHE/building-*, under the lock of the cache, and the next to take the lock empties it.
 
 A library ends with the digest of what stands before, which is compared before it is loaded: one that was cut or
 overwritten would end the process, or compute something else.
@@ -18,6 +18,7 @@ import logging
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -78,7 +79,7 @@ class Build:
     variant: str = NATIVE
     compiler: str | None = None
     cache: Path | None = None
-    num_jobs: int = 1
+    num_jobs: int = field(default=1, compare=False)  # the library is the same
     tell: Callable[[str], object] = field(default=lambda doing: None, compare=False)
 
 
@@ -132,12 +133,13 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
     place = build.cache / _digest(flags)
     refusals: dict[str, str] = {}
     paths = {
-        compiler: place / f"{_digest_of(*compiler.command, compiler.version)}.so"
+        compiler: place / f"{_digest_of(*compiler.command, compiler.version, *compiler.link_flags)}.so"
         for compiler in find_compilers(build.compiler, refusals)
     }
-    kept = next(filter(is_sealed, paths.values()), None)
-    if kept is not None:
-        return kept
+    # That of a later one is taken once those before it have failed.
+    first = next(iter(paths.values()), None)
+    if first is not None and is_sealed(first):
+        return first
     try:
         return _build(build.cache, paths, flags, build, refusals)
     except BuildError as error:
@@ -181,22 +183,24 @@ def is_sealed(path: Path) -> bool:
 
 @contextmanager
 def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
-    """An empty folder of one process at a time: a compiler that was killed may have left something in it."""
-    folder = cache / "building"
+    """A folder for one process at a time. What one that was killed has left is removed; its compilers may still write
+    to that, as they end."""
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock:
+    # A user who may read it may lock it.
+    lock = os.open(cache / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.warning(_WAITING)
             tell(_WAITING)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        for left in cache.glob("building-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="building-", dir=cache, ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+    finally:
+        os.close(lock)
 
 
 def _compile(
@@ -204,8 +208,8 @@ def _compile(
 ) -> bool:
     """Build the library, unless the compiler does not even build a trivial one: `refusals` gets why."""
     built = folder / path.name
-    # The pipe is closed first, which ends what still runs, and then the pool waits for its threads.
-    with ThreadPoolExecutor(build.num_jobs) as pool, open_pipe() as pipe:
+    # The writer is closed first, which ends what still runs, and then the pool waits for its threads.
+    with open_pipe() as (pipe, writer), ThreadPoolExecutor(build.num_jobs) as pool, writer:
         try:
             compiler.try_out(flags, folder, pipe)
         except BuildError as error:
@@ -259,17 +263,14 @@ def _share_openmp() -> None:
 
 
 def _digest(flags: Sequence[str]) -> str:
-    return _digest_of(
-        *flags,
-        platform.machine(),
-        *(text for path in sorted(SOURCES.iterdir()) for text in (path.name, path.read_text())),
-    )
+    contents = (text for path in sorted(SOURCES.iterdir()) for text in (path.name, path.read_text("latin-1")))
+    return _digest_of(*flags, platform.machine(), *contents)
 
 
 def _digest_of(*texts: str) -> str:
     digest = hashlib.sha256()
     for text in texts:
-        digest.update(f"{len(text)}:{text}".encode())
+        digest.update(f"{len(text)}:{text}".encode(errors="surrogateescape"))
     return digest.hexdigest()[:32]
 
 

@@ -14,12 +14,12 @@ from pagewire.kernels.cache_rows import EIGHT_BITS, head_dim_of
 
 MAX_HEAD_DIM = 256
 _INPUTS = (("slots", np.int64), ("starts", np.int64), ("num_new_tokens", np.int64), ("samples", np.bool_))
-# What a cache holds, in the order of source/kernels.c.
+# What a cache holds, in the order of source/common.h.
 CACHE_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
 
 
 class PagedStep(ctypes.Structure):
-    """Mirrors `attention_step` of source/kernels.c."""
+    """Mirrors `attention_step` of source/common.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "block_tables")),

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from select import select
@@ -110,6 +111,26 @@ def test_what_was_built_outlives_the_compiler(machine: Machine, caplog: pytest.L
     assert library.is_sealed(machine.build())
 
 
+def test_the_one_that_is_named_builds_anew(machine: Machine) -> None:
+    """Though another has built already, which is what is tried behind it."""
+    machine.install("cc", WORKING)
+    machine.install("mine", f"# mine\n{WORKING}")
+    path = machine.build()
+    assert machine.build("mine") not in (path, None)
+    assert machine.build() == machine.build("not-there") == machine.build(" ") == path
+
+
+def test_links_to_a_wrapper_are_several(machine: Machine) -> None:
+    machine.install("ccache", f'case "$0" in */cc) echo no; exit 1;; *) {WORKING};; esac')
+    for name in ("cc", "gcc"):
+        (machine.programs / name).symlink_to("ccache")
+    assert library.is_sealed(machine.build())
+
+
+def test_the_number_of_jobs_makes_no_other_build() -> None:
+    assert Build(num_jobs=1) == Build(num_jobs=2)
+
+
 def test_units_are_compiled_side_by_side(machine: Machine, tmp_path: Path) -> None:
     """Each waits for the other: a FIFO opens for one that writes and one that reads."""
     os.mkfifo(tmp_path / "meeting")
@@ -147,14 +168,16 @@ def test_who_waits_for_another_process_says_so(machine: Machine, caplog: pytest.
 
 
 def test_a_failing_unit_ends_the_others(machine: Machine, tmp_path: Path) -> None:
-    """Or the build would wait for one that sleeps until the timeout of the test."""
+    """Or the build would wait for one that sleeps until a compiler's deadline."""
     os.mkfifo(tmp_path / "meeting")
     meet = (
         f'case "$*" in *one.c) echo >{tmp_path}/meeting; exec /bin/sleep 600;; *two.c) read -r _ <{tmp_path}/meeting;'
     )
     machine.install("cc", f"{meet} echo error: no; exit 3;; *) {WORKING};; esac")
+    began = time.monotonic()
     with pytest.raises(BuildError, match=r"^cc failed with 3: error: no$"):
         build_library(Build(cache=machine.cache, num_jobs=2), FLAGS)
+    assert time.monotonic() - began < DEADLINE / 2
 
 
 @pytest.mark.parametrize(
@@ -189,6 +212,7 @@ def first_of(*files: IO[bytes] | None) -> IO[bytes] | None:
 
 BUILDING = """
 import sys
+import time
 from pathlib import Path
 from pagewire.kernels.cpu import library
 library.SOURCES = Path(sys.argv[1])
@@ -220,7 +244,7 @@ def test_an_interrupted_compiler_ends(number: int, machine: Machine, tmp_path: P
             assert ended.read() == b""  # since nobody holds it any more
         finally:
             process.kill()
-    left = machine.cache / "building" / "left"
+    left = machine.cache / "building-x" / "left"
     left.parent.mkdir(exist_ok=True)
     left.touch()
     machine.install("cc", WORKING)

@@ -4,6 +4,7 @@ import os
 import platform
 import pwd
 import random
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -432,7 +433,7 @@ def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, 
     monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path))
     compiler = tmp_path / "compiler"
     log = tmp_path / "log"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {first_compiler().command[0]} "$@"\n')
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {shlex.join(first_compiler().command)} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     build, flags = environment_build(), flags_of("portable")

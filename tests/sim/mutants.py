@@ -784,7 +784,8 @@ def misplaced(mutant: Mutant) -> str:
 def _plant(mutant: Mutant, folder: Path) -> None:
     """A copy of what the simulator needs, with the bug in it."""
     for part in _COPIED:
-        shutil.copytree(ROOT / part, folder / part)
+        # Python writes modules' code under another name first.
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.pyc.*"))
     (folder / "tests" / "__init__.py").touch()
     for file, old, new in mutant.patches:
         path = folder / file
