@@ -12,6 +12,8 @@ from typing import Any
 
 # Rises with every change of meaning. Both sides must speak the same one.
 PROTOCOL_VERSION = 6
+# How the text begins that a worker which is still loading gives beside UNAVAILABLE: it is there, and is waited for.
+WORKER_STARTING = "the worker is still starting"
 
 
 class WorkerProtocolError(Exception):

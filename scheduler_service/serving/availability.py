@@ -1,14 +1,15 @@
 """Whether requests are taken, and what fits: what follows from a worker's coming and going, and from shutting down.
 
 Requests wait for a worker that is lost, but not for ever: after the grace period those end that could as well begin
-elsewhere, after the timeout all of them.
+elsewhere, after the timeout all of them. The first worker is waited for as long as it says that it is starting: it may
+have to compile its kernels.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
 
-from pagewire.common.messages import WorkerCapacity
+from pagewire.common.messages import WORKER_STARTING, WorkerCapacity
 from scheduler_service.core.request import OutputMode
 from scheduler_service.serving.clock import Clock
 
@@ -71,8 +72,11 @@ class WorkerAvailability:
     @property
     def is_serving(self) -> bool:
         """Whether requests are worth sending here: a lost worker may still be awaited."""
-        has_hope = self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS
-        return self.capacity is not None and has_hope and not self.unavailable_reason
+        return (
+            self.capacity is not None
+            and self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS
+            and not self.unavailable_reason
+        )
 
     async def wait_for_first_worker(self, output_mode: OutputMode = OutputMode.STREAMED) -> None:
         """Return when it is known what fits, or when requests of this kind are refused."""
@@ -150,6 +154,9 @@ class WorkerAvailability:
         self._tell()
 
     def _worker_timed_out(self) -> None:
+        if self.capacity is None and WORKER_STARTING in self.missing_reason:
+            self._cancel_timers.append(self._clock.later(self._worker_timeout, self._worker_timed_out))
+            return
         logger.log(
             self._level_of_absence(logging.ERROR),
             "no worker for %g s: requests fail until one joins",

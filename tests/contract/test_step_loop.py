@@ -1,7 +1,7 @@
 """The step loop without any gRPC: a link in this process, streams that are plain lists."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
+from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.step_loop import RefusedError, StepLoop
@@ -275,6 +276,35 @@ async def test_no_worker_for_too_long() -> None:
         loop.worker_ready(CAPACITY, 1, LocalLink(loop))
         assert loop.availability.is_serving
         loop.submit(make_request(2), Reader())
+
+
+class HandClock(Clock):
+    """Its last timer ends when the test says so."""
+
+    def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
+        self.end_last = action
+        return lambda: None
+
+
+def test_the_first_worker_is_waited_for_while_it_starts() -> None:
+    """But not one that comes and goes, nor one that is gone."""
+    clock, reasons = HandClock(), []
+    options = {"worker_timeout": 60.0, "worker_grace": None, "on_grace_ended": reasons.append}
+    availability = WorkerAvailability(100, clock, on_timed_out=reasons.append, **options)
+    availability.start_timers()
+    for _ in range(3):
+        availability.missing_reason = "rank 1: the worker is still starting, compiling the CPU kernels: 2 of 8 units"
+        clock.end_last()
+        assert reasons == []
+        assert not availability.unavailable_reason
+    availability.missing_reason = "there is no connection"
+    clock.end_last()
+    assert reasons == ["no worker has been connected for 60 s; try again later"]
+    availability.worker_joined(CAPACITY, 100)
+    availability.worker_left()
+    availability.missing_reason = "the worker is still starting, importing torch"
+    clock.end_last()
+    assert len(reasons) == 2
 
 
 async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:

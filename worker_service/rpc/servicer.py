@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from pagewire.common.messages import (
+    WORKER_STARTING,
     CertificateLife,
     GrammarReport,
     Heartbeat,
@@ -176,7 +177,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             await asyncio.wait_for(self._loaded.wait(), self._load_patience_s)
         except TimeoutError:
-            message = f"the worker is still starting, {self._engine.loading}"
+            message = f"{WORKER_STARTING}, {self._engine.loading}"
             raise _SessionEnded(grpc.StatusCode.UNAVAILABLE, message) from None
         begun = asyncio.Event()
         on_begun = partial(stream.loop.call_soon_threadsafe, begun.set)  # on the engine's thread

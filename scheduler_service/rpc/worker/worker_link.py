@@ -148,8 +148,10 @@ class WorkerLink:
         try:
             await asyncio.wait(holds, return_when=asyncio.FIRST_COMPLETED)
             rank, ended = next((rank, hold.result()) for rank, hold in enumerate(holds) if hold.done())
-            reason = ended.reason if len(holds) == 1 else f"rank {rank}: {ended.reason}"
-            return Ended(reason, all(each.is_ready for each in session.ranks), ended.is_calm)
+            return ended._replace(
+                reason=ended.reason if len(holds) == 1 else f"rank {rank}: {ended.reason}",
+                was_held=all(each.is_ready for each in session.ranks),
+            )
         finally:
             await cancel(holds)
 
