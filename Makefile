@@ -11,7 +11,7 @@ NIGHTLY := test-lowest check-aarch64 sim sim-mutants fuzz bench
 # Into the environments below, whatever pip is told elsewhere.
 export PIP_USER := 0
 
-.PHONY: help check setup run test test-lowest nightly check-aarch64 fuzz sim sim-mutants lint lock protos docs model wheel bench gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
+.PHONY: help check setup run test test-lowest nightly check-aarch64 first-hour fuzz sim sim-mutants lint lock protos docs model wheel bench gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -57,6 +57,9 @@ nightly:  ## what takes hours, each whether or not another fails; SEEDS=n, MINUT
 
 check-aarch64: $(READY)  ## tests of the CPU kernels as AArch64 computes them, under qemu; ARGS: pytest's, PROCESSOR=cortex-a53: a lesser one
 	$(BIN)/python -m tests.kernels.emulated $(if $(PROCESSOR),--processor $(PROCESSOR)) $(ARGS)
+
+first-hour: $(READY)  ## what newcomers meet on unusual machines: stuck states, tracebacks, misleading lines; ARGS="compil PIP_USER": some
+	$(BIN)/python -m tests.first_hour $(ARGS)
 
 fuzz: $(READY)  ## for MINUTES=n: random requests through both services, alone against company; texts in grammars; SEED=n: the first
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

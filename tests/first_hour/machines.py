@@ -1,0 +1,92 @@
+"""States of the machine that serves: its compiler, its cache, its limits, its network."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.first_hour.newcomer import NO_NETWORK, Newcomer, Outcome
+from tests.first_hour.state import LeftOutError, command_state, state
+
+DEMO = "pagewire demo storyteller --max-tokens 5"
+TOLD = "time to first token"
+# Programs of the environment alone: no compiler.
+NO_COMPILER = f"PATH=${{PATH%%:*}} {DEMO}"
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Returns the command lines that name a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it has just ended
+        if str(folder) in line:
+            found.append(line)
+    return found
+
+
+@state("compiling interrupted", "nothing runs on", code=130)
+def interrupt_compiling(newcomer: Newcomer) -> Outcome:
+    running = newcomer.start(f"exec {DEMO}")
+    running.wait_until(lambda: any("cc1" in line for line in processes_of(newcomer.cache)))
+    running.interrupt()
+    outcome = running.end(20)
+    left = [line for line in processes_of(newcomer.cache) if "cc1" in line]
+    building = newcomer.cache / "kernels" / "building-left"
+    building.mkdir()  # as a machine that lost its power leaves it
+    newcomer.give(newcomer.cache)
+    return Outcome(outcome.code, "\n".join(left or ["nothing runs on"]), outcome.seconds, outcome.silence_s)
+
+
+@state(
+    "CC of two words, nothing compiled",
+    "compiling the CPU kernels with",
+    "there is no no-ccache",
+    TOLD,
+    never=("is left of",),
+)
+def compile_first(newcomer: Newcomer) -> Outcome:
+    """It leaves the kernels for all states that follow, and nothing beside them."""
+    outcome = newcomer.run(DEMO, timeout_s=240, environ={"CC": "no-ccache gcc"})
+    left = [str(path) for path in (newcomer.cache / "kernels").glob("building*")]
+    return replace(outcome, said=f"{outcome.said}{left} is left of the interrupt\n" if left else outcome.said)
+
+
+command_state("no compiler, kernels kept", NO_COMPILER, TOLD, never=("no C compiler",))
+
+
+@state("no compiler, nothing kept", "there is no C compiler that works", "install one, for example gcc", TOLD)
+def compile_without_a_compiler(newcomer: Newcomer) -> Outcome:
+    return newcomer.run(NO_COMPILER, environ={"PAGEWIRE_CACHE": str(newcomer.home / "cache")})
+
+
+@state("disk of the cache full", "is full: make room, or set PAGEWIRE_CACHE", TOLD)
+def fill_the_cache(newcomer: Newcomer) -> Outcome:
+    if not newcomer.can_unshare():
+        raise LeftOutError("needs root, setpriv and unshare")
+    folder = newcomer.home / "cache"
+    folder.mkdir()
+    mounting = f'mount -t tmpfs -o size=64k,mode=777 none {folder}; exec "$@"'
+    return newcomer.run(
+        DEMO, within=("unshare", "-m", "sh", "-c", mounting, "sh"), environ={"PAGEWIRE_CACHE": str(folder)}
+    )
+
+
+@state("no network", TOLD)
+def demo_without_a_network(newcomer: Newcomer) -> Outcome:
+    if not newcomer.can_unshare():
+        raise LeftOutError("needs root, setpriv and unshare")
+    return newcomer.run(DEMO, within=NO_NETWORK)
+
+
+command_state("bundled model by its name", DEMO, TOLD)
+command_state("full standard output, demo", f"{DEMO} >/dev/full", "No space left on device", code=1)
+command_state("little address space, serve", "ulimit -v 300000; pagewire serve storyteller", "ulimit -v", code=1)
+command_state("little address space, demo", f"ulimit -v 300000; {DEMO}", "ulimit -v", code=1)
+
+
+@state("few processes, demo", "ulimit -u", code=1)
+def demo_with_few_processes(newcomer: Newcomer) -> Outcome:
+    if not newcomer.has_no_rights:
+        raise LeftOutError("counts all that this user runs: needs root and setpriv")
+    return newcomer.run(f"bash -c 'ulimit -u 10 && exec {DEMO}'")

@@ -1,0 +1,161 @@
+"""A user with a fresh home and, where this process may take another user's part, with no rights at all."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+# A Python of the superuser's own, under /root, can be run, and nothing be written.
+_RIGHTS = (
+    f"--reuid={NOBODY}",
+    f"--regid={NOBODY}",
+    "--clear-groups",
+    "--inh-caps=+dac_read_search",
+    "--ambient-caps=+dac_read_search",
+)
+# Of this process's user, such as where packages come from; all else that is set here would hide what a newcomer meets.
+_KEPT = ("PATH", "LANG", "TERM")
+# Reads no file of pip's settings, finds no wheel, and reaches no index.
+NO_INDEX = {
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    "PIP_RETRIES": "0",
+    "PIP_FIND_LINKS": "",
+    "PIP_EXTRA_INDEX_URL": "",
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+}
+# Without a way to anywhere but this machine.
+NO_NETWORK = ("unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended: `code` is None for one that had not ended in time. `silence_s` is the longest time for which
+    it said nothing."""
+
+    code: int | None
+    said: str
+    seconds: float
+    silence_s: float
+
+
+class NotReachedError(Exception):
+    """A command did not come to where something should have befallen it."""
+
+
+class Newcomer:
+    """Runs shell commands in a home of its own. `pagewire` and `python` are those of this Python's environment."""
+
+    def __init__(self, home: Path, cache: Path) -> None:
+        """Makes the home. Kernels are compiled into the cache, which newcomers share."""
+        self.home, self.cache = home, cache
+        self.has_no_rights = os.geteuid() == 0 and shutil.which("setpriv") is not None
+        for folder in (home, cache):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.give(folder)
+
+    def give(self, path: Path) -> None:
+        """Makes a file or a folder the newcomer's own."""
+        if self.has_no_rights:
+            for inner in (path, *path.rglob("*")):
+                os.chown(inner, NOBODY, NOBODY, follow_symlinks=False)
+
+    def can_unshare(self) -> bool:
+        """Whether a command can get a network or a file system of its own."""
+        return self.has_no_rights and subprocess.run(["unshare", "-nm", "true"], check=False).returncode == 0
+
+    def start(
+        self, command: str, environ: Mapping[str, str] = MappingProxyType({}), *, within: tuple[str, ...] = ()
+    ) -> "Running":
+        """Starts a shell command. `within` is what sets the stage with this process's rights, and runs the rest."""
+        rights = ["setpriv", *_RIGHTS] if self.has_no_rights else []
+        kept = {name: value for name, value in os.environ.items() if name in _KEPT}
+        kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"
+        own = {"HOME": str(self.home), "PAGEWIRE_CACHE": str(self.cache), "PYTHONDONTWRITEBYTECODE": "1"}
+        process = subprocess.Popen(
+            [*within, *rights, "sh", "-c", command],
+            cwd=self.home,
+            env={**kept, **own, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return Running(process)
+
+    def run(
+        self,
+        command: str,
+        environ: Mapping[str, str] = MappingProxyType({}),
+        *,
+        timeout_s: float = 90.0,
+        within: tuple[str, ...] = (),
+    ) -> Outcome:
+        return self.start(command, environ, within=within).end(timeout_s)
+
+
+class Running:
+    """A command that has been started, in a session of its own."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        self._started = self._heard = time.monotonic()
+        self._silence_s, self._said = 0.0, b""
+        assert process.stdout is not None
+        self._output = process.stdout.fileno()
+        os.set_blocking(self._output, False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def interrupt(self) -> None:
+        """As Ctrl-C in a terminal does, with all that runs in its foreground."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 90.0) -> None:
+        """Raises NotReachedError if it is not so before the time is up or the command has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise NotReachedError(f"was not reached: {self.end(0.1)}")
+            self._hear()
+
+    def has_said(self, words: str) -> bool:
+        return words in self._said.decode(errors="replace")
+
+    def end(self, timeout_s: float = 90.0) -> Outcome:
+        """Waits until the command has ended and what it left running has closed its output."""
+        deadline = time.monotonic() + timeout_s
+        while self._hear() and time.monotonic() < deadline:
+            pass
+        try:
+            code = self._process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+        with self._process, contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        said = self._said.decode(errors="backslashreplace")
+        return Outcome(code, said, time.monotonic() - self._started, self._silence_s)
+
+    def _hear(self) -> bool:
+        """Reads what it has said, if anything. Returns whether it may say more."""
+        try:
+            data = os.read(self._output, 1 << 16)
+        except BlockingIOError:
+            data = None
+            time.sleep(0.02)
+        now = time.monotonic()
+        self._silence_s = max(self._silence_s, now - self._heard)
+        if data:
+            self._said, self._heard = self._said + data, now
+        return data != b""
