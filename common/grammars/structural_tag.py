@@ -130,7 +130,8 @@ class _Rules:
             return []
         begun = f"T{len(self.lines)}"
         self.lines.append(f"{begun}: {_ANY_TEXT} {_quoted(before) if before else ''}")
-        return [self.sequence([begun, f"<[{self._token_names[name]}]>", self.literal(behind)])]
+        token = f"<[{self._token_names[name]}]>"
+        return [self.sequence([begun, token, self.literal(behind)])]
 
     def _cut(self, text: str) -> tuple[str, str, str]:
         """A text up to the first name of a token, the longest if several begin there, the name, and what is behind it;

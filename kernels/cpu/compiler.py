@@ -171,7 +171,8 @@ def run(command: Sequence[str], pipe: int, folder: Path | None = None) -> str:
 
 def _error(status: int, said: str) -> Exception:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    reason = ": ".join([f"failed with {status}", *([line for line in lines if "error" in line] or lines)[:1]])
+    telling = [line for line in lines if "error" in line] or lines
+    reason = ": ".join([f"failed with {status}", *telling[:1]])
     if status in (_KILLED, -signal.SIGKILL) or _NO_MEMORY.search(said):
         return BuildError("was ended for want of memory, of which it takes up to 230 MB")
     return OSError(errno.ENOSPC, reason) if _NO_SPACE.search(said) else BuildError(reason[:_MAX_REASON])

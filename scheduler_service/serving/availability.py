@@ -72,11 +72,8 @@ class WorkerAvailability:
     @property
     def is_serving(self) -> bool:
         """Whether requests are worth sending here: a lost worker may still be awaited."""
-        return (
-            self.capacity is not None
-            and self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS
-            and not self.unavailable_reason
-        )
+        has_hope = self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS
+        return self.capacity is not None and has_hope and not self.unavailable_reason
 
     async def wait_for_first_worker(self, output_mode: OutputMode = OutputMode.STREAMED) -> None:
         """Return when it is known what fits, or when requests of this kind are refused."""

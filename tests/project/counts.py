@@ -25,17 +25,17 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_215, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_217, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
-        7_764, "29 architectures from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
+        7_765, "29 architectures from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
     ),
     "pagewire/kernels": Ceiling(
-        3_946,
+        3_947,
         "a specification in torch of each kernel, it in C and in Triton, and compilers that fail or are interrupted",
     ),
     "pagewire/common": Ceiling(
-        3_347,
+        3_348,
         "transport, tracing and their refusals, processes' limits, GGUF files, grammars, templates, short collections",
     ),
     "pagewire": Ceiling(

@@ -126,9 +126,10 @@ def _load_worker(
     log_formats(unloaded)
     if communicator.rank == 0:
         log_stretch(unloaded.shard.config.rope, max_model_len)
+    weight_bytes = unloaded.footprint().held  # known before they are loaded, which changes what is held
     assembly = _Assembly(
         config=config,
-        weight_bytes=unloaded.footprint().held,
+        weight_bytes=weight_bytes,
         model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest)),
         model_config=model_config,
         dtype=dtype,

@@ -125,7 +125,8 @@ class KvEventFeed:
     def _is_load_due(self) -> bool:
         if self._read_load is None:
             return False
-        return time.monotonic() - self._sent_at >= _HEARTBEAT_INTERVAL or self._read_load() != self._last_load
+        is_stale = time.monotonic() - self._sent_at >= _HEARTBEAT_INTERVAL
+        return is_stale or self._read_load() != self._last_load
 
     def _add_load(self, batch: common_pb2.KvEventBatch, encode: Callable[[Load], common_pb2.EngineLoad]) -> None:
         if self._read_load is None:
