@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS_BETWEEN_LINES = 4.0
@@ -41,9 +43,12 @@ def main() -> int:
                 log_of(folder).touch()
             # Of an environment that is half done, the Python that it was made with.
             python = getattr(sys, "_base_executable", sys.executable)
-            made = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
-            if made.returncode:
-                print(f"pagewire: error: {python} makes no environment: {why_not(made)}", file=sys.stderr)
+            pipe, command = subprocess.PIPE, [str(python), "-m", "venv", str(folder)]
+            with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as making:
+                watch(making, lambda: "putting pip into it")
+                said = making.communicate()[0]
+            if making.returncode:
+                print(f"pagewire: error: {python} makes no environment: {why_not(making, said)}", file=sys.stderr)
                 return 1
         return install(folder, lock.fileno())
 
@@ -84,10 +89,10 @@ def remove_halves(folder: Path) -> None:
             shutil.rmtree(about)
 
 
-def why_not(made: "subprocess.CompletedProcess[str]") -> str:
-    said = (made.stderr.strip() or made.stdout.strip()).splitlines()
-    if not any("ensurepip" in line for line in said):
-        return said[-1] if said else f"exit code {made.returncode}"
+def why_not(made: "subprocess.Popen[str]", said: str) -> str:
+    lines = said.strip().splitlines()
+    if "ensurepip" not in said:
+        return lines[-1] if lines else f"exit code {made.returncode}"
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     return f"on Debian and Ubuntu apt install python{version}-venv, or name another, make PYTHON=/path/to/python3"
 
@@ -99,12 +104,12 @@ def install(folder: Path, lock: int) -> int:
     num_packages = sum("==" in line for line in constraints)
     log = log_of(folder)
     print(f"installing about {num_packages} packages into {folder} ({SIZE}); {log} has the details", flush=True)
-    command = [folder / "bin" / "python", "-m", "pip", "install", "--no-color", "--progress-bar", "off"]
+    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-color", "--progress-bar", "off"]
     command += ["-c", "constraints.txt", "-e", ".[dev]"]
     with log.open("w") as written:
         pip = subprocess.Popen(command, cwd=ROOT, stdout=written, stderr=subprocess.STDOUT, pass_fds=[lock])
         try:
-            watch(pip, folder, log, num_packages)
+            watch(pip, lambda: how_far(folder, log.read_text(errors="replace"), num_packages))
         finally:
             pip.kill()
             pip.wait()
@@ -115,14 +120,14 @@ def install(folder: Path, lock: int) -> int:
     return 0
 
 
-def watch(pip: "subprocess.Popen[bytes]", folder: Path, log: Path, num_packages: int) -> None:
-    """Print how far pip is until it ends."""
+def watch(process: "subprocess.Popen[Any]", tell: Callable[[], str]) -> None:
+    """Print what a process is doing every few seconds until it ends."""
     started, told = time.monotonic(), ""
     while True:
         try:
-            pip.wait(SECONDS_BETWEEN_LINES)
+            process.wait(SECONDS_BETWEEN_LINES)
         except subprocess.TimeoutExpired:
-            line = how_far(folder, log.read_text(errors="replace"), num_packages)
+            line = tell()
             seconds = f" ({time.monotonic() - started:.0f} s)"
             print(f"  {line}{seconds if line == told else ''}", flush=True)
             told = line

@@ -69,6 +69,21 @@ def test_a_second_run_waits_for_the_first_and_takes_what_it_made(tmp_path: Path)
     assert second.returncode == 0
 
 
+def test_a_line_comes_while_a_process_is_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "SECONDS_BETWEEN_LINES", 0.01)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as waiting:
+
+        def tell() -> str:
+            assert waiting.stdin is not None
+            waiting.stdin.close()  # which ends it
+            return "putting pip into it"
+
+        environment.watch(waiting, tell)
+    assert capsys.readouterr().out.startswith("  putting pip into it\n")
+
+
 def test_packages_that_an_interrupt_halved_are_not_taken_for_whole(tmp_path: Path) -> None:
     """Where nothing was installed by this, none is taken for half, and links never are."""
     packages = tmp_path / "lib/python3.11/site-packages"
