@@ -234,7 +234,9 @@ def _compile(
             build.tell(f"compiling the CPU kernels: 0 of {len(units)} units")
             for num_done, unit in enumerate(as_completed(units), 1):
                 unit.result()
-                build.tell(f"compiling the CPU kernels: {num_done} of {len(units)} units")
+                done = f"compiling the CPU kernels: {num_done} of {len(units)} units"
+                build.tell(done)
+                logger.warning("%s", done)
             compiler.link(objects, built, pipe)
         except BuildError as error:
             raise BuildError(f"{compiler.name} {error}") from error

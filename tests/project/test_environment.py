@@ -113,6 +113,7 @@ def test_an_environment_is_known_as_ours_before_anything_is_put_into_it(
 
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(folder)])
     monkeypatch.setattr(environment.subprocess, "run", interrupt)
+    monkeypatch.setattr(environment.subprocess, "Popen", interrupt)
     with pytest.raises(KeyboardInterrupt):
         environment.main()
     assert environment.log_of(folder).exists()
