@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,12 +44,9 @@ def main() -> int:
                 log_of(folder).touch()
             # Of an environment that is half done, the Python that it was made with.
             python = getattr(sys, "_base_executable", sys.executable)
-            pipe, command = subprocess.PIPE, [str(python), "-m", "venv", str(folder)]
-            with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as making:
-                watch(making, lambda: "putting pip into it")
-                said = making.communicate()[0]
-            if making.returncode:
-                print(f"pagewire: error: {python} makes no environment: {why_not(making, said)}", file=sys.stderr)
+            code, said = make(str(python), folder, lock.fileno())
+            if code:
+                print(f"pagewire: error: {python} makes no environment: {why_not(code, said)}", file=sys.stderr)
                 return 1
         return install(folder, lock.fileno())
 
@@ -89,10 +87,24 @@ def remove_halves(folder: Path) -> None:
             shutil.rmtree(about)
 
 
-def why_not(made: "subprocess.Popen[str]", said: str) -> str:
+def make(python: str, folder: Path, lock: int) -> "tuple[int, str]":
+    """Make the environment, and return the exit code of what does, with what it said."""
+    with tempfile.TemporaryFile("w+", errors="replace") as written:
+        command = [python, "-m", "venv", str(folder)]
+        making = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, pass_fds=[lock])
+        try:
+            watch(making, lambda: "putting pip into it")
+        finally:
+            making.kill()
+            making.wait()
+        written.seek(0)
+        return making.returncode, written.read()
+
+
+def why_not(code: int, said: str) -> str:
     lines = said.strip().splitlines()
     if "ensurepip" not in said:
-        return lines[-1] if lines else f"exit code {made.returncode}"
+        return lines[-1] if lines else f"exit code {code}"
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     return f"on Debian and Ubuntu apt install python{version}-venv, or name another, make PYTHON=/path/to/python3"
 

@@ -186,8 +186,7 @@ def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
     """A folder for one process at a time. What one that was killed has left is removed; its compilers may still write
     to that, as they end."""
     cache.mkdir(parents=True, exist_ok=True)
-    # A user who may read it may lock it.
-    lock = os.open(cache / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    lock = _open_lock(cache / "lock")
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,12 +194,20 @@ def _building(cache: Path, tell: Callable[[str], object]) -> Iterator[Path]:
             logger.warning(_WAITING)
             tell(_WAITING)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in cache.glob("building-*"):
+        for left in cache.glob("building*"):
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="building-", dir=cache, ignore_cleanup_errors=True) as folder:
             yield Path(folder)
     finally:
         os.close(lock)
+
+
+def _open_lock(path: Path) -> int:
+    """NFS locks what may be written alone; other file systems lock also what belongs to another user."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _compile(

@@ -1,8 +1,8 @@
 """Whether requests are taken, and what fits: what follows from a worker's coming and going, and from shutting down.
 
 Requests wait for a worker that is lost, but not for ever: after the grace period those end that could as well begin
-elsewhere, after the timeout all of them. The first worker is waited for as long as it says that it is starting: it may
-have to compile its kernels.
+elsewhere, after the timeout all of them. The first worker is given the timeout anew if it is starting then and has come
+further: it may have to compile its kernels.
 """
 
 import asyncio
@@ -42,6 +42,7 @@ class WorkerAvailability:
         self._on_timed_out = on_timed_out
         self._cancel_timers: list[Callable[[], None]] = []  # while no worker is there
         self._grace_has_ended = self._has_timed_out = False
+        self._progress = ""  # what a worker that is starting said when it was given more time
         self._is_draining = False
         self._epoch_is_fruitless = False  # it has a plan, but no token yet
         self._num_fruitless_epochs = 0
@@ -151,7 +152,9 @@ class WorkerAvailability:
         self._tell()
 
     def _worker_timed_out(self) -> None:
-        if self.capacity is None and WORKER_STARTING in self.missing_reason:
+        is_starting = self.capacity is None and WORKER_STARTING in self.missing_reason
+        if is_starting and self.missing_reason != self._progress:
+            self._progress = self.missing_reason
             self._cancel_timers.append(self._clock.later(self._worker_timeout, self._worker_timed_out))
             return
         logger.log(

@@ -286,18 +286,19 @@ class HandClock(Clock):
         return lambda: None
 
 
-def test_the_first_worker_is_waited_for_while_it_starts() -> None:
-    """But not one that comes and goes, nor one that is gone."""
+@pytest.mark.parametrize("last", ["there is no connection", "the worker is still starting, 2 of 8 units"])
+def test_the_first_worker_is_waited_for_while_it_comes_further(last: str) -> None:
+    """But not one that comes and goes, nor one that is gone or hangs."""
     clock, reasons = HandClock(), []
     options = {"worker_timeout": 60.0, "worker_grace": None, "on_grace_ended": reasons.append}
     availability = WorkerAvailability(100, clock, on_timed_out=reasons.append, **options)
     availability.start_timers()
-    for _ in range(3):
-        availability.missing_reason = "rank 1: the worker is still starting, compiling the CPU kernels: 2 of 8 units"
+    for number in range(3):
+        availability.missing_reason = f"the worker is still starting, {number} of 8 units"
         clock.end_last()
         assert reasons == []
         assert not availability.unavailable_reason
-    availability.missing_reason = "there is no connection"
+    availability.missing_reason = last
     clock.end_last()
     assert reasons == ["no worker has been connected for 60 s; try again later"]
     availability.worker_joined(CAPACITY, 100)

@@ -128,6 +128,25 @@ def test_links_to_a_wrapper_are_several(machine: Machine) -> None:
     assert library.is_sealed(machine.build())
 
 
+def test_the_lock_is_one_that_nfs_takes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another user's is one that may only be read."""
+    taken: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: taken.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE))
+    machine.install("cc", WORKING)
+    machine.build()
+    opened = os.open
+
+    def refuse_writing(path: Path, flags: int, *rest: int) -> int:
+        if Path(path).name == "lock" and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionError
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse_writing)
+    machine.install("cc", f"# another\n{WORKING}")
+    build_library(Build(cache=machine.cache), ["-O2"])
+    assert taken == [os.O_RDWR, os.O_RDONLY]
+
+
 def test_the_number_of_jobs_makes_no_other_build() -> None:
     assert Build(num_jobs=1) == Build(num_jobs=2)
 

@@ -25,13 +25,13 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_217, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_220, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
         7_765, "29 architectures from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
     ),
     "pagewire/kernels": Ceiling(
-        3_949,
+        3_953,
         "a specification in torch of each kernel, it in C and in Triton, and compilers that fail or are interrupted",
     ),
     "pagewire/common": Ceiling(

@@ -89,7 +89,7 @@ def _load_worker(
 ) -> LoadedWorker:
     """See `load_worker`. `start`: grammars are made ready meanwhile."""
     device = choose_device(config.device, config.tensor_parallel_rank)
-    report.tell("preparing to load" if config.tensor_parallel_size == 1 else "waiting for the other ranks")
+    report.tell("preparing to load")
     communicator = _communicator(config, device)
     model_config = Shard.of(load_config(path), communicator.rank, communicator.size).config
     is_gpu, uses_onednn, block_size = device.type == "cuda", config.cpu_products == "onednn", config.choose_block_size()
