@@ -388,14 +388,21 @@ def _before_fork() -> None:
     try:
         _release_ended()
         background_loop.finish(_close_idle)
-        if _has_opened and not _open_connections and _is_awake():
-            gc.collect()  # what is left of calls holds on to their channels
-            deadline = time.monotonic() + _THREADS_END_S
-            while _is_awake() and time.monotonic() < deadline:
-                time.sleep(0.001)
+        if _has_opened and not _open_connections:
+            seconds = _THREADS_END_S / 128
+            while _is_awake() and seconds < _THREADS_END_S:
+                gc.collect()  # what is left of calls, some of which end only now, holds on to their channels
+                _wait_for_sleep(seconds)
+                seconds *= 2
     finally:
         _forking.acquire()
         _inherits = _is_awake()
+
+
+def _wait_for_sleep(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while _is_awake() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _is_awake() -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire import channels
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving
 
@@ -116,3 +117,15 @@ def test_a_child_that_cannot_have_any_says_so(url: str, case: str) -> None:
     lines = run(url, REFUSED[case])
     assert len(lines) == NUM_FORKS
     assert all(line.startswith("error: ") and "this process was forked" in line for line in lines)
+
+
+def test_what_calls_leave_late_is_collected_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a call's last object becomes garbage after its channel was closed, and holds gRPC's threads."""
+    collected: list[None] = []
+    monkeypatch.setattr(channels.gc, "collect", lambda: collected.append(None))
+    monkeypatch.setattr(channels, "_is_awake", lambda: len(collected) < 3)
+    monkeypatch.setattr(channels, "_has_opened", True)
+    monkeypatch.setattr(channels, "_open_connections", set())
+    channels._before_fork()
+    channels._forking.release()
+    assert not channels._inherits

@@ -39,7 +39,7 @@ MAX_STATEMENTS = {
         "transport, tracing and their refusals, processes' limits, GGUF files, grammars, templates, short collections",
     ),
     "pagewire": Ceiling(
-        5_733, "client, commands, their completion, `LLM`, what runs services on a machine, benchmarks of servers"
+        5_738, "client, commands, their completion, `LLM`, what runs services on a machine, benchmarks of servers"
     ),
 }
 MAX_MODULES_IN_ALL = Ceiling(338, "a noun each, limits of processes the last")
