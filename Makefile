@@ -36,9 +36,9 @@ run: $(READY)  ## serve the bundled model and stream one completion
 
 test: $(READY)  ## every test that needs no GPU
 	@# In two processes more than a small machine has cores, since many wait. Exit code 5: ARGS selected none of these.
-	@echo 'part 1 of 2, most of a quarter of an hour or more: in four processes'; \
+	@echo 'part 1 of 2$(if $(ARGS),,, most of a quarter of an hour or more): in four processes'; \
 	$(BIN)/python -m pytest -m 'not gpu and not alone' -n 4 --dist loadfile --no-loadscope-reorder $(ARGS); \
-	first=$$?; echo 'part 2 of 2: with the machine to itself'; \
+	first=$$?; echo 'part 2 of 2$(if $(ARGS),,, a minute or more): with the machine to itself'; \
 	$(BIN)/python -m pytest -q -m 'not gpu and alone' $(or $(ARGS),tests/system); second=$$?; \
 	case "$$first $$second" in '0 0'|'0 5'|'5 0') ;; *) exit 1 ;; esac
 

@@ -1,6 +1,7 @@
 """`make` gives one line, and not a resolver's error, where Python is missing, too old, or newer than those
-that Pagewire is tried on."""
+that Pagewire is tried on; and `make test` says what is to come, and nothing of what another part of it runs."""
 
+import os
 import re
 import subprocess
 import sys
@@ -76,3 +77,29 @@ def test_everything_says_the_same_of_versions() -> None:
     tried = [line.removeprefix(language) for line in PROJECT["classifiers"] if line.startswith(language)]
     assert PROJECT["requires-python"] == f">={tried[0]}"
     assert f"tried on Python {tried[0]} to {tried[-1]}" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([], ["part 1 of 2, most of a quarter of an hour or more", "part 2 of 2, a minute or more"]),
+        (["ARGS=tests/core"], ["part 1 of 2", "part 2 of 2"]),
+    ],
+)
+def test_parts_of_a_whole_run_say_how_long_they_take(arguments: list[str], parts: list[str]) -> None:
+    command = ["make", "--dry-run", "test", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.findall(r"echo '([^':]+):", done.stdout) == parts
+
+
+@pytest.mark.parametrize(("chosen", "summary"), [([], "2 passed"), (["-k", "one"], "1 passed, 2 deselected")])
+def test_what_another_part_runs_is_not_told(chosen: list[str], summary: str, tmp_path: Path) -> None:
+    """What `-k` leaves out is."""
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_collection_finish\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    tests = "def test_one(): pass\ndef test_two(): pass\n@pytest.mark.alone\ndef test_other(): pass\n"
+    (tmp_path / "test_few.py").write_text(f"import pytest\n{tests}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not alone", *chosen]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].startswith(f"{summary} in ")
