@@ -12,7 +12,7 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EndReason, Request
-from scheduler_service.rpc.public.output import MAX_RESPONSE_TOKENS, OutputBuffer, OutputReader
+from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.rpc.status import CODES, RpcError
 from scheduler_service.rpc.tenants.quota import Claim
 from scheduler_service.serving.engine import RequestEngine
@@ -146,13 +146,12 @@ class Generation:
             raise self.error
 
     async def responses(
-        self, first_tokens: Sequence[int] | None = None, one_by_one: bool = False
+        self, first_tokens: Sequence[int] | None = None
     ) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
         """Yield what comes of all samples until they have ended: of each from its first token on, or from the one that
-        is named; tokens that have waited together, or `one_by_one`. Raises RpcError when the request fails, after what
-        came before that."""
+        is named. Raises RpcError when the request fails, after what came before that."""
         places = zip(self.outputs, first_tokens or [0] * len(self.outputs), strict=True)
-        readers = [OutputReader(output, first, 1 if one_by_one else MAX_RESPONSE_TOKENS) for output, first in places]
+        readers = [OutputReader(output, first_token) for output, first_token in places]
         news = News()
         news.tell()
         self.listeners.add(news.tell)

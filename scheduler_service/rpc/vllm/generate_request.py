@@ -31,7 +31,7 @@ _UNSUPPORTED_INPUTS = {
 }
 # How a gateway's JSON Schema begins where `tool_choice` is "required": a list of calls, each an object with the name of
 # a tool and its parameters.
-CALLS_BEGINNING = '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":'
+_CALLS_BEGINNING = '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":'
 _MAX_SCHEMA_LENGTH = 512 * 1024  # of a schema that is served
 # As most models write JSON. Of space before a comma or a bracket the gateway makes text, and of the calls behind it.
 _SPELLING_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -113,7 +113,7 @@ def close_calls(schema: str) -> str:
     The gateway reads such calls alone, though its schema leaves room for more: what else stood in one would make text
     of all of them.
     """
-    if not schema.startswith(CALLS_BEGINNING) or len(schema) > _MAX_SCHEMA_LENGTH:
+    if not schema.startswith(_CALLS_BEGINNING) or len(schema) > _MAX_SCHEMA_LENGTH:
         return schema
     try:
         calls = json.loads(schema)

@@ -1,4 +1,8 @@
-"""Our GenerateResponses as VllmEngine's: deltas as chunks if they are wanted, and one `complete` for each sample."""
+"""Our GenerateResponses as VllmEngine's: tokens as chunks if they are wanted, and one `complete` for each sample.
+
+A chunk is one token, even where several have waited: of each chunk the gateway reads one part of a call of a tool, and
+loses what else stands there, or makes text of it. Which streams may have calls it does not tell.
+"""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -38,22 +42,23 @@ class ResponseTranslator:
         """Yield what is to be sent for one of our responses."""
         self._take_prompt_logprobs(response.prompt_logprobs)
         self._token_ids[response.index].extend(response.token_ids)
-        if self._is_streaming and response.token_ids:
-            yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(response))
+        if self._is_streaming:
+            for position in range(len(response.token_ids)):
+                yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(response, position))
         elif self._with_logprobs:
             self._add_logprobs(response.logprobs, self._logprobs[response.index])
         if response.HasField("usage"):
             yield vllm_engine_pb2.GenerateResponse(complete=self._complete(response))
 
-    def _chunk(self, response: scheduler_pb2.GenerateResponse) -> vllm_engine_pb2.GenerateStreamChunk:
+    def _chunk(self, response: scheduler_pb2.GenerateResponse, position: int) -> vllm_engine_pb2.GenerateStreamChunk:
         chunk = vllm_engine_pb2.GenerateStreamChunk(
-            token_ids=response.token_ids,
+            token_ids=(response.token_ids[position],),
             prompt_tokens=len(self._prompt_token_ids),
-            completion_tokens=len(response.token_ids),
+            completion_tokens=1,
             index=response.index,
         )
         if self._with_logprobs:
-            self._add_logprobs(response.logprobs, chunk.output_logprobs)
+            self._add_logprobs(response.logprobs[position : position + 1], chunk.output_logprobs)
         if self._prompt_logprobs is not None:
             chunk.input_logprobs.CopyFrom(self._prompt_logprobs)
             self._prompt_logprobs = None  # the first chunk alone has them

@@ -23,7 +23,7 @@ from scheduler_service.rpc.public.generation import send_headers_if_silent, writ
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import caller_of_call, check_operator, tenant_of_call
-from scheduler_service.rpc.vllm.generate_request import CALLS_BEGINNING, translate_request
+from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.report import Load, model_info, scheduler_load, server_info
@@ -217,9 +217,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 await send_headers_if_silent(generation, context)
             else:
                 await generation.wait_for_end()
-            # Of several tokens the gateway reads no more than one part of a call, and loses the others.
-            one_by_one = message.stream and message.sampling_params.json_schema.startswith(CALLS_BEGINNING)
-            async with contextlib.aclosing(generation.responses(one_by_one=one_by_one)) as responses:
+            async with contextlib.aclosing(generation.responses()) as responses:
                 async for response in responses:
                     for translation in translator.translate(response):
                         await context.write(translation)
