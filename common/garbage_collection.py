@@ -5,79 +5,81 @@ a second. Services free objects that have ended by reference counts (`tests/cont
 it), but libraries leave cycles. So while few objects are in sight, each full collection looks at all of them. Where
 more survive one than the next could look at in a few milliseconds, all are hidden, among them such as become garbage
 later: that is collected when the service is idle. In one that is never idle all come in sight again once the hidden are
-twice as many as lived then, and many more: cycles take bounded memory, for a long collection in a million objects,
-behind which come one of a quarter as many and one of a sixteenth.
+twice as many as lived then, and many more: cycles take bounded memory, for one long collection in a million objects.
 """
 
 import gc
+import sys
+from collections.abc import Iterable
 from typing import Any
 
-# Objects made and not freed before the youngest are looked at; collections of the younger generations before the older
-# is looked at too. A full collection looks at what survived the last one and some 701 * 3 * 2 objects beyond that.
-THRESHOLDS = (700, 2, 1)
-# A collection takes a quarter of a microsecond for each object.
-MAX_IN_SIGHT = 7_000
+# Objects made beyond those freed before the youngest are looked at; collections of the younger generations before the
+# older is looked at too. Where as many old objects are freed as new ones are made, many more are made before that:
+# small thresholds bound what is in sight, and cost no more, since each collection looks at less.
+THRESHOLDS = (100, 5, 1)
+# A collection takes up to half a microsecond for each object.
+MAX_IN_SIGHT = 3_000  # after a full collection
+MAX_LOOKED_AT = 8_000  # in any collection but one of all that lives
 # So many objects of garbage, some 100 MB, and as many as live, may be hidden before a service that is busy looks.
 MAX_HIDDEN_GARBAGE = 1_000_000
-_OLDEST_GENERATION = 2
 
 
 class _Hidden:
     """What no collection looks at."""
 
     def __init__(self) -> None:
-        self._num_alive = 0  # when all were last in sight
-        self._num_since = 0  # hidden since all were last counted; some of them are freed by now
-        self._is_in_sight = False
+        # Pieces of memory in use when all objects were last looked at. They are quicker to count than what is hidden.
+        self._num_alive = 0
+        self._num_since = 0  # objects hidden since these were last counted; some of them are freed by now
+        self._is_in_sight = True
 
-    def hide_survivors(self, phase: str, info: dict[str, Any]) -> None:
-        """Hides what has survived a full collection if it is much, and all that is hidden with it. It is a callback of
-        the garbage collector."""
-        if phase != "stop" or info["generation"] != _OLDEST_GENERATION:
-            return
-        num_survivors = len(gc.get_objects(_OLDEST_GENERATION))
-        if num_survivors <= MAX_IN_SIGHT:
-            return
-        gc.freeze()
-        if self._is_in_sight:
-            self._set_alive(num_survivors)
-            return
-        self._num_since += num_survivors
-        if self._num_since > MAX_HIDDEN_GARBAGE:
-            self._num_since = 0
-            if gc.get_freeze_count() > 2 * self._num_alive + MAX_HIDDEN_GARBAGE:
-                gc.unfreeze()
-                self._is_in_sight = True
+    def watch(self, phase: str, info: dict[str, Any]) -> None:
+        """Hides what a collection is about to look at if it is too much, and what has survived a full one if it is too
+        much to look at again. It is a callback of the garbage collector.
+
+        Python counts objects made less those freed. Where old ones are freed as fast as new ones are made, even its
+        youngest generation grows without a bound.
+        """
+        if phase == "start" and not self._is_in_sight:
+            self._hide(range(info["generation"] + 1), MAX_LOOKED_AT)
+        elif phase == "stop" and info["generation"] == 2:  # of all objects
+            self._hide([2], 0 if self._is_in_sight else MAX_IN_SIGHT)
+            if self._is_in_sight or self._num_since > MAX_HIDDEN_GARBAGE:
+                self._count()
 
     def collect(self) -> None:
+        """Collects what has become garbage since it was hidden, and hides the rest again.
+
+        It takes as long as it takes to look at all that the process remembers, so it is for a process that is idle.
+        """
         gc.unfreeze()
-        _look_at_all()
-        self._set_alive(gc.get_freeze_count())
+        self._is_in_sight = True
+        gc.collect()
+        # Else the next full collection would wait for a quarter of what the last one saw.
+        gc.collect()
 
-    def _set_alive(self, number: int) -> None:
-        self._num_alive, self._num_since, self._is_in_sight = number, 0, False
+    def _hide(self, generations: Iterable[int], at_most: int) -> None:
+        number = sum(len(gc.get_objects(generation)) for generation in generations)
+        if number > at_most:
+            gc.freeze()
+            self._num_since += number
 
-
-def _look_at_all() -> None:
-    gc.collect()
-    gc.freeze()
-    # Else the next full collection would wait for a quarter of what the last one saw.
-    gc.collect()
+    def _count(self) -> None:
+        num_blocks = sys.getallocatedblocks()
+        if self._is_in_sight:
+            self._num_alive, self._is_in_sight = num_blocks, False
+        elif num_blocks > 2 * self._num_alive + MAX_HIDDEN_GARBAGE:
+            gc.unfreeze()
+            self._is_in_sight = True
+        self._num_since = 0
 
 
 _hidden = _Hidden()
+collect_hidden = _hidden.collect
 
 
 def keep_short() -> None:
     """Begins to keep collections short. It is to be called once in a process, when all that it needs is imported."""
     gc.set_threshold(*THRESHOLDS)
-    _look_at_all()
-    gc.callbacks.append(_hidden.hide_survivors)
-
-
-def collect_hidden() -> None:
-    """Collects what has become garbage since it was hidden, and hides the rest again.
-
-    It takes as long as it takes to look at all that the process remembers, so it is for a process that is idle.
-    """
-    _hidden.collect()
+    gc.callbacks.append(_hidden.watch)
+    collect_hidden()

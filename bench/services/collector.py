@@ -19,7 +19,7 @@ import grpc.aio
 
 from bench.goals import verdict
 from bench.services.front_end import MODEL, Child
-from bench.services.garbage import CPU_TIMES, GOAL_MS, num_longer, pauses, submission
+from bench.services.garbage import CPU_TIMES, GOAL_MS, PAUSES, num_longer, pauses, pauses_since, submission
 from pagewire.cli import GRPC_EXPERIMENTS
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -28,6 +28,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_g
 NUM_RUNNING, NUM_TOKENS = 64, 3
 MANY, SINGLE = 800, 200  # requests on one call, and on calls of their own, in turns
 WARM_UP = 5_000  # requests after which memory is to stay as it is
+NUM_BLOCKS = 4_000  # of the prefix cache, which is full by then, as is what the scheduler remembers of them
 GOAL_MIB = 5.0
 
 
@@ -57,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 async def _serve_beside(name: str, port: int, num_requests: int) -> dict:
-    worker = Child("bench.services.scripted_worker", MODEL, "--num-device-blocks", "8000")
+    worker = Child("bench.services.scripted_worker", MODEL, "--num-device-blocks", str(NUM_BLOCKS))
     metrics_port = free_port("127.0.0.1")
     flags = ["--max-num-seqs", str(NUM_RUNNING), "--log-level", "error", "--metrics-port", str(metrics_port)]
     flags += ["--otlp-traces-endpoint", f"http://127.0.0.1:{port}"]
@@ -67,14 +68,15 @@ async def _serve_beside(name: str, port: int, num_requests: int) -> dict:
     try:
         async with grpc.aio.insecure_channel(scheduler.address) as channel:
             stub = pb_grpc.SchedulerServiceStub(channel)
+            before = {name: pauses(metrics_port, name) for name in (PAUSES, CPU_TIMES)}
             for num_served in range(MANY + SINGLE, num_requests + 1, MANY + SINGLE):
                 await _serve_many(stub, rng)
                 await asyncio.gather(*(_serve_one(stub, rng) for _ in range(SINGLE)))
                 if num_served % WARM_UP == 0:
                     memory.append((num_served, scheduler.resident_bytes() / 2**20))
                     print(f"{name}: {num_served} requests, {memory[-1][1]:.1f} MiB", flush=True)
-            counts = {"pauses": pauses(metrics_port), "cpu": pauses(metrics_port, CPU_TIMES)}
-            return {"resident_mib": memory, **counts}
+            counts = pauses_since(before, metrics_port)
+            return {"resident_mib": memory, "pauses": counts[PAUSES], "cpu": counts[CPU_TIMES]}
     finally:
         scheduler.stop()
         worker.stop()

@@ -97,6 +97,12 @@ def pauses(metrics_port: int, name: str = PAUSES) -> dict[str, float]:
     return {bound: float(count) for bound, count in re.findall(rf'{name}_bucket{{.*le="(.*?)".*}} (\S+)', text)}
 
 
+def pauses_since(before: dict[str, dict[str, float]], metrics_port: int) -> dict[str, dict[str, float]]:
+    """Returns how many more there are now than were before, by metrics and upper bounds."""
+    now = {name: pauses(metrics_port, name) for name in before}
+    return {name: {bound: now[name][bound] - before[name][bound] for bound in now[name]} for name in now}
+
+
 async def measure(arguments: argparse.Namespace) -> dict:
     rng = random.Random(0)
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
@@ -116,11 +122,10 @@ async def measure(arguments: argparse.Namespace) -> dict:
             print(f"{(await stub.GetLoads(pb.GetLoadsRequest())).num_cached_blocks} blocks are cached", flush=True)
             gc.disable()  # of this process, whose pauses would be taken for the scheduler's
             gaps = await stream(stub, arguments.num_waiting, arguments.seconds, rng)
-            after = {name: pauses(metrics_port, name) for name in (PAUSES, CPU_TIMES)}
+            counts = pauses_since(before, metrics_port)
     finally:
         scheduler.stop()
         worker.stop()
-    counts = {name: {bound: after[name][bound] - before[name][bound] for bound in after[name]} for name in after}
     gaps_ms = sorted(gap * 1000 for gap in gaps)
     quantiles = {"median": statistics.median(gaps_ms), "p99": gaps_ms[int(len(gaps) * 0.99)], "longest": gaps_ms[-1]}
     load = {name: value for name, value in vars(arguments).items() if name != "output"}
