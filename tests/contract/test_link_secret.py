@@ -1,6 +1,7 @@
 """The secret of the link: who does not show it is refused before anything else is looked at."""
 
 import asyncio
+import gc
 import re
 import subprocess
 import sys
@@ -90,7 +91,9 @@ BAD = [(), shown(b""), shown(OTHER), shown(SECRET[:-1]), shown(SECRET + b"\n"), 
 
 
 @pytest.mark.parametrize("metadata", BAD)
-async def test_who_does_not_show_it_takes_no_epoch(file: Path, metadata: tuple[tuple[str, bytes], ...]) -> None:
+async def test_who_does_not_show_it_takes_no_epoch(
+    file: Path, metadata: tuple[tuple[str, bytes], ...], recwarn: pytest.WarningsRecorder
+) -> None:
     async with worker(file) as target:
         code, _ = await answer(target, metadata, epoch=2)
         assert code is grpc.StatusCode.UNAUTHENTICATED
@@ -99,6 +102,8 @@ async def test_who_does_not_show_it_takes_no_epoch(file: Path, metadata: tuple[t
         assert (refusal.reason, refusal.epoch) == (worker_pb2.Refusal.REASON_STALE_EPOCH, 1)
         code, _ = await answer(target, metadata, epoch=1)  # nor does it learn the one that is held
         assert code is grpc.StatusCode.UNAUTHENTICATED
+    gc.collect()
+    assert not list(recwarn), "a stream that is not read was begun"
 
 
 async def test_a_worker_that_would_not_look_at_it_says_so() -> None:

@@ -105,6 +105,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext
     ) -> None:
         try:
+            self._check_peer(context)
             await self._serve(aiter(request_iterator), context)
         except WorkerProtocolError as error:
             logger.error("protocol error: %s", error)
@@ -117,7 +118,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _serve(self, requests: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext) -> None:
         """One stream to its end. Raises WorkerProtocolError, _SessionEnded, Unreadable."""
-        self._check_peer(context)
         request = await anext(requests, None)
         if request is None:
             return
