@@ -3,6 +3,7 @@ behind."""
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -29,6 +30,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Below the ports that Linux gives to outgoing connections: no other process takes the port while the worker restarts,
 # and a client that dials it meanwhile cannot connect to itself.
 WORKER_PORTS = range(20_000, 32_768)
+_PORTS = itertools.cycle(random.sample(WORKER_PORTS, 1000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +232,8 @@ class Supervisor:
 
 
 def free_port(host: str) -> int:
-    """Find a port that is free."""
-    for port in random.sample(WORKER_PORTS, k=100):
+    """Find a port that is free, and none that was found a moment ago, for who asked then may not have taken it yet."""
+    for port in itertools.islice(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port

@@ -445,6 +445,12 @@ def test_a_free_port_is_free() -> None:
         listener.bind(("127.0.0.1", port))
 
 
+def test_a_free_port_is_not_found_again_at_once() -> None:
+    """Whoever found it may not have taken it yet."""
+    ports = [free_port("127.0.0.1") for _ in range(500)]
+    assert len(set(ports)) == 500
+
+
 def test_supervising_loads_no_torch() -> None:
     program = (
         "import sys, pagewire.cli.services, scheduler_service.config, worker_service.config\n"

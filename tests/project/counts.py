@@ -39,7 +39,8 @@ MAX_STATEMENTS = {
         "transport, tracing and their refusals, processes' limits, GGUF files, grammars, templates, short collections",
     ),
     "pagewire": Ceiling(
-        5_738, "client, commands, their completion, `LLM`, what runs services on a machine, benchmarks of servers"
+        5_740,
+        "client, commands, their completion, `LLM`, what runs services on a machine, each at its port, benchmarks",
     ),
 }
 MAX_MODULES_IN_ALL = Ceiling(338, "a noun each, limits of processes the last")
