@@ -1,6 +1,7 @@
 """Spans that arrive at a collector over OTLP: whose children they are, their times and attributes."""
 
 import asyncio
+import math
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from opentelemetry.sdk import trace as sdk
 from pagewire.common.transport.otlp import tracer_provider
 from scheduler_service.config import SchedulerConfig
 from testing.scheduler_stack import make_checkpoint, request, serve
-from testing.trace_collector import attributes, collecting
+from testing.trace_collector import Collector, attributes, collecting
 from tests.contract.front_end import serve_both
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -158,15 +159,27 @@ async def test_without_tracing_nothing_is_told_to_the_worker(checkpoint: Path) -
     assert stack.worker.traceparents == [""]
 
 
-async def test_a_missing_collector_delays_nothing(checkpoint: Path) -> None:
+async def test_a_missing_collector_fails_nothing(checkpoint: Path) -> None:
     async with serve(checkpoint, otlp_traces_endpoint="http://127.0.0.1:1") as stack:
         await stack.generate(request(PROMPT, max_tokens=3))
         stack.stop.set()
-        told_at = time.monotonic()
         assert await stack.running == 0
-        seconds = time.monotonic() - told_at
-    print(f"gone after {seconds:.2f} s")
-    assert seconds < 4
+
+
+async def test_a_silent_collector_is_given_a_second(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but their deadline ends its calls."""
+    seconds: list[float] = []
+
+    async def wait(self: Collector, message: object, context: grpc.aio.ServicerContext) -> None:
+        seconds.append(context.time_remaining())
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Collector, "Export", wait)
+    async with collecting() as (_, endpoint), serve(checkpoint, otlp_traces_endpoint=endpoint) as stack:
+        await stack.generate(request(PROMPT, max_tokens=3))
+        stack.stop.set()
+        assert await stack.running == 0
+    assert [math.ceil(each - 0.1) for each in seconds] == [1]
 
 
 async def test_spans_reach_a_collector_of_this_machine_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
