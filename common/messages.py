@@ -11,9 +11,7 @@ from functools import cache
 from typing import Any
 
 # Rises with every change of meaning. Both sides must speak the same one.
-PROTOCOL_VERSION = 6
-# How the text begins that a worker which is still loading gives beside UNAVAILABLE: it is there, and is waited for.
-WORKER_STARTING = "the worker is still starting"
+PROTOCOL_VERSION = 7
 
 
 class WorkerProtocolError(Exception):
@@ -26,10 +24,10 @@ def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
 
 
 def illegal_values(message: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields whose values are out of range, each with its value."""
-    for name, is_legal in _limits(message.__class__):
-        if not is_legal(value := getattr(message, name)):
-            yield name, value
+    """Find the fields whose values are out of range, each with its value."""
+    return (
+        (name, value) for name, is_legal in _limits(message.__class__) if not is_legal(value := getattr(message, name))
+    )
 
 
 @cache
@@ -290,6 +288,16 @@ class WorkerCapacity:
     tables_digest: str = ""  # SHA-256 over what was computed of the model's configuration as it loaded
     weight_format: str = ""  # in words
     weight_bytes: int = 0  # that the model takes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarting:
+    """A worker that is there and will be ready. Another text shows that it has come further."""
+
+    doing: str
+
+    def __str__(self) -> str:
+        return f"the worker is still starting, {self.doing}"
 
 
 class RefusalReason(Enum):

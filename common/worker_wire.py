@@ -16,13 +16,14 @@ from pagewire.common.messages import (
     StepResult,
     WorkerCapacity,
     WorkerProtocolError,
+    WorkerStarting,
     illegal_values,
 )
 from pagewire.common.transport.translation import decoder, encoder, unknown_field
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 
 FromScheduler = Hello | StepPlan
-Response = WorkerCapacity | Refusal | StepResult | Heartbeat | GrammarReport
+Response = WorkerStarting | WorkerCapacity | Refusal | StepResult | Heartbeat | GrammarReport
 Data = TypeVar("Data")
 Envelope = TypeVar("Envelope", bound=Message)
 
@@ -69,13 +70,10 @@ encode_request, decode_request, encode_response = _requests.encode, _requests.de
 def decode_response(message: worker_pb2.ExecuteResponse) -> Response:
     """Raises WorkerProtocolError for anything that a worker should not send."""
     response = _responses.decode(message)
-    if isinstance(response, WorkerCapacity):
-        _check_capacity(response)
-    return response
-
-
-def _check_capacity(capacity: WorkerCapacity) -> None:
-    for name, value in illegal_values(capacity):
+    if not isinstance(response, WorkerCapacity):
+        return response
+    for name, value in illegal_values(response):
         raise WorkerProtocolError(f"the worker is ready with {name} {value}")
-    if capacity.num_host_blocks and not 0 < capacity.swap_bandwidth < math.inf:
-        raise WorkerProtocolError(f"the worker is ready with host blocks and swap_bandwidth {capacity.swap_bandwidth}")
+    if response.num_host_blocks and not 0 < response.swap_bandwidth < math.inf:
+        raise WorkerProtocolError(f"the worker is ready with host blocks and swap_bandwidth {response.swap_bandwidth}")
+    return response

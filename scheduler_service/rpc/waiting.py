@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 
+from pagewire.common.messages import WorkerStarting
 from pagewire.common.stopping import cancel
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.wrong_port import RightPort
@@ -33,75 +34,75 @@ class Ended(NamedTuple):
     reason: str
     was_held: bool = False  # there was one
     is_calm: bool = False  # it passes by itself
+    rank: int = 0  # whose session it was, of a worker that has several
+
+
+async def ends(hold: Callable[[], Awaitable[Ended]]) -> AsyncIterator[Ended]:
+    """Hold one session after the other, and yield how each ended. `hold` makes one attempt."""
+    backoff = _MIN_BACKOFF
+    while True:
+        ended = await hold()
+        yield ended
+        if ended.was_held:
+            backoff = _MIN_BACKOFF
+        await asyncio.sleep(backoff)
+        backoff = min(2 * backoff, _MAX_BACKOFF)
 
 
 class Waiting:
-    """Logs why there is no session: what is new at once, and what differs only in its numbers or in gRPC's words for
-    the same thing once a minute."""
+    """Tells why there is no session, and logs it: what is new at once, and what differs only in its numbers or in
+    gRPC's words for the same thing once a minute."""
 
     def __init__(
         self,
         name: str,
         logger: logging.Logger,
         port: RightPort,
+        on_reason: Callable[[str | WorkerStarting], object],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` is what the other side is called, and `port` says where it is; `clock` is in seconds."""
+        """`name` is what the other side is called, and `port` says where it is. `on_reason` hears every reason, logged
+        or not; `clock` is in seconds."""
         self._name = name
         self._logger = logger
         self._port = port
+        self._on_reason = on_reason
         self._clock = clock
         self._told: tuple[str, float] | None = None  # a reason without its numbers, and when
 
-    def tell(self, reason: str, *, is_calm: bool) -> str:
-        """Log the reason, or what else is at a port of which gRPC says so, and return it; `is_calm` says that it passes
-        by itself, as when the other side is starting."""
-        reading = self._port.reading("its port", reason) or self._port.reading(
-            "its port", f"there is no session ({reason})"
+    def tell(self, reason: str | WorkerStarting, *, is_calm: bool) -> None:
+        """Tell the reason, or what else is at a port of which gRPC says so; `is_calm` says that it passes by itself, as
+        when the other side is starting."""
+        text = str(reason)
+        reading = self._port.reading("its port", text) or self._port.reading(
+            "its port", f"there is no session ({text})"
         )
+        self._on_reason(reading or reason)
         # A reading is the same whichever of the host's addresses gRPC's words are about.
-        kind, now = reading.partition(" (")[0] if reading else _DIGITS.sub("", reason), self._clock()
-        reason = reading or reason
+        kind, now = reading.partition(" (")[0] if reading else _DIGITS.sub("", text), self._clock()
         if self._told is not None and self._told[0] == kind and now - self._told[1] < _REPEAT_AFTER:
-            return reason
+            return
         self._told = (kind, now)
         if is_calm and reading is None:
-            self._logger.info("waiting for %s: %s", self._name, reason)
+            self._logger.info("waiting for %s: %s", self._name, text)
         else:
-            self._logger.warning("no session with %s: %s", self._name, reason)
-        return reason
+            self._logger.warning("no session with %s: %s", self._name, reading or text)
 
     def end(self) -> None:
         """Take note that the other side has come. Should it go, everything is new again."""
         self._told = None
-
-    async def ends(self, hold: Callable[[], Awaitable[Ended]]) -> AsyncIterator[Ended]:
-        """Hold one session after the other, and yield how each ended, with the reason that was told. `hold` makes one
-        attempt."""
-        backoff = _MIN_BACKOFF
-        while True:
-            ended = await hold()
-            if ended.was_held:
-                self.end()
-                backoff = _MIN_BACKOFF
-                yield ended
-            else:
-                yield ended._replace(reason=self.tell(ended.reason, is_calm=ended.is_calm))
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, _MAX_BACKOFF)
 
     async def connect(
         self,
         connecting: Coroutine[Any, Any, None],
         dialler: Dialler,
         probe: Callable[[], grpc.aio.Call],
-        on_reason: Callable[[str], object],
     ) -> None:
         """Return when `connecting` is done, which waits for a connection without a word, and tell why there is none.
 
-        `probe` makes a call that fails where there is no connection, instead of waiting for one. `on_reason` hears the
-        reason, too. Raises what `connecting` does, and Outdated once `dialler` would give another channel.
+        `probe` makes a call that fails where there is no connection, instead of waiting for one. Raises what
+        `connecting` does, and Outdated once `dialler` would give another channel.
         """
         task = asyncio.create_task(connecting)
         try:
@@ -111,15 +112,16 @@ class Waiting:
                     return task.result()
                 if dialler.is_outdated:
                     raise Outdated("there are renewed files to connect with")
-                await self._explain(probe(), on_reason)
+                await self._explain(probe())
         finally:
             await cancel([task])
 
-    async def _explain(self, call: grpc.aio.Call, on_reason: Callable[[str], object]) -> None:
+    async def _explain(self, call: grpc.aio.Call) -> None:
         try:
             await call.wait_for_connection()
         except grpc.aio.AioRpcError as error:
-            reason = f"there is no connection ({_LAST_ERROR.sub('', error.details() or error.code().name)})"
-            on_reason(self.tell(reason, is_calm=True))
+            self.tell(
+                f"there is no connection ({_LAST_ERROR.sub('', error.details() or error.code().name)})", is_calm=True
+            )
         finally:
             call.cancel()

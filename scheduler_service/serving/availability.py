@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from pagewire.common.messages import WORKER_STARTING, WorkerCapacity
+from pagewire.common.messages import WorkerCapacity, WorkerStarting
 from scheduler_service.core.request import OutputMode
 from scheduler_service.serving.clock import Clock
 
@@ -20,7 +20,8 @@ _MAX_FRUITLESS_EPOCHS = 10
 
 
 class WorkerAvailability:
-    """Belongs to the event loop's thread, and is told of every change by the step loop."""
+    """Belongs to the event loop's thread, and is told of every change by the step loop, and by the link of why there is
+    no worker."""
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class WorkerAvailability:
         self._on_timed_out = on_timed_out
         self._cancel_timers: list[Callable[[], None]] = []  # while no worker is there
         self._grace_has_ended = self._has_timed_out = False
-        self._progress = ""  # what a worker that is starting said when it was given more time
+        self._missing: dict[int | None, str | WorkerStarting] = {}  # by rank, why it is not there
+        self._progress: set[tuple[int | None, WorkerStarting]] = set()  # for which the first worker got more time
         self._is_draining = False
         self._epoch_is_fruitless = False  # it has a plan, but no token yet
         self._num_fruitless_epochs = 0
@@ -51,7 +53,6 @@ class WorkerAvailability:
         self.capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
         self.max_sequence_tokens = max_sequence_tokens
         self.num_worker_losses = 0
-        self.missing_reason = ""  # why there is no worker, as far as is known
 
     # Questions
 
@@ -71,10 +72,21 @@ class WorkerAvailability:
         return ""
 
     @property
+    def missing_reason(self) -> str:
+        """Why there is no worker, as far as is known, in the words of each rank."""
+        return "; ".join(
+            str(why) if rank is None else f"rank {rank}: {why}"
+            for rank, why in sorted(self._missing.items(), key=lambda each: each[0] or 0)
+        )
+
+    @property
     def is_serving(self) -> bool:
         """Whether requests are worth sending here: a lost worker may still be awaited."""
-        has_hope = self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS
-        return self.capacity is not None and has_hope and not self.unavailable_reason
+        return (
+            self.capacity is not None
+            and self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS
+            and not self.unavailable_reason
+        )
 
     async def wait_for_first_worker(self, output_mode: OutputMode = OutputMode.STREAMED) -> None:
         """Return when it is known what fits, or when requests of this kind are refused."""
@@ -89,8 +101,12 @@ class WorkerAvailability:
         self._grace_has_ended = self._has_timed_out = False
         self._epoch_is_fruitless = False
         self.capacity, self.max_sequence_tokens = capacity, max_sequence_tokens
-        self.missing_reason = ""
+        self._missing.clear()
         self._tell()
+
+    def worker_missing(self, reason: str | WorkerStarting, rank: int | None) -> None:
+        """The worker does not begin an epoch: why, and which rank says so of a worker that has several."""
+        self._missing[rank] = reason
 
     def worker_lost(self, reason: str) -> None:
         """The worker has failed. `worker_left` follows."""
@@ -152,9 +168,9 @@ class WorkerAvailability:
         self._tell()
 
     def _worker_timed_out(self) -> None:
-        is_starting = self.capacity is None and WORKER_STARTING in self.missing_reason
-        if is_starting and self.missing_reason != self._progress:
-            self._progress = self.missing_reason
+        starting = {(rank, why) for rank, why in self._missing.items() if isinstance(why, WorkerStarting)}
+        if self.capacity is None and not starting <= self._progress:
+            self._progress |= starting
             self._cancel_timers.append(self._clock.later(self._worker_timeout, self._worker_timed_out))
             return
         logger.log(

@@ -215,10 +215,6 @@ class StepLoop:
         if self._link is not None:
             self._end_epoch(reason)
 
-    def worker_missing(self, reason: str) -> None:
-        """The worker does not begin an epoch."""
-        self.availability.missing_reason = reason
-
     # Steps
 
     def _tell(self, news: Callable[[float], None]) -> None:

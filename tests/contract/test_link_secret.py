@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pagewire.common.messages import PROTOCOL_VERSION
+from pagewire.common.messages import PROTOCOL_VERSION, WorkerStarting
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.tls import server_files
@@ -27,7 +27,7 @@ from worker_service.rpc.servicer import WorkerServicer
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
-LOADING = (grpc.StatusCode.UNAVAILABLE, "the worker is still starting, importing torch")
+LOADING = worker_pb2.ExecuteResponse(starting=worker_pb2.WorkerStarting(doing="importing torch"))
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ async def worker(secret: Path | None, credentials: grpc.ServerCredentials | None
         raise AssertionError("nothing is loaded here")
 
     link_secret = None if secret is None else LinkSecret(str(secret))
-    WorkerServicer(Engine(load), load_patience_s=0.01, link_secret=link_secret).add_to(server)
+    WorkerServicer(Engine(load), link_secret=link_secret).add_to(server)
     if credentials is None:
         port = server.add_insecure_port("localhost:0")
     else:
@@ -63,20 +63,20 @@ async def answer(
     metadata: tuple[tuple[str, bytes], ...],
     epoch: int = 1,
     credentials: grpc.ChannelCredentials | None = None,
-) -> tuple[grpc.StatusCode, str] | worker_pb2.Refusal:
-    """What a hello gets: a refusal, or the status.
+) -> tuple[grpc.StatusCode, str] | worker_pb2.ExecuteResponse:
+    """What a hello gets first: a message, or the status.
 
     Of gRPC's blocking call: the other one makes INTERNAL of a status that comes before the hello is out.
     """
     hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, instance_id="a", epoch=epoch, pipeline_depth=1)
 
-    def ask() -> tuple[grpc.StatusCode, str] | worker_pb2.Refusal:
+    def ask() -> tuple[grpc.StatusCode, str] | worker_pb2.ExecuteResponse:
         opened = grpc.secure_channel(target, credentials) if credentials else grpc.insecure_channel(target)
         with opened as channel:
             requests = iter([worker_pb2.ExecuteRequest(hello=hello)])
             call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(requests, metadata=metadata, timeout=60)
             try:
-                return next(call).refusal
+                return next(call)
             except grpc.RpcError:
                 return call.code(), call.details()
 
@@ -98,7 +98,7 @@ async def test_who_does_not_show_it_takes_no_epoch(
         code, _ = await answer(target, metadata, epoch=2)
         assert code is grpc.StatusCode.UNAUTHENTICATED
         assert await answer(target, shown(SECRET), epoch=1) == LOADING
-        refusal = await answer(target, shown(SECRET), epoch=1)
+        refusal = (await answer(target, shown(SECRET), epoch=1)).refusal
         assert (refusal.reason, refusal.epoch) == (worker_pb2.Refusal.REASON_STALE_EPOCH, 1)
         code, _ = await answer(target, metadata, epoch=1)  # nor does it learn the one that is held
         assert code is grpc.StatusCode.UNAUTHENTICATED
@@ -157,7 +157,7 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
         while await listener.next() != ("missing", told):
             pass
         mine.write_bytes(SECRET)
-        while await listener.next() != ("missing", LOADING[1]):
+        while await listener.next() != ("missing", WorkerStarting("importing torch")):
             pass
         warnings = [record for record in caplog.records if record.levelname == "WARNING"]
         assert [r.message for r in warnings if r.name == "scheduler_service.rpc.worker.worker_link"] == [

@@ -70,8 +70,10 @@ async def linked(*workers: FakeWorker, restarts: bool = True) -> AsyncIterator[R
 
 
 async def joined(ranks: Ranks) -> tuple:
-    """The capacity of both, and the way to them."""
-    kind, both = await ranks.listener.next()
+    """The capacity of both, and the way to them, once the last of them is ready."""
+    while (event := await ranks.listener.next())[0] == "missing":
+        pass
+    kind, both = event
     assert kind == "ready"
     return both
 
@@ -125,9 +127,9 @@ async def test_a_rank_that_dies_ends_the_epoch_of_all_and_they_begin_together(nu
         dead, other = ranks.workers[number], ranks.workers[1 - number]
         await dead.kill()
         assert f"rank {number}: " in await lost(ranks)
-        while len(other.epochs) < 2:  # it is ready, but alone  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert ranks.listener.events.empty()
+        told = ("missing", (1 - number, "the worker is ready, another rank is not"))
+        while (event := await ranks.listener.next()) != told:
+            assert event[0] == "missing"
         await dead.start()
         _, link = await joined(ranks)
         assert other.epochs[-1] == dead.epochs[-1] == link.epoch
@@ -257,7 +259,7 @@ async def test_a_rank_that_another_scheduler_has_taken_is_started_again_where_th
         await ranks.workers[0].kill()
         await ranks.workers[0].start()
         told = f"scheduler usurper has taken the worker in epoch {2**63}"
-        while (await ranks.listener.next()) != ("missing", f"rank 1: {told}"):
+        while (await ranks.listener.next()) != ("missing", (1, told)):
             pass
         assert ranks.restarted[0] == (1, told)
         await ranks.workers[1].kill()

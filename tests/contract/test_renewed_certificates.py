@@ -290,9 +290,9 @@ async def test_what_is_wrong_with_the_other_side_is_one_warning(
     cert, key = MINE.issue("localhost").write(tmp_path, "mine")
     tells: asyncio.Queue[str] = asyncio.Queue()
 
-    def tell(self: Waiting, reason: str, *, is_calm: bool) -> str:
+    def tell(self: Waiting, reason: str, *, is_calm: bool) -> None:
         tells.put_nowait(reason)
-        return told(self, reason, is_calm=is_calm)
+        told(self, reason, is_calm=is_calm)
 
     told = Waiting.tell
     monkeypatch.setattr(Waiting, "tell", tell)
@@ -312,7 +312,7 @@ async def test_what_is_wrong_with_the_other_side_is_one_warning(
 
 def test_a_refusal_is_one_warning_however_grpc_says_it(caplog: pytest.LogCaptureFixture) -> None:
     """It names one of a host's addresses or another, and what it read of the connection last."""
-    link = Waiting("the worker", logging.getLogger("scheduler_service.rpc"), worker_link._PORT)
+    link = Waiting("the worker", logging.getLogger("scheduler_service.rpc"), worker_link._PORT, lambda reason: None)
     for words in ("ipv4:127.0.0.1:5001: Socket closed", "ipv6:%5B::1%5D:5001: Socket closed", "Secure read failed"):
         link.tell(f"there is no connection ({words})", is_calm=True)
     link.tell("Secure read failed", is_calm=True)

@@ -1,13 +1,13 @@
 """The step loop without any gRPC: a link in this process, streams that are plain lists."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
-from pagewire.common.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity
+from pagewire.common.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity, WorkerStarting
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
@@ -22,6 +22,7 @@ from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
 from scheduler_service.serving.tokenizer import DecodedText
 from testing.simulated_worker import SimulatedWorker, reference
+from tests.contract.hand_clock import HandClock
 
 VOCAB_SIZE = 100
 CAPACITY = WorkerCapacity(
@@ -278,34 +279,50 @@ async def test_no_worker_for_too_long() -> None:
         loop.submit(make_request(2), Reader())
 
 
-class HandClock(Clock):
-    """Its last timer ends when the test says so."""
-
-    def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
-        self.end_last = action
-        return lambda: None
-
-
-@pytest.mark.parametrize("last", ["there is no connection", "the worker is still starting, 2 of 8 units"])
-def test_the_first_worker_is_waited_for_while_it_comes_further(last: str) -> None:
-    """But not one that comes and goes, nor one that is gone or hangs."""
+@pytest.mark.parametrize(
+    "last", ["there is no connection", WorkerStarting("2 of 8 units"), WorkerStarting("0 of 8 units")]
+)
+def test_the_first_worker_is_waited_for_while_it_comes_further(last: str | WorkerStarting) -> None:
+    """But not one that comes and goes, nor one that is gone, hangs, or is where it was before."""
     clock, reasons = HandClock(), []
     options = {"worker_timeout": 60.0, "worker_grace": None, "on_grace_ended": reasons.append}
     availability = WorkerAvailability(100, clock, on_timed_out=reasons.append, **options)
     availability.start_timers()
     for number in range(3):
-        availability.missing_reason = f"the worker is still starting, {number} of 8 units"
+        availability.worker_missing(WorkerStarting(f"{number} of 8 units"), None)
         clock.end_last()
         assert reasons == []
         assert not availability.unavailable_reason
-    availability.missing_reason = last
+    availability.worker_missing(last, None)
     clock.end_last()
     assert reasons == ["no worker has been connected for 60 s; try again later"]
     availability.worker_joined(CAPACITY, 100)
     availability.worker_left()
-    availability.missing_reason = "the worker is still starting, importing torch"
+    availability.worker_missing(WorkerStarting("importing torch"), None)
     clock.end_last()
     assert len(reasons) == 2
+
+
+def test_each_rank_has_a_word_of_its_own() -> None:
+    """One that comes further is waited for, beside others that are there already or are not."""
+    clock, reasons = HandClock(), []
+    options = {"worker_timeout": 60.0, "worker_grace": None, "on_grace_ended": reasons.append}
+    availability = WorkerAvailability(100, clock, on_timed_out=reasons.append, **options)
+    availability.start_timers()
+    availability.worker_missing("there is no connection", 2)
+    for rank, doing in ((10, "importing torch"), (0, "importing torch"), (0, "loading weights")):
+        availability.worker_missing(WorkerStarting(doing), rank)
+        clock.end_last()
+        assert reasons == []
+    availability.worker_missing("the worker is ready", 0)
+    assert availability.missing_reason == (
+        "rank 0: the worker is ready; rank 2: there is no connection; "
+        "rank 10: the worker is still starting, importing torch"
+    )
+    clock.end_last()
+    assert len(reasons) == 1
+    availability.worker_joined(CAPACITY, 100)
+    assert availability.missing_reason == ""
 
 
 async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:

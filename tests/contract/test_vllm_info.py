@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from pagewire.common.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
@@ -22,6 +23,7 @@ from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import EOS, VOCAB_SIZE, Stack, make_checkpoint, serve
+from testing.starting_worker import StartingWorker
 from tests.contract.vllm_client import generate, request, stub_of
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -32,19 +34,9 @@ async def health_of(stub: vllm_engine_pb2_grpc.VllmEngineStub) -> vllm_engine_pb
     return await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())
 
 
-class LoadingWorker(FakeWorker):
-    is_loading = False
-
-    async def Execute(self, requests: object, context: grpc.aio.ServicerContext) -> None:
-        if self.is_loading:
-            await context.read()
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model: 40 %")
-        await super().Execute(requests, context)
-
-
 async def test_it_is_unavailable_until_a_worker_has_joined(checkpoint: Path) -> None:
-    worker = LoadingWorker(read_model_info(str(checkpoint)).digest)
-    worker.port = free_port("127.0.0.1")
+    fake = FakeWorker(read_model_info(str(checkpoint)).digest)
+    worker = StartingWorker(WorkerCapacity(**fake.capacity), free_port("127.0.0.1"))
     port = free_port("127.0.0.1")
     config = SchedulerConfig(model=str(checkpoint), worker=f"127.0.0.1:{worker.port}", port=port, metrics_port=0)
     stop, ready = asyncio.Event(), asyncio.Event()
@@ -55,18 +47,17 @@ async def test_it_is_unavailable_until_a_worker_has_joined(checkpoint: Path) -> 
             await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), wait_for_ready=True)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert re.match(r"loading: no worker has joined yet; \d+ s since the start", caught.value.details())
-        worker.is_loading = True
         await worker.start()
         async with asyncio.timeout(10):
-            while "still loading its model: 40 %" not in caught.value.details():
+            while "loading: the worker is still starting, importing torch" not in caught.value.details():
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await health_of(stub)
-        worker.is_loading = False
+        worker.be_ready()
         await asyncio.wait_for(ready.wait(), 20)
         assert (await health_of(stub)).healthy
         stop.set()
         assert await running == 0
-    await worker.kill()
+    await worker.stop()
 
 
 async def test_a_worker_that_stays_away_makes_it_unhealthy(checkpoint: Path) -> None:

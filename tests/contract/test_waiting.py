@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
 
+from pagewire.common.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
@@ -18,6 +17,7 @@ from scheduler_service.rpc.worker.worker_link import _PORT
 from scheduler_service.serving.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import make_checkpoint
+from testing.starting_worker import StartingWorker
 
 LOOPBACK = "127.0.0.1"
 
@@ -55,23 +55,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Lines]:
     logger.removeHandler(handler)
 
 
-class LoadingWorker(FakeWorker):
-    """Loads until told otherwise."""
-
-    def __init__(self, digest: bytes) -> None:
-        super().__init__(digest)
-        self.num_refused = 0
-        self.is_loading = True
-
-    async def Execute(self, requests: object, context: grpc.aio.ServicerContext) -> None:
-        if self.is_loading:
-            await context.read()
-            self.num_refused += 1
-            message = f"the worker is still loading its model: {min(99, self.num_refused)} %"
-            await context.abort(grpc.StatusCode.UNAVAILABLE, message)
-        await super().Execute(requests, context)
-
-
 @asynccontextmanager
 async def scheduling(checkpoint: Path, worker_port: int, **options: object) -> AsyncIterator[asyncio.Event]:
     """A scheduler, and when it serves."""
@@ -92,23 +75,23 @@ def warnings(lines: Lines) -> list[str]:
 
 async def test_a_worker_that_is_not_up_and_then_loads_is_waited_for_calmly(tmp_path: Path, lines: Lines) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", eos_token_id=0)  # an end token that its tokenizer has
-    worker = LoadingWorker(read_model_info(str(checkpoint)).digest)
-    worker.capacity |= {"max_num_seqs": 256, "max_num_batched_tokens": 2048}  # as the scheduler's
-    worker.port = free_port(LOOPBACK)
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}  # as the scheduler's
+    fake = FakeWorker(read_model_info(str(checkpoint)).digest, **limits)
+    worker = StartingWorker(WorkerCapacity(**fake.capacity), free_port(LOOPBACK))
     async with scheduling(checkpoint, worker.port, worker_timeout=0.5) as ready:
         told = await lines.next("waiting for the worker: there is no connection")
         assert f"{LOOPBACK}:{worker.port}" in told.getMessage()
         assert "Connection refused" in told.getMessage()
         await lines.next("no worker for 0.5 s: requests fail until one joins")
         await worker.start()
-        await lines.next("waiting for the worker: the worker is still loading its model: 1 %")
-        while worker.num_refused < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        worker.is_loading = False
+        for doing in ("importing torch", "compiling the kernels"):
+            worker.come_further(doing)
+            await lines.next(f"waiting for the worker: the worker is still starting, {doing}")
+        worker.be_ready()
         await asyncio.wait_for(ready.wait(), 20)
         assert warnings(lines) == []
-        assert len([record for record in lines.records if "still loading" in record.getMessage()]) == 1
-        await worker.kill()
+        assert len([record for record in lines.records if "still starting" in record.getMessage()]) == 2
+        await worker.stop()
         lost = await lines.next("lost the worker in epoch")
         assert lost.levelno == logging.WARNING
 
@@ -136,8 +119,8 @@ async def test_a_front_end_waits_calmly_too(checkpoint: Path, lines: Lines) -> N
 
 def test_what_differs_in_numbers_alone_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    now = 0.0
-    waiting = Waiting("the worker", logging.getLogger("scheduler_service.test"), _PORT, clock=lambda: now)
+    now, told = 0.0, []
+    waiting = Waiting("the worker", logging.getLogger("scheduler_service.test"), _PORT, told.append, clock=lambda: now)
     for second in range(180):
         now = float(second)
         waiting.tell(f"loading: {second // 2} %", is_calm=True)
@@ -152,3 +135,4 @@ def test_what_differs_in_numbers_alone_is_told_once_a_minute(caplog: pytest.LogC
         ("WARNING", "no session with the worker: another model"),
         ("INFO", "waiting for the worker: loading: 1 %"),
     ]
+    assert len(told) == 183, "who needs the reason hears it each time"

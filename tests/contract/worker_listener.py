@@ -2,12 +2,15 @@
 
 import asyncio
 
-from pagewire.common.messages import RowOpening, SamplingParams, StepResult, WorkerCapacity
+from pagewire.common.messages import RowOpening, SamplingParams, StepResult, WorkerCapacity, WorkerStarting
 from scheduler_service.rpc.worker.worker_session import Session
 
 
 class Listener:
+    """It is the availability of its step loop too."""
+
     def __init__(self) -> None:
+        self.availability = self
         self.events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
 
     def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: Session) -> None:
@@ -25,8 +28,8 @@ class Listener:
     def worker_lost(self, reason: str) -> None:
         self.events.put_nowait(("lost", reason))
 
-    def worker_missing(self, reason: str) -> None:
-        self.events.put_nowait(("missing", reason))
+    def worker_missing(self, reason: str | WorkerStarting, rank: int | None) -> None:
+        self.events.put_nowait(("missing", reason if rank is None else (rank, reason)))
 
     async def next(self) -> tuple[str, object]:
         return await asyncio.wait_for(self.events.get(), 20)

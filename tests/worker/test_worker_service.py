@@ -130,7 +130,8 @@ class Stream:
 
     async def open(self, epoch: int, **fields: Any) -> pb.WorkerCapacity:
         await self.call.write(hello(epoch, **fields))
-        response = await self.read()
+        while (response := await self.read()).WhichOneof("body") == "starting":
+            pass
         assert response.WhichOneof("body") == "ready"
         return response.ready
 
@@ -184,19 +185,16 @@ async def test_a_hello_that_comes_too_early_is_told_how_far_loading_is() -> None
         assert may_load.wait(20)
         return LoadedWorker(FakeRunner(), READY)
 
-    async with served(load, load_patience_s=0.05) as stub:
+    async with served(load, heartbeat_interval_s=1000) as stub:
         early = Stream(stub)
         await early.call.write(hello(1))
-        status = (grpc.StatusCode.UNAVAILABLE, "the worker is still starting, importing torch")
-        assert await early.status() == status
+        assert (await early.read()).starting.doing == "importing torch", "at once"
+        stream = Stream(stub)
+        await stream.call.write(hello(2))
+        assert (await early.status())[0] is grpc.StatusCode.ABORTED, "another scheduler takes it while it loads"
+        assert (await stream.read()).starting.doing == "importing torch"
         may_load.set()
-        async with asyncio.timeout(20):
-            for epoch in range(2, 1000):  # as the scheduler does
-                stream = Stream(stub)
-                await stream.call.write(hello(epoch))
-                if (await stream.call.read()) is not grpc.aio.EOF:
-                    return
-                assert await stream.status() == status
+        assert (await stream.read()).WhichOneof("body") == "ready", "as soon as it is"
 
 
 async def test_a_message_that_is_too_large_ends_its_session_alone() -> None:

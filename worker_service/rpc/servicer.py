@@ -12,7 +12,6 @@ import grpc
 import grpc.aio
 
 from pagewire.common.messages import (
-    WORKER_STARTING,
     CertificateLife,
     GrammarReport,
     Heartbeat,
@@ -20,12 +19,12 @@ from pagewire.common.messages import (
     Refusal,
     StepPlan,
     StepResult,
-    WorkerCapacity,
     WorkerProtocolError,
+    WorkerStarting,
 )
 from pagewire.common.stopping import cancel
 from pagewire.common.transport.link_secret import LinkSecret, shows_one
-from pagewire.common.worker_wire import decode_request, encode_response
+from pagewire.common.worker_wire import Response, decode_request, encode_response
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
@@ -34,8 +33,6 @@ from worker_service.rpc.session import Session, SessionRegister
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
-# A hello that arrives while the model loads is answered as soon as that is done, or told how far that is.
-_LOAD_PATIENCE_S = 10.0
 # How long a step of an earlier session may still take when a new one begins. A scheduler gives up a step after 30 s at
 # the earliest; what is left then of its `--worker-timeout` is for a new process, and for loading the model.
 BEGIN_TIMEOUT_S = 30.0
@@ -61,7 +58,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         *,
         heartbeat_interval_s: float = 1.0,
         begin_timeout_s: float = BEGIN_TIMEOUT_S,
-        load_patience_s: float = _LOAD_PATIENCE_S,
         on_stuck: Callable[[str], NoReturn] = exit_process,
         client_names: frozenset[str] | None = None,
         link_secret: LinkSecret | None = None,
@@ -79,7 +75,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._certificates = certificates
         self._heartbeat_interval_s = heartbeat_interval_s
         self._begin_timeout_s = begin_timeout_s
-        self._load_patience_s = load_patience_s
         self._on_stuck = on_stuck
         self._clock = clock
         self._register = SessionRegister()
@@ -111,9 +106,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             logger.error("protocol error: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _SessionEnded as end:
-            # While the model loads a scheduler calls again and again, and a worker that stops has said so.
-            is_news = self._loaded.is_set() and not self._is_closing
-            logger.log(logging.WARNING if is_news else logging.DEBUG, "session ended: %s", end)
+            # A worker that stops has said so.
+            logger.log(logging.DEBUG if self._is_closing else logging.WARNING, "session ended: %s", end)
             await context.abort(end.code, str(end))
 
     async def _serve(self, requests: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext) -> None:
@@ -173,12 +167,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise _SessionEnded(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     async def _begin(self, stream: "_Stream") -> None:
-        """Answer with the worker's capacity once every earlier step has finished."""
-        try:
-            await asyncio.wait_for(self._loaded.wait(), self._load_patience_s)
-        except TimeoutError:
-            message = f"{WORKER_STARTING}, {self._engine.loading}"
-            raise _SessionEnded(grpc.StatusCode.UNAVAILABLE, message) from None
+        """Tell how far loading is, then answer with the worker's capacity once every earlier step has finished."""
+        while not self._loaded.is_set():
+            await stream.write(WorkerStarting(self._engine.loading))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._loaded.wait(), self._heartbeat_interval_s)
         begun = asyncio.Event()
         on_begun = partial(stream.loop.call_soon_threadsafe, begun.set)  # on the engine's thread
         self._engine.begin(stream.engine_session, stream.session.epoch, on_begun)
@@ -245,7 +238,7 @@ class _Stream:
             await cancel(tasks)
             self._may_write = True
 
-    async def write(self, message: WorkerCapacity | StepResult | Heartbeat | GrammarReport) -> None:
+    async def write(self, message: Response) -> None:
         """Nothing is written once the parts are being ended."""
         if not self._may_write:
             return

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -23,7 +24,7 @@ from scheduler_service.rpc.entrance import trace_context_of_call
 from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.output import FINISH_REASONS, encode_embedding
 from scheduler_service.rpc.status import RpcError, invalid
-from scheduler_service.rpc.waiting import Ended, Outdated, Waiting
+from scheduler_service.rpc.waiting import Ended, Outdated, Waiting, ends
 from scheduler_service.serving.token_stream import Delta, Receiver, TokenCounts
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class SchedulerLink:
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
         self._outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest] | None = None  # None: not connected
-        self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT)
+        self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT, partial(setattr, self, "_reason"))
         self._reason = "it has not answered yet"  # why not
         self._connected = asyncio.Event()  # for the first time, or no caller waits for it any more
         self._idle = asyncio.Event()
@@ -244,11 +245,14 @@ class SchedulerLink:
 
     async def run(self) -> None:
         """Hold one call after the other, until cancelled."""
-        async for ended in self._waiting.ends(self._hold):
+        async for ended in ends(self._hold):
             if ended.was_held:
+                self._waiting.end()
                 logger.warning("lost the scheduler at %s: %s", self._address, ended.reason)
-            self._reason = ended.reason
-            self._fail_all(f"the scheduler at {self._address} is gone ({ended.reason}); send the request again")
+                self._reason = ended.reason
+                self._fail_all(f"the scheduler at {self._address} is gone ({ended.reason}); send the request again")
+            else:
+                self._waiting.tell(ended.reason, is_calm=ended.is_calm)
             self.changed.set()
 
     async def drain(self) -> None:
@@ -265,9 +269,6 @@ class SchedulerLink:
             self._send_abort(sent)
         self._fail_all(message)
 
-    def _say_reason(self, reason: str) -> None:
-        self._reason = reason
-
     async def _hold(self) -> Ended:
         """Hold one call to its end, and say why it ended."""
         try:
@@ -279,7 +280,7 @@ class SchedulerLink:
         sending: asyncio.Task[None] | None = None
         try:
             connecting = call.wait_for_connection()
-            await self._waiting.connect(connecting, self._dialler, stub.GenerateMany, self._say_reason)
+            await self._waiting.connect(connecting, self._dialler, stub.GenerateMany)
             async for message in call:
                 if message.HasField("server_info"):
                     mismatch = self._mismatch(message.server_info)
@@ -395,8 +396,9 @@ async def _send(call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler
 def _describe(error: grpc.aio.AioRpcError, was_connected: bool) -> Ended:
     if error.details() == _FAILED_WRITE:
         return Ended("the connection broke", was_connected)
-    is_calm = error.code() is grpc.StatusCode.UNAVAILABLE
-    return Ended(f"{error.code().name}: {error.details()}", was_connected, is_calm)
+    return Ended(
+        f"{error.code().name}: {error.details()}", was_connected, is_calm=error.code() is grpc.StatusCode.UNAVAILABLE
+    )
 
 
 def _decode_end(stream_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:

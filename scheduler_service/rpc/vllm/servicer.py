@@ -119,11 +119,15 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
         reason = self._availability.unavailable_reason
         if self._availability.capacity is None:
-            why = self._availability.missing_reason or "no worker has joined yet"
-            loading = f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
+            loading = (
+                f"loading: {self._availability.missing_reason or 'no worker has joined yet'}; "
+                f"{time.monotonic() - self._started_at:.0f} s since the start"
+            )
             raise RpcError(grpc.StatusCode.UNAVAILABLE, f"{reason} ({loading})" if reason else loading)
-        message = reason or "the worker is lost again and again before it has made a token; see the server's log"
-        return vllm_engine_pb2.HealthCheckResponse(healthy=False, message=message)
+        return vllm_engine_pb2.HealthCheckResponse(
+            healthy=False,
+            message=reason or "the worker is lost again and again before it has made a token; see the server's log",
+        )
 
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext

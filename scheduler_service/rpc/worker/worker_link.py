@@ -20,6 +20,7 @@ from pagewire.common.messages import (
     RefusalReason,
     WorkerCapacity,
     WorkerProtocolError,
+    WorkerStarting,
 )
 from pagewire.common.stopping import cancel
 from pagewire.common.transport.dialling import Dialler
@@ -28,7 +29,7 @@ from pagewire.common.transport.tls import Life
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.common.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from scheduler_service.rpc.waiting import Ended, Outdated, Waiting
+from scheduler_service.rpc.waiting import Ended, Outdated, Waiting, ends
 from scheduler_service.rpc.worker.worker_session import RankSession, Session, SessionEnded, WorkerUnusable, read, write
 from scheduler_service.serving.step_loop import StepLoop
 
@@ -55,7 +56,7 @@ _PORT = RightPort.of_link(
     give="give the port of a worker in --worker, which is 50061 unless its --port says otherwise",
     strangers="a scheduler's port, a front end's or another service's",
 )
-_READY_TIMEOUT = 120.0  # seconds: a worker answers, or gives up, 90 s after Hello at the latest
+_READY_TIMEOUT = 120.0  # seconds: a worker says that it starts, answers, or gives up, after 30 s at the latest
 _EPOCH_SHIFT = 20
 _MAX_EPOCH = 2**64 - 1
 _MAX_LEAD_S = 24 * 3600.0  # that another scheduler's clock may have
@@ -129,17 +130,29 @@ class WorkerLink:
         self._restart_worker = restart_worker
         self._secret = secret
         self._epochs = Epochs(clock)
-        self._waiting = Waiting("the worker", logger, _PORT)
+        self._waiting = [
+            Waiting(
+                "the worker" if rank is None else f"rank {rank} of the worker",
+                logger,
+                _PORT,
+                partial(step_loop.availability.worker_missing, rank=rank),
+            )
+            for rank in (range(len(diallers)) if len(diallers) > 1 else (None,))
+        ]
         self._first_capacities: dict[int, WorkerCapacity] = {}  # by rank
         self._certificates: dict[int, tuple[CertificateLife, ...]] = {}  # by rank
 
     async def run(self) -> None:
         """Hold epochs until cancelled. Raises FencedError, EpochsExhausted."""
-        async for ended in self._waiting.ends(self._hold_epoch):
+        async for ended in ends(self._hold_epoch):
             if ended.was_held:
-                self._step_loop.worker_lost(ended.reason)
+                for waiting in self._waiting:
+                    waiting.end()
+                self._step_loop.worker_lost(
+                    f"rank {ended.rank}: {ended.reason}" if len(self._waiting) > 1 else ended.reason
+                )
             else:
-                self._step_loop.worker_missing(ended.reason)
+                self._waiting[ended.rank].tell(ended.reason, is_calm=ended.is_calm)
 
     async def _hold_epoch(self) -> Ended:
         """Hold the streams of all ranks until one of them ends, which ends the others; return why it did."""
@@ -148,10 +161,7 @@ class WorkerLink:
         try:
             await asyncio.wait(holds, return_when=asyncio.FIRST_COMPLETED)
             rank, ended = next((rank, hold.result()) for rank, hold in enumerate(holds) if hold.done())
-            return ended._replace(
-                reason=ended.reason if len(holds) == 1 else f"rank {rank}: {ended.reason}",
-                was_held=all(each.is_ready for each in session.ranks),
-            )
+            return ended._replace(rank=rank, was_held=all(each.is_ready for each in session.ranks))
         finally:
             await cancel(holds)
 
@@ -162,12 +172,13 @@ class WorkerLink:
         execute = partial(stub.Execute, metadata=self._secret.metadata() if self._secret else ())
         call = execute(wait_for_ready=True)
         try:
-            hello = Hello(PROTOCOL_VERSION, self._instance_id, epoch, self._pipeline_depth)
-            sending = write(call, encode_request(hello))
-            await self._waiting.connect(sending, self._diallers[rank], execute, self._step_loop.worker_missing)
+            hello = encode_request(Hello(PROTOCOL_VERSION, self._instance_id, epoch, self._pipeline_depth))
+            await self._waiting[rank].connect(write(call, hello), self._diallers[rank], execute)
             # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
-            async with asyncio.timeout(_READY_TIMEOUT):
-                answer = await read(call)
+            async with asyncio.timeout(_READY_TIMEOUT) as patience:
+                while isinstance(answer := await read(call), WorkerStarting):
+                    self._waiting[rank].tell(answer, is_calm=True)
+                    patience.reschedule(asyncio.get_running_loop().time() + _READY_TIMEOUT)
             capacity = self._admit(rank, answer)
             logger.info(
                 "worker %s has joined in epoch %d: %s, %s, %d blocks of %d tokens",
@@ -184,10 +195,8 @@ class WorkerLink:
             return self._given_up(rank, f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
         except WorkerUnusable as error:
             return self._given_up(rank, str(error))
-        except (SessionEnded, WorkerProtocolError) as error:
-            return Ended(str(error))
-        except Outdated as error:
-            return Ended(str(error), is_calm=True)
+        except (SessionEnded, WorkerProtocolError, Outdated) as error:
+            return Ended(str(error), is_calm=isinstance(error, Outdated))
         except grpc.aio.AioRpcError as error:
             return _describe(error, session)
         finally:
@@ -205,8 +214,10 @@ class WorkerLink:
         """Warn of the worker's limits that are below this scheduler's, once until they change."""
         lower = {name: getattr(capacity, name) for name in self._limits if getattr(capacity, name) < self._limits[name]}
         if lower and lower != self._told_limits:
-            texts = [f"--{name.replace('_', '-')} {lower[name]}, here {self._limits[name]}" for name in lower]
-            logger.warning("the worker has lower limits, which hold: %s; start both with the same", "; ".join(texts))
+            logger.warning(
+                "the worker has lower limits, which hold: %s; start both with the same",
+                "; ".join(f"--{name.replace('_', '-')} {lower[name]}, here {self._limits[name]}" for name in lower),
+            )
         self._told_limits = lower
 
     def _given_up(self, rank: int, reason: str) -> Ended:
@@ -256,7 +267,7 @@ class WorkerLink:
 
 
 def _describe(error: grpc.aio.AioRpcError, session: RankSession) -> Ended:
-    """Say why a stream broke. A worker that starts or stops is UNAVAILABLE, and says so itself."""
+    """Say why a stream broke. A worker that stops is UNAVAILABLE, and says so itself."""
     if not session.is_ready and error.code() is grpc.StatusCode.UNAVAILABLE:
         return Ended(str(error.details()), is_calm=True)
     if not session.is_ready and error.code() is grpc.StatusCode.INTERNAL:

@@ -88,6 +88,8 @@ class Session:
         self._capacities[rank] = capacity
         if len(self._capacities) == len(self.ranks):
             self._step_loop.worker_ready(self._capacity(), self.epoch, self)
+        else:
+            self._step_loop.availability.worker_missing("the worker is ready, another rank is not", rank)
 
     def rank_moved(self, rank: int, step: int) -> None:
         self._moved_steps[rank] = step
@@ -226,8 +228,7 @@ class RankSession:
     async def _watch(self) -> NoReturn:
         while True:
             await asyncio.sleep(_JUDGE_INTERVAL)
-            verdict = self._liveness.judge(time.monotonic())
-            if verdict:
+            if verdict := self._liveness.judge(time.monotonic()):
                 raise WorkerUnusable(verdict)
 
 

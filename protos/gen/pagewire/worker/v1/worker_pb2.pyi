@@ -61,18 +61,20 @@ class ExecuteRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
-    __slots__ = ("ready", "refusal", "result", "heartbeat", "grammar")
+    __slots__ = ("ready", "refusal", "result", "heartbeat", "grammar", "starting")
     READY_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    STARTING_FIELD_NUMBER: _ClassVar[int]
     ready: WorkerCapacity
     refusal: Refusal
     result: StepResult
     heartbeat: Heartbeat
     grammar: GrammarReport
-    def __init__(self, ready: _Optional[_Union[WorkerCapacity, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., grammar: _Optional[_Union[GrammarReport, _Mapping]] = ...) -> None: ...
+    starting: WorkerStarting
+    def __init__(self, ready: _Optional[_Union[WorkerCapacity, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., grammar: _Optional[_Union[GrammarReport, _Mapping]] = ..., starting: _Optional[_Union[WorkerStarting, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "instance_id", "epoch", "pipeline_depth")
@@ -135,6 +137,12 @@ class WorkerCapacity(_message.Message):
     weight_format: str
     weight_bytes: int
     def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ..., tables_digest: _Optional[str] = ..., weight_format: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+
+class WorkerStarting(_message.Message):
+    __slots__ = ("doing",)
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    doing: str
+    def __init__(self, doing: _Optional[str] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason", "epoch", "instance_id", "message")

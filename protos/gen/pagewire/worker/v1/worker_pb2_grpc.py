@@ -45,7 +45,8 @@ class WorkerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Execute(self, request_iterator, context):
-        """The first message down is Hello, the first one up ready or refusal. A refusal ends the stream with OK.
+        """The first message down is Hello. Up comes a refusal, which ends the stream with OK; or starting, once a second until
+        the worker has started, and then ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
