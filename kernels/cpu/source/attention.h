@@ -7,10 +7,20 @@
 // where they are few, those of several KV heads take turns at each tile of positions, in the order in which keys lie.
 // Positions that no pair of a tile sees are never read.
 
+// Whether queries are scored in pairs of bfloat16.
+#define IN_PAIRS_bfloat16_bfloat16 HAS_PAIRS
+#if PAGED(IN_PAIRS)
+#define IN_PAIRS 1
+#else
+#define IN_PAIRS 0
+#endif
+
 // A cache of integers has a scale behind the values of each head and position.
-#ifndef IS_SCALED
+#define IS_SCALED_int8 1
+#if HELD(IS_SCALED)
+#define IS_SCALED 1
+#else
 #define IS_SCALED 0
-#define IS_NOT_SCALED
 #endif
 
 // Loads the item's queries, as words.
@@ -219,9 +229,5 @@ int PAGED(attend)(const attention_step* step, const ELEMENT* query, const ELEMEN
   return 0;
 }
 
-#undef CACHE
-#undef CACHE_NAME
-#ifdef IS_NOT_SCALED
+#undef IN_PAIRS
 #undef IS_SCALED
-#undef IS_NOT_SCALED
-#endif

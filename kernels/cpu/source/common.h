@@ -8,10 +8,10 @@
 
 #define JOIN_(name, type) name##_##type
 #define JOIN(name, type) JOIN_(name, type)
-#define NAME(name) JOIN(name, ELEMENT_NAME)
+#define NAME(name) JOIN(name, ELEMENT)
 // The same of what a cache holds, and of a function over both types.
-#define HELD(name) JOIN(name, CACHE_NAME)
-#define PAGED(name) JOIN(NAME(name), CACHE_NAME)
+#define HELD(name) JOIN(name, CACHE)
+#define PAGED(name) JOIN(NAME(name), CACHE)
 
 // A step's rows over one layer's paged cache; the same for all its layers. Strides count elements. `paged.py` mirrors
 // this structure.

@@ -6,31 +6,13 @@
 #include "activations.h"
 #include "work.h"
 
-#define ELEMENT float
-#define ELEMENT_NAME float
-#include "fused.h"
-#include "linear.h"
-#include "linear_panels.h"
-#undef ELEMENT
-#undef ELEMENT_NAME
+#define TYPES COMPUTED
+#define EACH "fused.h"
+#include "each_type.h"
 
-#define ELEMENT bfloat16
-#define ELEMENT_NAME bfloat16
-#define IS_BFLOAT16 1
-#include "fused.h"
-#include "linear.h"
-#include "linear_panels.h"
-#undef IS_BFLOAT16
-#undef ELEMENT
-#undef ELEMENT_NAME
-
-// What weights may hold, and nothing is computed in.
-#define ELEMENT float16
-#define ELEMENT_NAME float16
-#include "linear.h"
-#include "linear_panels.h"
-#undef ELEMENT
-#undef ELEMENT_NAME
+#define TYPES FLOATS
+#define EACH "linear_panels.h"
+#include "each_type.h"
 
 #include "bfloat16.h"
 

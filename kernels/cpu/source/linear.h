@@ -5,7 +5,9 @@
 // bfloat16 in pairs of inputs, [ceil(out_size / PANEL), ceil(in_size / 2), PANEL, 2], as `vdpbf16ps` takes them, and as a
 // shift and a mask widen them.
 
-#if defined(IS_BFLOAT16)
+#define IS_PAIRED_bfloat16 1
+
+#if NAME(IS_PAIRED)
 enum { NAME(UNIT) = 2 };
 #else
 enum { NAME(UNIT) = 1 };
@@ -20,7 +22,7 @@ INLINE int64_t NAME(padded_size)(int64_t in_size) { return ceil_div(in_size, NAM
 
 // The weights of LANES outputs from `output` on.
 INLINE floats NAME(load_weights)(const ELEMENT* panel, int64_t output, int64_t input) {
-#if defined(IS_BFLOAT16)
+#if NAME(IS_PAIRED)
   words pairs;
   memcpy(&pairs, panel + NAME(panel_place)(output, input / 2 * 2), sizeof pairs);
   return (floats)(input % 2 ? pairs & 0xffff0000u : pairs << 16);

@@ -1,4 +1,5 @@
 // Packed weights of one element type: how they are made, and read by rows.
+#include "linear.h"
 
 // weight: [out_size, in_size]. What is missing of the last panel and unit is 0.
 void NAME(pack_linear)(const ELEMENT* weight, ELEMENT* panels, int64_t in_size, int64_t out_size, int64_t num_threads) {

@@ -1,4 +1,5 @@
 // The products of linear.h.
+#include "linear.h"
 
 // sums: [R, 2 * C], of R interleaved rows and C panels, += the products of `num` units.
 INLINE void NAME(multiply_units)(const int R, const int C, const int num, const ELEMENT* weights, int64_t panel_size,
