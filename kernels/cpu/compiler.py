@@ -39,14 +39,18 @@ exit $status
 """
 # What all the kernels need of a compiler and its libraries.
 _TRIAL = "#include <math.h>\n#include <omp.h>\nint num_threads(void) { return omp_get_max_threads(); }\n"
-_KILLED = 128 + signal.SIGKILL
 _NO_MEMORY = re.compile(r"Killed|memory exhausted|out of memory|Cannot allocate memory|bad_alloc", re.IGNORECASE)
+_INTERRUPTED = re.compile(r"\b(Hangup|Interrupt|Terminated)\b")
 _NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
 _MAX_REASON = 240
 
 
 class BuildError(Exception):
     """The kernels cannot be built or loaded here; the text says why."""
+
+
+class PassingError(BuildError):
+    """The same, of a compiler that might have succeeded a moment later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +93,14 @@ class Compiler:
             raise
 
 
-def names_of(named: str | None) -> list[str]:
-    """The commands that are tried, in order."""
-    return list(dict.fromkeys((named, *NAMES) if named and named.strip() else NAMES))
-
-
 def find_compilers(named: str | None, refusals: dict[str, str]) -> Iterator[Compiler]:
     """Yield those that answer of the compiler that is named, as a shell would read that, and of cc, gcc and clang.
 
-    `refusals` gets why the others are none, by name. A compiler that has two names is one.
+    Each is run only when it is its turn. `refusals` gets why those before it are none, by name. A compiler that has two
+    names is one.
     """
     found: set[tuple[str, ...]] = set()
-    for name in names_of(named):
+    for name in dict.fromkeys((named, *NAMES) if named and named.strip() else NAMES):
         try:
             program, *options = shlex.split(name)
             path = shutil.which(program)
@@ -154,7 +154,7 @@ def run(command: Sequence[str], pipe: int, folder: Path | None = None) -> str:
             start_new_session=True,
         )
     except OSError as error:
-        raise BuildError(f"does not run: {error}") from error
+        raise PassingError(f"does not run: {error}") from error
     with process:
         try:
             said = process.communicate(timeout=_TIMEOUT_S)[0].decode(errors="replace")
@@ -173,6 +173,11 @@ def _error(status: int, said: str) -> Exception:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = [line for line in lines if "error" in line] or lines
     reason = ": ".join([f"failed with {status}", *telling[:1]])
-    if status in (_KILLED, -signal.SIGKILL) or _NO_MEMORY.search(said):
-        return BuildError("was ended for want of memory, of which it takes up to 230 MB")
-    return OSError(errno.ENOSPC, reason) if _NO_SPACE.search(said) else BuildError(reason[:_MAX_REASON])
+    # The shell's own end, or what it says of the compiler's, which speaks of its parts.
+    number = -status if status < 0 else status - 128
+    if number == signal.SIGKILL or _NO_MEMORY.search(said):
+        return BuildError("was ended for want of memory")
+    if _NO_SPACE.search(said):
+        return OSError(errno.ENOSPC, reason)
+    is_passing = number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM) or _INTERRUPTED.search(said)
+    return (PassingError if is_passing else BuildError)(reason[:_MAX_REASON])

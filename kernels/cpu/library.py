@@ -6,6 +6,9 @@ once per machine and source, into the user's cache: CACHE/SOURCES/COMPILER.so, b
 the flags and the architecture. Where no compiler works any more, what an earlier one made of the same is taken. What is
 being made lies in CACHE/building-*, under the lock of the cache, and the next to take the lock empties it.
 
+A build that failed leaves its reason beside where the library would be, COMPILER.failed: for an hour no start pays for
+it again. One that was interrupted, or found the disk full, leaves none.
+
 A library ends with the digest of what stands before, which is compared before it is loaded: one that was cut or
 overwritten would end the process, or compute something else.
 """
@@ -19,11 +22,11 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 
 # Before the library, so that both share one OpenMP runtime and its threads.
@@ -32,9 +35,9 @@ import torch
 from pagewire.kernels.cpu.compiler import (
     BuildError,
     Compiler,
+    PassingError,
     describe_refusals,
     find_compilers,
-    names_of,
     open_pipe,
 )
 
@@ -61,6 +64,7 @@ AARCH64_FLAGS = {"portable": "-march=armv8-a", "dotprod": "-march=armv8.2-a+dotp
 BUILT = Path(__file__).parent / "built"
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
 _WAITING = "waiting for another process that compiles the CPU kernels"
+_FAILURE_S = 3600.0  # for which a failed build is not tried again
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -131,17 +135,8 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
     if build.cache is None:
         raise BuildError("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
     place = build.cache / _digest(flags)
-    refusals: dict[str, str] = {}
-    paths = {
-        compiler: place / f"{_digest_of(*compiler.command, compiler.version, *compiler.link_flags)}.so"
-        for compiler in find_compilers(build.compiler, refusals)
-    }
-    # That of a later one is taken once those before it have failed.
-    first = next(iter(paths.values()), None)
-    if first is not None and is_sealed(first):
-        return first
     try:
-        return _build(build.cache, paths, flags, build, refusals)
+        return _build_by_first(place, flags, build)
     except BuildError as error:
         earlier = next(filter(is_sealed, place.glob("*.so")), None)
         if earlier is None:
@@ -150,20 +145,45 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
         return earlier
 
 
-def _build(
-    cache: Path, paths: Mapping[Compiler, Path], flags: Sequence[str], build: Build, refusals: dict[str, str]
-) -> Path:
-    """Build the library with the first compiler that works, and return its path. Raises BuildError."""
+def _build_by_first(place: Path, flags: Sequence[str], build: Build) -> Path:
+    """Return the path in the folder of the first compiler's library that works, built if it is missing. Raises
+    BuildError."""
+    refusals: dict[str, str] = {}
+    # One by one: a start that finds the library of the first has run no other.
+    for compiler in find_compilers(build.compiler, refusals):
+        path = place / f"{_digest_of(*compiler.command, compiler.version, *compiler.link_flags)}.so"
+        if _is_built(path) or _build(compiler, flags, build, path, refusals):
+            return path
+    raise BuildError(f"there is no C compiler that works ({describe_refusals(refusals)}); install one, for example gcc")
+
+
+def _is_built(path: Path) -> bool:
+    """Whether the library is there. Raises BuildError if building it has failed within the hour."""
+    if is_sealed(path):
+        return True
+    failure = path.with_suffix(".failed")
     try:
-        with _building(cache, build.tell) if paths else nullcontext(cache) as folder:
-            for compiler, path in paths.items():
-                if is_sealed(path) or _compile(compiler, flags, build, folder, path, refusals):
-                    return path
+        reason, age = failure.read_text(errors="replace"), time.time() - failure.stat().st_mtime
+    except OSError:
+        return False
+    if reason and 0 <= age < _FAILURE_S:  # an interrupt of the machine may leave it empty, a clock that is set be ahead
+        raise BuildError(
+            f"{reason}, {age / 60:.0f} min ago; it is tried again an hour after that, or once {failure} is removed"
+        )
+    return False
+
+
+def _build(compiler: Compiler, flags: Sequence[str], build: Build, path: Path, refusals: dict[str, str]) -> bool:
+    """Build the library, unless the compiler does not even build a trivial one: `refusals` gets why. Raises
+    BuildError."""
+    cache = path.parents[1]
+    try:
+        with _building(cache, build.tell) as folder:
+            return _is_built(path) or _compile(compiler, flags, build, folder, path, refusals)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BuildError(f"{cache} is full: make room, or set PAGEWIRE_CACHE to a folder elsewhere") from error
         raise BuildError(f"cannot write to {cache}: {error}; set PAGEWIRE_CACHE to another folder") from error
-    raise BuildError(f"there is no C compiler that works ({describe_refusals(refusals)}); install one, for example gcc")
 
 
 def seal(path: Path) -> None:
@@ -213,7 +233,7 @@ def _open_lock(path: Path) -> int:
 def _compile(
     compiler: Compiler, flags: Sequence[str], build: Build, folder: Path, path: Path, refusals: dict[str, str]
 ) -> bool:
-    """Build the library, unless the compiler does not even build a trivial one: `refusals` gets why."""
+    """Build the library in the folder, and move it to its path. What fails after the trial is remembered."""
     built = folder / path.name
     # The writer is closed first, which ends what still runs, and then the pool waits for its threads.
     with open_pipe() as (pipe, writer), ThreadPoolExecutor(build.num_jobs) as pool, writer:
@@ -224,14 +244,13 @@ def _compile(
             return False
         if path.exists():
             logger.warning("%s is not what was built: building it again", path)
-        tried = takewhile(lambda name: name != compiler.name, names_of(build.compiler))
-        before = {name: refusals[name] for name in tried if name in refusals}
         # A warning, since it is all that is heard of a start that takes so long.
         logger.warning(
-            "compiling the CPU kernels with %s, once on this machine, which takes some 20 s of a processor's time%s",
+            "compiling the CPU kernels with %s, once on this machine%s",
             " ".join(compiler.command),
-            f" ({describe_refusals(before)})" if before else "",
+            f" ({describe_refusals(refusals)})" if refusals else "",
         )
+        path.parent.mkdir(exist_ok=True)
         objects = [folder / f"{source.stem}.o" for source in sources()]
         units = [
             pool.submit(compiler.compile, [*flags, *_QUIET_FLAGS], pipe, source, compiled)
@@ -246,13 +265,17 @@ def _compile(
                 logger.warning("%s", done)
             compiler.link(objects, built, pipe)
         except BuildError as error:
-            raise BuildError(f"{compiler.name} {error}") from error
+            reason = f"{compiler.name} {error}"
+            if not isinstance(error, PassingError):
+                built.write_text(reason)
+                built.rename(path.with_suffix(".failed"))
+            raise BuildError(reason) from error
         finally:
             for unit in units:
                 unit.cancel()
     seal(built)
-    path.parent.mkdir(exist_ok=True)
     built.rename(path)
+    path.with_suffix(".failed").unlink(missing_ok=True)
     return True
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from select import select
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
@@ -203,7 +204,7 @@ def test_a_failing_unit_ends_the_others(machine: Machine, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("ending", "line"),
     [
-        ("kill -KILL $$", "cc was ended for want of memory, of which it takes up to 230 MB"),
+        ("kill -KILL $$", "cc was ended for want of memory"),
         ("echo cc1: out of memory allocating 65536 bytes; exit 1", "cc was ended for want of memory"),
         (
             "echo error: cannot write: No space left on device; exit 1",
@@ -217,6 +218,79 @@ def test_a_lack_is_a_short_line(ending: str, line: str, machine: Machine) -> Non
     assert line in refusal
     assert "\n" not in refusal
     assert len(refusal) < 80 + len(str(machine.cache))
+
+
+def test_a_start_with_a_library_runs_one_compiler(machine: Machine) -> None:
+    machine.install("cc", f'echo "$1" >>{machine.programs}/log; {WORKING}')
+    machine.install("gcc", f"# another\necho gcc >>{machine.programs}/log")
+    path = machine.build()
+    (machine.programs / "log").write_text("")
+    assert machine.build() == path
+    assert (machine.programs / "log").read_text() == "--version\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        ("echo gcc: fatal error: Killed signal terminated program cc1; exit 1", "was ended for want of memory"),
+        ("echo error: no; exit 3", "failed with 3: error: no"),
+    ],
+)
+def test_a_build_that_fails_is_not_tried_again_within_the_hour(
+    ending: str, reason: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(library, "time", SimpleNamespace(time=lambda: now))
+    log = machine.programs / "log"
+    machine.install("cc", f'case "$*" in *one.c) echo one >>{log}; {ending};; *) {WORKING};; esac')
+    assert machine.refusal() == f"cc {reason}"
+    (failure,) = machine.cache.glob("*/*.failed")
+    now = failure.stat().st_mtime + 59 * 60
+    assert machine.refusal() == (
+        f"cc {reason}, 59 min ago; it is tried again an hour after that, or once {failure} is removed"
+    )
+    assert log.read_text() == "one\n"
+    now += 60
+    assert machine.refusal() == f"cc {reason}"
+    failure.unlink()
+    assert machine.refusal() == f"cc {reason}"
+    assert log.read_text() == "one\n" * 3
+    failure.write_text("")  # as a machine that lost its power leaves it
+    machine.install("cc", WORKING)
+    path = machine.build()
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_kept_library_is_taken_at_once_where_the_build_failed(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    machine.install("cc", WORKING)
+    path = machine.build()
+    log = machine.programs / "log"
+    machine.install("cc", f'echo "$1" >>{log}; case "$*" in *two.c) exit 1;; *) echo another; {WORKING};; esac')
+    assert machine.build() == path
+    log.write_text("")
+    assert machine.build() == path
+    assert log.read_text() == "--version\n"
+    assert "another compiler has made: cc failed with 1, " in caplog.messages[-1]
+    assert "it is tried again an hour after that" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "kill -TERM $$",
+        "echo gcc: fatal error: Terminated signal terminated program cc1; exit 1",
+        "echo error: cannot write: No space left on device; exit 1",
+    ],
+)
+def test_what_can_pass_is_tried_at_the_next_start(ending: str, machine: Machine) -> None:
+    script = f'case "$*" in *one.c) [ -e {machine.programs}/passed ] || {{ {ending}; }};; esac; {WORKING}'
+    machine.install("cc", script)
+    machine.refusal()
+    (machine.programs / "passed").touch()
+    assert library.is_sealed(machine.build())
 
 
 def reading(fifo: Path) -> IO[bytes]:

@@ -17,7 +17,7 @@ from worker_service.startup.resources import available_bytes, num_usable_cpus
 _SWITCH = "PAGEWIRE_CPU_KERNELS"
 _MODES = ("auto", "off", "require")
 _VARIANT_SWITCH = "PAGEWIRE_CPU_VARIANT"
-_COMPILER_BYTES = 256 << 20  # of the one that takes most
+_COMPILER_BYTES = 256 << 20  # set aside for each that runs
 _QUANTIZED_SWITCH = "PAGEWIRE_QUANTIZED_CACHE"
 
 
