@@ -102,11 +102,19 @@ def make(python: str, folder: Path, lock: int) -> "tuple[int, str]":
 
 
 def why_not(code: int, said: str) -> str:
-    lines = said.strip().splitlines()
-    if "ensurepip" not in said:
-        return lines[-1] if lines else f"exit code {code}"
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return f"on Debian and Ubuntu apt install python{version}-venv, or name another, make PYTHON=/path/to/python3"
+    """Why `venv` or pip ended with this code, in a line, by what it said."""
+    missing = NOT_FOUND.search(said)
+    if missing is not None:
+        return (
+            f"no package index was reached that has {missing[1]}; behind a proxy set HTTPS_PROXY, with an index of "
+            "your own PIP_INDEX_URL"
+        )
+    if "ensurepip" in said:
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        return f"on Debian and Ubuntu apt install python{version}-venv, or name another, make PYTHON=/path/to/python3"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or [f"exit code {code}"])[-1]
 
 
 def install(folder: Path, lock: int) -> int:
@@ -126,7 +134,8 @@ def install(folder: Path, lock: int) -> int:
             pip.kill()
             pip.wait()
     if pip.returncode:
-        print(f"pagewire: error: {what_failed(log)}", file=sys.stderr)
+        said = log.read_text(errors="replace")
+        print(f"pagewire: error: {why_not(pip.returncode, said)} ({log} has all that pip said)", file=sys.stderr)
         return 1
     (folder / ".ready").touch()
     return 0
@@ -159,19 +168,6 @@ def how_far(folder: Path, said: str, num_packages: int) -> str:
     name = NAME.match(last)
     doing = last if last.startswith("Downloading") else Path(name[1]).name if name else "looking for versions"
     return f"found {len(found)} packages of about {num_packages}: {doing}"
-
-
-def what_failed(log: Path) -> str:
-    said = log.read_text(errors="replace")
-    missing = NOT_FOUND.search(said)
-    if missing is not None:
-        return (
-            f"no package index was reached that has {missing[1]}; behind a proxy set HTTPS_PROXY, with an index of "
-            f"your own PIP_INDEX_URL ({log} has what pip said)"
-        )
-    errors = [line for line in said.splitlines() if line.startswith("ERROR:")]
-    reason = errors[-1].removeprefix("ERROR: ") if errors else " ".join(said[-300:].split())
-    return f"pip failed: {reason} ({log} has all it said)"
 
 
 if __name__ == "__main__":

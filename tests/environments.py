@@ -26,6 +26,15 @@ ROOT = Path(__file__).parents[1]
 VERSIONS = os.environ.get("PAGEWIRE_TEST_VERSIONS", "linked")
 # What of a clone runs in an environment whose packages are linked.
 _OWN = ("pagewire", "scheduler_service", "worker_service")
+# For pip: reads no file of pip's settings, finds no wheel, and reaches no index.
+NO_INDEX = {
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    "PIP_RETRIES": "0",
+    "PIP_FIND_LINKS": "",
+    "PIP_EXTRA_INDEX_URL": "",
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+}
 _UV = ROOT / ".venv-uv" / "bin" / "uv"
 
 

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from tests.environments import Environment
-from tests.first_hour.newcomer import NO_INDEX, NO_NETWORK, ROOT, Newcomer, Outcome
+from tests.environments import NO_INDEX, Environment
+from tests.first_hour.newcomer import NO_NETWORK, ROOT, Newcomer, Outcome
 from tests.first_hour.state import LeftOutError, state
 
 SETUP = "cd clone && make setup"

@@ -24,15 +24,6 @@ _RIGHTS = (
 )
 # Of this process's user, such as where packages come from; all else that is set here would hide what a newcomer meets.
 _KEPT = ("PATH", "LANG", "TERM")
-# Reads no file of pip's settings, finds no wheel, and reaches no index.
-NO_INDEX = {
-    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-    "PIP_RETRIES": "0",
-    "PIP_FIND_LINKS": "",
-    "PIP_EXTRA_INDEX_URL": "",
-    "PIP_CONFIG_FILE": os.devnull,
-    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-}
 # Without a way to anywhere but this machine.
 NO_NETWORK = ("unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
 

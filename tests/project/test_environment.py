@@ -9,15 +9,9 @@ from pathlib import Path
 import pytest
 
 from deploy import environment
+from tests.environments import NO_INDEX
 
 SCRIPT = Path(environment.__file__)
-NO_INDEX = {
-    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-    "PIP_RETRIES": "0",
-    "PIP_FIND_LINKS": "",
-    "PIP_EXTRA_INDEX_URL": "",
-    "PIP_CONFIG_FILE": os.devnull,
-}
 
 
 def make(folder: Path) -> subprocess.Popen[str]:
@@ -119,12 +113,21 @@ def test_an_environment_is_known_as_ours_before_anything_is_put_into_it(
     assert environment.log_of(folder).exists()
 
 
-def test_a_failure_of_pip_is_one_line(tmp_path: Path) -> None:
-    log = environment.log_of(tmp_path)
-    log.write_text("Traceback:\n/usr/bin/python3: No module named pip\n")
-    assert environment.what_failed(log) == (
-        f"pip failed: Traceback: /usr/bin/python3: No module named pip ({log} has all it said)"
-    )
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("", "exit code 3"),
+        ("Traceback:\n/usr/bin/python3: No module named pip\n\n", "/usr/bin/python3: No module named pip"),
+        ("ERROR: No space left on device\n[notice] A new release\n", "No space left on device"),
+        ("ensurepip is not available\n", "on Debian and Ubuntu apt install python3."),
+        (
+            "ERROR: ... requirement a>=1 (from versions: none)\nERROR: b\n",
+            "no package index was reached that has a>=1;",
+        ),
+    ],
+)
+def test_a_failure_is_one_line(said: str, line: str) -> None:
+    assert environment.why_not(3, said).startswith(line)
 
 
 @pytest.mark.parametrize(
