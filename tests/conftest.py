@@ -61,6 +61,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         reporter.stats.pop("deselected", None)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What torch draws without a generator is the same whichever tests came before."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
 def interrupt(process: subprocess.Popen[bytes]) -> None:
     """Its compiler too: so it leaves nothing half done."""
     with contextlib.suppress(ProcessLookupError):

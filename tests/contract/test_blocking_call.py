@@ -40,7 +40,7 @@ def interrupt_after(seconds: float) -> None:
 
 @pytest.mark.usefixtures("_interruptible")
 def test_a_client_goes_on_after_any_interrupt() -> None:
-    seed = random.randrange(2**32)
+    seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
     scheduler = ScriptedScheduler()

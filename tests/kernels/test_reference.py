@@ -99,3 +99,7 @@ def test_padding_rows_and_rows_without_a_selected_block_give_zeros():
     rows = query, cache, cache, torch.tensor([[-1], [1]]), [0, 4], [0, 1, 2], Scoring(1.0)
     selection = Selection(torch.tensor([[[5]], [[5]]]), torch.tensor([[1], [0]]))
     assert reference.paged_attention(*rows, selection).abs().max() == 0
+
+
+def test_what_torch_draws_does_not_depend_on_tests_before() -> None:
+    assert torch.initial_seed() == 0

@@ -73,6 +73,18 @@ def is_of_a_test_module(name: str) -> bool:
     )
 
 
+def test_random_inputs_come_from_seeds() -> None:
+    """A test may draw its seed, which it prints. Torch is given one before each test."""
+    unseeded = re.compile(r"((np|numpy)\.)?random\.(?!(Random|default_rng)\([^)])\w+\(")
+
+    def draws(path: Path) -> list[str]:
+        calls = [ast.unparse(node) for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
+        return [call for call in calls if unseeded.match(call) and call != "random.randrange(1 << 32)"]
+
+    assert offenders(["bench", "testing", "tests"], draws) == []
+    assert all(unseeded.match(call) for call in ("random.random()", "random.Random()", "np.random.default_rng()"))
+
+
 def test_nothing_imports_a_test_module() -> None:
     """What several tests need has a module of its own. Programs in strings count too."""
 
