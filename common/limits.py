@@ -8,9 +8,11 @@ import resource
 import threading
 
 NUM_DESCRIPTORS = 65_536
-# As many threads as gRPC starts before its first call on a small machine, and a few for the command itself.
+# As many threads as gRPC starts before its first call on a small machine, and a few for the command itself:
+# `make first-hour ARGS=threads` counts them.
 NUM_THREADS = 8
-# With less, whether those can be started depends on where the C library's memory happens to lie.
+# With less, whether those can be started depends on where the C library's memory happens to lie:
+# `make first-hour ARGS="address.space"` tries a client with this and with half of it.
 LEAST_ADDRESS_SPACE = 640 << 20
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pagewire.common.limits import LEAST_ADDRESS_SPACE
 from testing.services import Service
 from tests.first_hour.newcomer import Newcomer, Outcome
 from tests.first_hour.state import command_state, state
@@ -57,6 +58,28 @@ answered("no standard input, complete", "pagewire complete - <&-", NO_INPUT, cod
 answered("no standard input, chat", "pagewire chat <&-", NO_INPUT, code=1)
 answered("no standard output", "pagewire complete Once --max-tokens 3 >&-", CLOSED, code=1)
 answered("full standard output", "pagewire complete Once --max-tokens 3 >/dev/full", FULL, code=1)
+answered(
+    "threads of a client",
+    r"""python -c "
+import os
+from pagewire import Client
+client = Client('$PAGEWIRE_URL')
+client.complete('Once', max_tokens=3)
+print(len(os.listdir('/proc/self/task')), 'threads')
+" """,
+    "threads",
+)
+answered(
+    "least address space, client",
+    f"ulimit -v {LEAST_ADDRESS_SPACE >> 10}; pagewire complete Once --max-tokens 3",
+    "time to first token",
+)
+answered(
+    "half the address space, client",
+    f"ulimit -v {LEAST_ADDRESS_SPACE >> 11}; pagewire complete Once --max-tokens 3",
+    "ulimit -v",
+    code=1,
+)
 answered("no standard error", "pagewire complete Once --max-tokens 3 2>&-", "")
 answered("full standard error", "pagewire complete Once --max-tokens 3 2>/dev/full", "")
 answered("full standard output, status", "pagewire status >/dev/full", FULL, code=1)
