@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,4 +93,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     they have been built."""
     folders = ("system", "worker", "kernels", "sim", "project")
     order = {Path(__file__).parent / folder: index for index, folder in enumerate(folders)}
-    items.sort(key=lambda item: min(order.get(parent, len(folders)) for parent in item.path.parents))
+
+    @cache
+    def place(path: Path) -> int:
+        return min(order.get(parent, len(folders)) for parent in path.parents)
+
+    items.sort(key=lambda item: place(item.path))
