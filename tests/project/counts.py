@@ -9,10 +9,11 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources
+from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources, walk
 
 
 class Ceiling(NamedTuple):
@@ -56,7 +57,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def statements(tree: ast.AST) -> int:
-    nodes = list(ast.walk(tree))
+    nodes = walk(tree)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = sum(
         isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None for node in nodes
@@ -64,6 +65,7 @@ def statements(tree: ast.AST) -> int:
     return sum(isinstance(node, ast.stmt) for node in nodes) - docstrings
 
 
+@cache
 def statements_by_package(root: Path = ROOT) -> dict[str, int]:
     return {package: sum(statements(parse(path, root)) for path in sources(package, root=root)) for package in PACKAGES}
 
@@ -71,7 +73,7 @@ def statements_by_package(root: Path = ROOT) -> dict[str, int]:
 def classes(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, ast.ClassDef]]:
     """Yields every class with the name of its module, also classes inside functions and other classes."""
     for path in sources(*folders, root=root):
-        for node in ast.walk(parse(path, root)):
+        for node in walk(parse(path, root)):
             if isinstance(node, ast.ClassDef):
                 yield module_name(path), node
 
@@ -80,7 +82,7 @@ def type_names(tree: ast.Module) -> Iterator[str]:
     """Yields the names of classes, and of what a module gives a name of its own to by an assignment: aliases, named
     tuples, new types.
     """
-    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    yield from (node.name for node in walk(tree) if isinstance(node, ast.ClassDef))
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and "TypeVar" not in ast.unparse(node):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -119,9 +121,8 @@ def implementations() -> dict[str, list[str]]:
         for module, node in found
         if not _is_protocol(node)
     ]
-    return {
-        protocol: [name for name, found in concrete if members(node) <= found] for protocol, node in protocols().items()
-    }
+    needed = {protocol: members(node) for protocol, node in protocols().items()}
+    return {protocol: [name for name, found in concrete if names <= found] for protocol, names in needed.items()}
 
 
 def _is_protocol(node: ast.ClassDef) -> bool:
@@ -153,7 +154,7 @@ def long_functions() -> list[str]:
     """
     found = []
     for path in sources(*PACKAGES, "bench", "models", "testing"):
-        for node in ast.walk(parse(path)):
+        for node in walk(parse(path)):
             if isinstance(node, Function) and node.end_lineno is not None:
                 first_line = node.body[0].lineno if is_kernel(node) else node.lineno
                 num_lines = node.end_lineno - first_line + 1

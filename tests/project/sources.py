@@ -21,13 +21,19 @@ def parse(path: Path, root: Path = ROOT) -> ast.Module:
     return ast.parse((root / path).read_text(encoding="utf-8"), filename=str(path))
 
 
+@cache
+def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Returns all nodes of a tree, for the many questions that are asked of each module."""
+    return tuple(ast.walk(tree))
+
+
 def module_name(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
     """Yields the full names of all that is imported: `from a import b` gives `a.b`."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

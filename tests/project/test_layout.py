@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.project.counts import is_kernel
-from tests.project.sources import PACKAGES, ROOT, imports, module_name, parse, sources
+from tests.project.sources import PACKAGES, ROOT, imports, module_name, parse, sources, walk
 from worker_service.config import ATTENTION_BACKENDS
 
 EVERY_SOURCE = (*PACKAGES, "bench", "models")
@@ -90,9 +90,7 @@ def test_nothing_imports_a_test_module() -> None:
 
     def of_a_test_module(path: Path) -> list[str]:
         tree = parse(path)
-        texts = [
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        ]
+        texts = [node.value for node in walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         in_texts = [".".join(names) for text in texts for names in IMPORT_IN_TEXT.findall(text)]
         return [name for name in (*imports(tree), *in_texts) if is_of_a_test_module(name)]
 
@@ -172,14 +170,14 @@ def test_core_needs_one_package() -> None:
 
 
 def functions(path: Path) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
+    return [node for node in walk(parse(path)) if isinstance(node, ast.FunctionDef)]
 
 
 def test_every_port_is_bounded() -> None:
     """A gRPC server is made in one place alone, which bounds its connections and its calls."""
 
     def made(path: Path) -> list[str]:
-        calls = [ast.unparse(node.func) for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
+        calls = [ast.unparse(node.func) for node in walk(parse(path)) if isinstance(node, ast.Call)]
         return [call for call in calls if call in {"grpc.server", "grpc.aio.server"}]
 
     [found] = offenders(PACKAGES, made)
@@ -190,7 +188,7 @@ def test_every_channel_is_made_in_one_place() -> None:
     """It says of each whether an HTTP proxy may be on its way."""
 
     def makes_channels(path: Path) -> list[str]:
-        names = [node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)]
+        names = [node.attr for node in walk(parse(path)) if isinstance(node, ast.Attribute)]
         return [name for name in names if name in {"insecure_channel", "secure_channel"}]
 
     found = {line.rpartition("/")[2] for line in offenders(PACKAGES, makes_channels)}
@@ -201,7 +199,7 @@ def test_what_users_give_enters_a_message_in_one_place() -> None:
     """`wire.put` names the field, the value and the limit; protobuf would name none of them."""
 
     def set_directly(path: Path) -> set[str]:
-        calls = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
+        calls = [node for node in walk(parse(path)) if isinstance(node, ast.Call)]
         made = [call for call in calls if ast.unparse(call.func).startswith("pb.")]
         # These are messages that are made already, and the numbers of the client's own streams.
         return {word.arg or "**" for call in made for word in call.keywords} - {
@@ -243,7 +241,7 @@ def test_functions_take_few_parameters() -> None:
 
     def with_too_many(path: Path) -> list[int]:
         kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-        found = [node for node in ast.walk(parse(path)) if isinstance(node, kinds)]
+        found = [node for node in walk(parse(path)) if isinstance(node, kinds)]
         return [node.lineno for node in found if len(parameters(node)) > MAX_PARAMETERS]
 
     assert offenders(["pagewire/kernels", "worker_service"], with_too_many) == []
@@ -260,7 +258,7 @@ def test_kernels_do_not_read_the_environment() -> None:
 
     def read(path: Path) -> set[str]:
         tree = parse(path)
-        attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        attributes = {ast.unparse(node) for node in walk(tree) if isinstance(node, ast.Attribute)}
         return {"os.environ", "os.getenv"} & (attributes | set(imports(tree)))
 
     assert offenders(["pagewire/kernels"], read) == []
@@ -302,7 +300,7 @@ def test_modules_are_nouns() -> None:
 def test_nothing_runs_what_it_reads() -> None:
     def dangerous(path: Path) -> set[str]:
         tree = parse(path)
-        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        calls = {ast.unparse(node.func) for node in walk(tree) if isinstance(node, ast.Call)}
         return {name.split(".")[0] for name in imports(tree)} & DENIED_MODULES | calls & DENIED_CALLS
 
     assert offenders(EVERY_SOURCE, dangerous) == []
@@ -312,7 +310,7 @@ def test_one_place_makes_the_command_of_a_child() -> None:
     """It runs no files of the working directory, see `pagewire.common.process.python_command`."""
 
     def commands(path: Path) -> list[str]:
-        sequences = [node for node in ast.walk(parse(path)) if isinstance(node, ast.List | ast.Tuple)]
+        sequences = [node for node in walk(parse(path)) if isinstance(node, ast.List | ast.Tuple)]
         texts = [ast.unparse(node) for node in sequences]
         return [text for text in texts if "sys.executable" in text]
 
