@@ -110,7 +110,19 @@ class LlamaCppModel:
         return torch.from_numpy(found).view(sum(map(len, sequences)), -1)
 
 
+class Divergence:
+    """How far next tokens of models diverge from those of one that all are compared with."""
+
+    def __init__(self, expected: Tensor) -> None:
+        self._logs = expected.double().log_softmax(dim=-1)
+        self._chances = self._logs.exp()
+
+    def mean(self, actual: Tensor) -> float:
+        """Returns the mean over positions of the Kullback-Leibler divergence, in nats."""
+        ours = actual.double().log_softmax(dim=-1)
+        return ours.neg_().add_(self._logs).mul_(self._chances).sum(dim=-1).mean().item()
+
+
 def mean_divergence(expected: Tensor, actual: Tensor) -> float:
     """Returns the mean over positions of the Kullback-Leibler divergence of two models' next tokens, in nats."""
-    theirs, ours = expected.double().log_softmax(dim=-1), actual.double().log_softmax(dim=-1)
-    return (theirs.exp() * (theirs - ours)).sum(dim=-1).mean().item()
+    return Divergence(expected).mean(actual)
