@@ -28,7 +28,8 @@ from pagewire.arguments import check_text, refuse_unknown, require
 from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.common.transport.dialling import open_channel
 from pagewire.common.transport.http_proxy import http_proxy_of
-from pagewire.common.transport.tls import TlsFile, TlsFiles
+from pagewire.common.transport.tls import TlsFiles
+from pagewire.common.watched_files import NamedFile
 from pagewire.errors import DeadlineExceeded, PagewireError, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
@@ -353,8 +354,9 @@ def _credentials(
         raise ValueError("api_key must be printable ASCII without spaces around it, and not empty")
     if not (url.startswith("grpcs://") or tls_ca or tls_cert):
         return None
-    files = TlsFiles(ca=TlsFile("tls_ca", tls_ca), cert=TlsFile("tls_cert", tls_cert), key=TlsFile("tls_key", tls_key))
-    return files.credentials.for_channel()
+    return TlsFiles(
+        ca=NamedFile("tls_ca", tls_ca), cert=NamedFile("tls_cert", tls_cert), key=NamedFile("tls_key", tls_key)
+    ).credentials.for_channel()
 
 
 _open_connections: WeakSet[Connection] = WeakSet()

@@ -4,13 +4,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pagewire.common.process import EXIT_ERROR
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.tls import Life, link_files
+from pagewire.common.watched_files import NamedFile, WatchedFiles
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import serve_metrics
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from scheduler_service.rpc.vllm.servicer import VllmServicer
 
 logger = logging.getLogger(__name__)
+
+_KEY_FLAG = "--scheduler-api-key-file"
 
 
 async def run(
@@ -49,13 +51,14 @@ async def run(
             name=config.scheduler_tls_name,
             uses_http_proxy=config.scheduler_http_proxy,
         )
-        tenants = service.tenants
+        tenants, key = service.tenants, _api_key(config.scheduler_api_key_file)
+        service.watched += [key] if key is not None else []
         link = SchedulerLink(
             dialler,
             config.scheduler,
             model_digest=service.model.digest,
             eos_token_ids=service.model.eos_token_ids,
-            read_metadata=lambda: _credentials(config.scheduler_api_key_file),
+            read_metadata=(lambda: key.current) if key is not None else tuple,
             tenants_revision=(lambda: tenants.revision) if tenants is not None else None,
         )
         servicer = FrontEndServicer(
@@ -113,12 +116,13 @@ def _failed(error: BaseException | None) -> int:
     return EXIT_ERROR
 
 
-def _credentials(api_key_file: str | None) -> list[tuple[str, str]]:
-    """The metadata that shows the scheduler who this is, read for every connection: keys change. Raises OSError, and
-    ValueError for what is no key."""
-    if api_key_file is None:
-        return []
-    key = Path(api_key_file).read_bytes().strip().decode(errors="replace")
-    if not (key and key.isascii() and key.isprintable()):
-        raise ValueError(f"--scheduler-api-key-file is {api_key_file}, which holds no key: one line of ASCII")
-    return [("authorization", f"Bearer {key}")]
+def _api_key(path: str | None) -> WatchedFiles[tuple[tuple[str, str]]] | None:
+    """Return the metadata that shows the scheduler who this is. Raises OSError, and ValueError for what is no key."""
+
+    def parse(content: bytes) -> tuple[tuple[str, str]]:
+        key = content.strip().decode(errors="replace")
+        if not (key and key.isascii() and key.isprintable()):
+            raise ValueError(f"{_KEY_FLAG} is {path}, which holds no key: one line of ASCII")
+        return (("authorization", f"Bearer {key}"),)
+
+    return None if path is None else WatchedFiles([NamedFile(_KEY_FLAG, path)], parse)

@@ -12,6 +12,7 @@ from pagewire.common.transport.addresses import join
 from pagewire.common.transport.health import Health
 from pagewire.common.transport.listening import create_server, give_way, listen
 from pagewire.common.transport.tls import Life, TlsFiles, server_files
+from pagewire.common.watched_files import WatchedFiles
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.entrance import entrance
 from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
@@ -66,14 +67,14 @@ class RequestService:
         self._name = name
         self._tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._tls_files = [files for files in (self._tls, link_tls) if files is not None]
+        self.watched: list[TlsFiles | WatchedFiles[Any]] = list(self._tls_files)  # while it runs
         self.model, files = read_model(config.model)
         warn_of(self.model)
         self.tokenizer_json = None if files is None else files.tokenizer_json()  # until the service runs
         self.tokenizer = None if files is None else Tokenizer(files.path, self.tokenizer_json)
         self.text_limits = TextLimits(config.max_prompt_bytes, config.max_waiting_text_bytes)
         self.tenants = TenantFile(config.tenants) if config.tenants else None
-        self._authentication = Authentication(self.tenants) if self.tenants is not None else None
-        callers = self._authentication or AnyCaller()
+        callers = AnyCaller() if self.tenants is None else Authentication(self.tenants)
         self._server = create_server(*_SERVER_OPTIONS, enter=entrance(callers.enter), ending=ending)
 
     def listen(self, servicer: RequestServicer, make_vllm: Callable[[ModuleType], "VllmServicer"]) -> None:
@@ -83,6 +84,7 @@ class RequestService:
         self._servicer = servicer
         if self.tenants is not None:
             self.tenants.listeners.append(servicer.intake.revoke)
+            self.watched.append(self.tenants.file)
         servicer.add_to(self._server)
         service_names = [SERVICE_NAME]
         vllm = _import_vllm()
@@ -120,9 +122,7 @@ class RequestService:
         following = self._health.follow(
             availability.changed, lambda: availability.is_serving, self._servicer.announce, lambda: ready(self._url)
         )
-        watching = [files.watch() for files in self._tls_files]
-        if self._authentication is not None:
-            watching.append(self._authentication.watch())
+        watching = [files.watch() for files in self.watched]
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(part) for part in (engine.run(), *parts, following, *watching)
         ]

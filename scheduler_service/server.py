@@ -119,6 +119,9 @@ class _Scheduler:
 
     def _make_worker_link(self, tls: TlsFiles | None, restart_worker: Callable[[int, str], None] | None) -> WorkerLink:
         config, info = self._config, self._info
+        secret = None if config.link_secret_file is None else LinkSecret(config.link_secret_file)
+        if secret is not None:
+            self._service.watched.append(secret.file)
         self._diallers = [
             Dialler(
                 address,
@@ -138,7 +141,7 @@ class _Scheduler:
             limits={name: getattr(info, name) for name in WORKERS_LIMITS},
             on_plan_sent=self._metrics.plan_sent,
             restart_worker=restart_worker,
-            secret=None if config.link_secret_file is None else LinkSecret(config.link_secret_file),
+            secret=secret,
         )
 
     def _make_servicer(self) -> SchedulerServicer:

@@ -105,7 +105,11 @@ class _WorkerProcess:
         health.listen(self._config.health_host, self._config.health_port)
         await health.begin()
         await server.start()
-        watching = [asyncio.create_task(self._tls.watch())] if self._tls is not None else []
+        watching = [
+            asyncio.create_task(files.watch())
+            for files in (self._tls, None if self._link_secret is None else self._link_secret.file)
+            if files is not None
+        ]
         try:
             if await self._until_loaded(stop):
                 servicer.set_loaded()

@@ -1,26 +1,25 @@
 """TLS from PEM files, for both sides of a connection. What a service uses is read again when it changes."""
 
 import asyncio
-import contextlib
 import logging
 import re
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import grpc
+
+from pagewire.common.watched_files import NamedFile, WatchedFiles
 
 if TYPE_CHECKING:
     from cryptography import x509
 
 logger = logging.getLogger(__name__)
 
-WATCH_INTERVAL = 1.0  # seconds between two looks at the files
+_WATCH_INTERVAL = 1.0  # seconds between two looks
 # Seconds for which files may be at odds without a word: they are written one after the other.
 _SETTLING = 3.0
 _DAY = 86_400.0
@@ -32,13 +31,6 @@ DAYS_LEFT = 30.0
 # had, or agrees with the other side on nothing, without a word.
 _CURVES = ("secp256r1", "secp384r1")
 _PEM = re.compile(rb"^-----BEGIN ", re.MULTILINE)
-
-
-class TlsFile(NamedTuple):
-    """The flag that names a file, and its path, None if the flag is not given."""
-
-    flag: str
-    path: str | None
 
 
 class Life(NamedTuple):
@@ -78,26 +70,24 @@ class TlsFiles:
     def __init__(
         self,
         *,
-        ca: TlsFile,
-        cert: TlsFile,
-        key: TlsFile,
+        ca: NamedFile,
+        cert: NamedFile,
+        key: NamedFile,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Read the files. `clock` is in seconds of Unix time. Raises OSError for a file that cannot be read, and
         ValueError for what cannot be used."""
         self._ca, self._cert, self._key = ca, cert, key
         self._clock = clock
-        self.credentials = self._read(None)  # in use
-        self._trouble: tuple[str, float] | None = None  # of the files as they are now, and since when
-        self._told_trouble: str | None = None
         self._told_days: dict[str, int] = {}  # left of each file when that was told
+        self.watched = WatchedFiles(
+            (ca, cert, key), self._parse, interval=_WATCH_INTERVAL, settling=_SETTLING, describe=_ends, clock=clock
+        )
 
-    def look(self) -> None:
-        """Take what the files hold now into use, if that can be used. Belongs to one thread at a time."""
-        try:
-            self._take(self._read(self.credentials))
-        except (OSError, ValueError) as error:
-            self._note_trouble(str(error))
+    @property
+    def credentials(self) -> Credentials:
+        """What is in use."""
+        return self.watched.current
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Make the credentials of a server, whose clients must show a certificate if there is an authority for them.
@@ -115,15 +105,11 @@ class TlsFiles:
 
     async def watch(self) -> NoReturn:
         """Keep what is in use up to date until cancelled, and tell what becomes of it."""
-        looking: threading.Thread | None = None
-        while True:
-            # The files may be on a disk that hangs, which is to hold up neither calls nor the end of the process.
-            if looking is None or not looking.is_alive():
-                looking = threading.Thread(target=self.look, name="certificates", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no room for a thread: the next time
-                    looking.start()
-            self.tell_days_left()
-            await asyncio.sleep(WATCH_INTERVAL)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.watched.watch())
+            while True:
+                self.tell_days_left()
+                await asyncio.sleep(_WATCH_INTERVAL)
 
     def tell_days_left(self) -> None:
         """Warn of certificates that end soon, each once a day, and once of those that have ended."""
@@ -137,46 +123,24 @@ class TlsFiles:
                 verb = "ends" if life.end > now else "has ended, and is refused: it ended"
                 logger.warning("the certificate of %s %s on %s; renew it", flag, verb, _date(life.end))
 
-    def _take(self, credentials: Credentials) -> None:
-        if credentials is not self.credentials:
-            self.credentials = credentials
-            logger.info("the certificates were renewed: %s", self._ends())
-        elif self._told_trouble is not None:
-            logger.info("the files of the certificates are again what is in use: %s", self._ends())
-        self._trouble = self._told_trouble = None
-
-    def _note_trouble(self, reason: str) -> None:
-        """Tell of files that cannot be used, once they have been so for long enough to be no change under way."""
-        now = self._clock()
-        if self._trouble is None or self._trouble[0] != reason:
-            self._trouble = (reason, now)
-        if reason != self._told_trouble and abs(now - self._trouble[1]) >= _SETTLING:  # a clock may be set back
-            self._told_trouble = reason
-            logger.error("the certificates were not renewed: %s. The old ones stay: %s", reason, self._ends())
-
-    def _ends(self) -> str:
-        return ", ".join(f"{flag} is good until {_date(life.end)}" for flag, life in self.credentials.lives.items())
-
-    def _read(self, last: Credentials | None) -> Credentials:
-        """Read the files, and check that what they hold can be used now, if it is not the `last` still. Raises OSError,
-        ValueError."""
-        ca, cert, key = map(_content, (self._ca, self._cert, self._key))
-        if last is not None and (ca, cert, key) == (last.ca, last.cert, last.key):
-            return last
+    def _parse(self, *contents: bytes | None) -> Credentials:
+        """Make what can be used now of what the files hold. Raises ValueError."""
+        # gRPC overlooks PEM that begins in the middle of a line.
+        ca, cert, key = (content if content is None or _PEM.search(content) else b"" for content in contents)
         return Credentials(ca, cert, key, dict(self._lives(ca, cert, key)))
 
     def _lives(self, ca: bytes | None, cert: bytes | None, key: bytes | None) -> Iterator[tuple[str, Life]]:
         """Yield when the certificates of each file are good. Raises ValueError."""
         now = self._clock()
         if cert is not None and key is not None:
-            chain = _parse(self._cert, cert)
+            chain = _certificates(self._cert, cert)
             _check_pair(self._cert, self._key, chain[0], key)
             lives = list(map(_life, chain))
             _usable(self._cert, lives[:1], now)
             yield self._cert.flag, min(lives, key=lambda life: life.end)
         if ca is not None:
             # An authority that is being replaced is in the file beside the next one.
-            lives = _usable(self._ca, list(map(_life, _parse(self._ca, ca))), now)
+            lives = _usable(self._ca, list(map(_life, _certificates(self._ca, ca))), now)
             yield self._ca.flag, max(lives, key=lambda life: life.end)
 
 
@@ -185,7 +149,7 @@ def server_files(cert: str | None, key: str | None, client_ca: str | None) -> Tl
     if cert is None:
         return None
     return TlsFiles(
-        ca=TlsFile("--tls-client-ca", client_ca), cert=TlsFile("--tls-cert", cert), key=TlsFile("--tls-key", key)
+        ca=NamedFile("--tls-client-ca", client_ca), cert=NamedFile("--tls-cert", cert), key=NamedFile("--tls-key", key)
     )
 
 
@@ -195,20 +159,16 @@ def link_files(name: str, ca: str | None, cert: str | None, key: str | None) -> 
     if ca is None:
         return None
     flag = f"--{name}-tls"
-    return TlsFiles(ca=TlsFile(f"{flag}-ca", ca), cert=TlsFile(f"{flag}-cert", cert), key=TlsFile(f"{flag}-key", key))
+    return TlsFiles(
+        ca=NamedFile(f"{flag}-ca", ca), cert=NamedFile(f"{flag}-cert", cert), key=NamedFile(f"{flag}-key", key)
+    )
 
 
-def _content(file: TlsFile) -> bytes | None:
-    if file.path is None:
-        return None
-    try:
-        content = Path(file.path).read_bytes()
-    except OSError as error:
-        raise OSError(f"{file.flag} is {file.path}, which cannot be read: {error.strerror}") from None
-    return content if _PEM.search(content) else b""  # gRPC overlooks PEM that begins in the middle of a line
+def _ends(credentials: Credentials) -> str:
+    return ", ".join(f"{flag} is good until {_date(life.end)}" for flag, life in credentials.lives.items())
 
 
-def _parse(file: TlsFile, pem: bytes) -> "list[x509.Certificate]":
+def _certificates(file: NamedFile, pem: bytes) -> "list[x509.Certificate]":
     """Return the certificates of a file, one at least. Raises ValueError."""
     from cryptography import x509
     from cryptography.utils import CryptographyDeprecationWarning
@@ -221,7 +181,7 @@ def _parse(file: TlsFile, pem: bytes) -> "list[x509.Certificate]":
         raise ValueError(f"{file.flag} is {file.path}, which holds no certificate in PEM, or a broken one") from None
 
 
-def _check_pair(cert_file: TlsFile, key_file: TlsFile, cert: "x509.Certificate", key_pem: bytes) -> None:
+def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certificate", key_pem: bytes) -> None:
     """Raises ValueError if the key is not that of the certificate, or gRPC takes none of its kind."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec, rsa
@@ -248,7 +208,7 @@ def _check_pair(cert_file: TlsFile, key_file: TlsFile, cert: "x509.Certificate",
         raise ValueError(f"{where} is of a kind that gRPC does not take; have one made of RSA, or on the curve P-256")
 
 
-def _usable(file: TlsFile, lives: list[Life], now: float) -> list[Life]:
+def _usable(file: NamedFile, lives: list[Life], now: float) -> list[Life]:
     """Return the lives that now belongs to. Raises ValueError if there is none."""
     usable = [life for life in lives if life.begin <= now < life.end]
     if not usable:

@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 
 from pagewire.common.messages import PROTOCOL_VERSION, WorkerStarting
+from pagewire.common.stopping import cancel
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.tls import server_files
@@ -83,6 +84,10 @@ async def answer(
     return await asyncio.to_thread(ask)
 
 
+def look(secret: LinkSecret) -> None:
+    secret.file.look(secret.file.take)
+
+
 def shown(*secrets: bytes) -> tuple[tuple[str, bytes], ...]:
     return tuple(("pagewire-link-secret-bin", secret) for secret in secrets)
 
@@ -129,9 +134,11 @@ def test_a_file_that_cannot_be_read_is_told_once_until_it_can(file: Path, caplog
     for num_errors in (1, 2):
         file.unlink()
         for _ in range(3):
+            look(secret)
             assert secret.metadata() == shown(SECRET)
         assert [record.levelname for record in caplog.records] == ["ERROR"] * num_errors
         file.write_bytes(SECRET)
+        look(secret)
         assert secret.is_in(shown(SECRET))
 
 
@@ -140,7 +147,7 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
 ) -> None:
     mine = tmp_path / "mine"
     mine.write_bytes(OTHER)
-    listener = Listener()
+    listener, secret = Listener(), LinkSecret(str(mine))
     async with worker(file) as target, AsyncExitStack() as stack:
         dialler = Dialler(target, ())
         stack.push_async_callback(dialler.close)
@@ -150,9 +157,10 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
             instance_id="one",
             model_digest=b"",
             pipeline_depth=1,
-            secret=LinkSecret(str(mine)),
+            secret=secret,
         )
         running = asyncio.create_task(link.run())
+        watching = asyncio.create_task(secret.file.watch())
         told = "refused: the secret of the scheduler's --link-secret-file is not that of this worker's"
         while await listener.next() != ("missing", told):
             pass
@@ -163,24 +171,25 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
         assert [r.message for r in warnings if r.name == "scheduler_service.rpc.worker.worker_link"] == [
             f"no session with the worker: {told}"
         ]
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel([running, watching])
 
 
 def test_a_file_that_becomes_unreadable_changes_nothing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     secret = LinkSecret(str(file))
     file.write_bytes(b"short")
+    look(secret)
     assert secret.is_in(shown(SECRET))
     file.unlink()
+    look(secret)
     assert secret.metadata() == shown(SECRET)
-    assert [record.message.partition(";")[2] for record in caplog.records][1] == " the one that was read before stays"
+    assert [record.message.partition(";")[2] for record in caplog.records][1] == " what was read before stays"
 
 
 @pytest.mark.parametrize("verb", ["worker", "scheduler"])
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "cannot read --link-secret-file {path}: No such file or directory"),
+        (None, "--link-secret-file is {path}, which cannot be read: No such file or directory"),
         (b" 0123456789abcde\n", "--link-secret-file {path} holds 15 bytes; a secret has 16 to 4096"),
         (b"x" * 10_000, "--link-secret-file {path} holds more than 4096 bytes; a secret has 16 to 4096"),
     ],

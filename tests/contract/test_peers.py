@@ -11,7 +11,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire.common.transport.tls import Credentials, TlsFiles, server_files
+from pagewire.common.transport.tls import Credentials, server_files
+from pagewire.common.watched_files import WatchedFiles
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -179,15 +180,13 @@ async def test_clients_refuse_a_server_of_another_name_or_authority(site: Site, 
 async def test_a_renewed_certificate_is_shown_without_a_restart(
     site: Site, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    was_renewed, loop, take = asyncio.Event(), asyncio.get_running_loop(), TlsFiles._take
+    was_renewed, take = asyncio.Event(), WatchedFiles.take
 
-    def note(files: TlsFiles, credentials: Credentials) -> None:
-        is_new = credentials is not files.credentials
+    def note(files: WatchedFiles[Credentials], credentials: Credentials) -> None:
         take(files, credentials)
-        if is_new:
-            loop.call_soon_threadsafe(was_renewed.set)
+        was_renewed.set()
 
-    monkeypatch.setattr(TlsFiles, "_take", note)
+    monkeypatch.setattr(WatchedFiles, "take", note)
     async with scheduler(site, checkpoint) as target:
         # The authority is replaced too, as when a leaked one is given up.
         renewed = Site(Authority("renewed"), site.folder, site.client)

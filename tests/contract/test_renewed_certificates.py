@@ -134,7 +134,7 @@ async def started_worker(checkpoint: Path, site: Site) -> tuple[FakeWorker, Call
     tls = server_files(files["tls_cert"], files["tls_key"], files["tls_client_ca"])
 
     async def start() -> None:
-        tls.look()
+        tls.watched.look(tls.watched.take)
         await worker.start(tls.server_credentials())
 
     await start()
@@ -170,8 +170,8 @@ async def test_a_worker_and_a_scheduler_are_renewed_under_streams(
         shares = await asyncio.to_thread(certificates, "share")
     assert days == [("--worker-tls-cert", 1.0), ("--worker-tls-ca", 1.0), ("worker 0 --tls-cert", 1.0)]
     assert dict(shares)["worker 0 --tls-cert"] == 0.1
-    renewals = [line for line in lines_of(caplog, "pagewire.common.transport.tls") if "were renewed" in line[1]]
-    assert [level for level, _ in lines_of(caplog, "pagewire.common.transport.tls")] == ["INFO"] * 2
+    renewals = [line for line in lines_of(caplog, "pagewire.common.watched_files") if line[1].startswith("read --")]
+    assert [level for level, _ in lines_of(caplog, "pagewire.common.watched_files")] == ["INFO"] * 2
     assert {line[1].split(": ")[1].split()[0] for line in renewals} == {"--tls-cert", "--worker-tls-cert"}
     assert len(worker.epochs) == 2
 
@@ -236,10 +236,11 @@ async def test_a_scheduler_and_a_front_end_are_renewed_under_streams(
             async with streams(stub):
                 pass
     # The first scheduler has ended before or after it looked at its files.
-    told = [line for line in lines_of(caplog, "pagewire.common.transport.tls") if "--tls-cert is good" not in line[1]]
+    told = [line for line in lines_of(caplog, "pagewire.common.watched_files") if "--tls-cert is good" not in line[1]]
     ((level, line),) = told
     assert level == "INFO"
-    assert line.startswith("the certificates were renewed: --scheduler-tls-cert is good until ")
+    flags = ", ".join(f"--scheduler-tls-{name}" for name in ("ca", "cert", "key"))
+    assert line.startswith(f"read {flags} again: --scheduler-tls-cert is good until ")
 
 
 MINE, THEIRS = Authority("pagewire"), Authority("pagewire")

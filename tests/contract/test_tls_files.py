@@ -21,7 +21,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from pagewire.client import Client
-from pagewire.common.transport.tls import Life, TlsFile, TlsFiles, link_files, server_files
+from pagewire.common.transport.tls import Life, TlsFiles, link_files, server_files
+from pagewire.common.watched_files import NamedFile
 from tests.contract.certificates import DAY, Authority, Certificate
 
 AUTHORITY = Authority("pagewire")
@@ -173,22 +174,25 @@ class Watched:
         self.caplog.clear()
         for more in seconds:
             self.now(more)
-            self.files.look()
+            self.look()
             self.files.tell_days_left()
         return [(record.levelno, record.getMessage()) for record in self.caplog.records]
 
+    def look(self) -> None:
+        self.files.watched.look(self.files.watched.take)
+
     def pair(self) -> Certificate:
-        self.files.look()
+        self.look()
         current = self.files.credentials
         return Certificate(current.cert, current.key)
 
 
 @pytest.fixture
 def watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Watched:
-    caplog.set_level("INFO", logger="pagewire.common.transport.tls")
+    caplog.set_level("INFO", logger="pagewire.common")
     folder = Folder(tmp_path).write()
     offset = [0.0]
-    names = {name: TlsFile(f"--tls-{name}", path) for name, path in folder.paths().items()}
+    names = {name: NamedFile(f"--tls-{name}", path) for name, path in folder.paths().items()}
     files = TlsFiles(**names, clock=lambda: time.time() + offset[0])
 
     def later(seconds: float) -> None:
@@ -208,7 +212,7 @@ def test_a_renewed_pair_is_one_line_and_only_when_both_files_are_there(watched: 
     watched.folder.write(key=OTHER.key)
     ((level, line),) = watched.lines(*LONG)
     assert level == logging.INFO
-    assert line.startswith("the certificates were renewed: --tls-cert is good until ")
+    assert line.startswith("read --tls-ca, --tls-cert, --tls-key again: --tls-cert is good until ")
     assert watched.pair() == OTHER
     watched.folder.write()  # with the same content
     assert watched.lines(*LONG) == []
@@ -221,9 +225,9 @@ def test_a_bad_renewal_is_one_error_and_the_old_files_stay(name: str, watched: W
     watched.folder.write(**contents)
     ((level, line),) = watched.lines(*LONG, *LONG)
     assert level == logging.ERROR
-    assert line.startswith("the certificates were not renewed: --tls-")
+    assert line.startswith("--tls-")
     assert reason in line
-    assert "The old ones stay: --tls-cert is good until " in line
+    assert "; what was read before stays: --tls-cert is good until " in line
     assert watched.files.credentials is before
     watched.folder.write(ca=AUTHORITY.cert, cert=OTHER.cert, key=OTHER.key)
     assert [level for level, _ in watched.lines(*LONG)] == [logging.INFO]
@@ -322,6 +326,6 @@ def test_whatever_is_written_and_when_what_is_used_fits_together(watched: Watche
         written = tuple(watched.folder.contents[name] for name in ("ca", "cert", "key"))
         if Certificate(*written[1:]) in pairs[:3] and written[0]:
             current = written
-        watched.files.look()
+        watched.look()
         used = watched.files.credentials
         assert (used.ca, used.cert, used.key) == current

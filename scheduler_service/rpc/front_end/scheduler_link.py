@@ -95,8 +95,8 @@ class SchedulerLink:
         read_metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
         tenants_revision: Callable[[], str] | None = None,
     ) -> None:
-        """`address` is for messages. `read_metadata` gives what shows who this is, and may raise OSError.
-        `tenants_revision` gives that of the file by which callers were told apart; without it they were not."""
+        """`address` is for messages. `read_metadata` gives what shows who this is. `tenants_revision`
+        gives that of the file by which callers were told apart; without it they were not."""
         self._dialler = dialler
         self._address = address
         self._model_digest = model_digest
@@ -271,12 +271,8 @@ class SchedulerLink:
 
     async def _hold(self) -> Ended:
         """Hold one call to its end, and say why it ended."""
-        try:
-            metadata = self._read_metadata()
-        except (OSError, ValueError) as error:
-            return Ended(str(error), False)
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
-        call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(metadata))
+        call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(self._read_metadata()))
         sending: asyncio.Task[None] | None = None
         try:
             connecting = call.wait_for_connection()

@@ -7,7 +7,7 @@ out is refused.
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -16,8 +16,6 @@ from scheduler_service.rpc.status import RpcError, invalid, set_status
 from scheduler_service.rpc.tenants.tenant_file import Tenant, TenantFile
 
 _BEARER = "bearer "
-# Seconds between two looks at the file of tenants. One that is not in it for less is missed, unless a call comes.
-_WATCH_INTERVAL = 0.1
 
 
 class Caller(Protocol):
@@ -98,12 +96,6 @@ class Authentication:
         assert task is not None
         self._calls[task] = caller, context
         task.add_done_callback(self._calls.pop)
-
-    async def watch(self) -> NoReturn:
-        """Look whether the file of tenants has changed, until cancelled."""
-        while True:
-            await asyncio.sleep(_WATCH_INTERVAL)
-            self._tenants.current()
 
     def _end_strangers(self, removed: frozenset[str]) -> None:
         """End the running calls of those who are no tenants any more, UNAUTHENTICATED."""

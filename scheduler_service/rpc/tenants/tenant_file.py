@@ -20,17 +20,17 @@ A limit that is missing is none, and that of retention the server's.
 
 import hashlib
 import hmac
-import logging
-import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import yaml
 
-logger = logging.getLogger(__name__)
+from pagewire.common.watched_files import NamedFile, WatchedFiles
 
+# Seconds between two looks at the file. What is in it for less is missed.
+_WATCH_INTERVAL = 0.1
 _DIGEST_PREFIX = "sha256:"
 _MAX_NAME_CHARS = 1024
 
@@ -57,16 +57,27 @@ class Tenant:
     is_anonymous: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The tenants of a file by name, and the digest of its content."""
+
+    by_name: Mapping[str, Tenant]
+    revision: str
+
+
 class TenantFile:
     def __init__(self, path: str) -> None:
         """Raises OSError, and ValueError that names what is wrong."""
-        self._path = Path(path)
-        # Called whenever the file was read anew, with the names that are in it no longer: whichever call looks first, a
-        # tenant that is taken from it and put back notices.
+        # Called when other tenants are in use, with the names that are among them no longer: one that is taken from the
+        # file and put back notices.
         self.listeners: list[Callable[[frozenset[str]], None]] = []
-        self._version = self._look()
-        self._tenants = self._read()
-        self._told = ""  # what is wrong with the file since it was last read
+        self.file = WatchedFiles(
+            [NamedFile("--tenants", path)],
+            partial(_read, path),
+            interval=_WATCH_INTERVAL,
+            describe=lambda tenants: f"{len(tenants.by_name)} tenants",
+            on_change=self._tell,
+        )
 
     def by_key(self, key: str) -> Tenant | None:
         """Compare the key with every one there is, so that the time tells nothing about any of them."""
@@ -89,53 +100,28 @@ class TenantFile:
     @property
     def revision(self) -> str:
         """The digest of the file's last content that makes sense."""
-        self.current()
-        return self._revision
+        return self.file.current.revision
 
     def quota(self, name: str) -> Quota:
         """Return the limits of a tenant, none for one that an operator has made up."""
         tenant = self.current().get(name)
         return Quota() if tenant is None else tenant.quota
 
-    def current(self) -> dict[str, Tenant]:
-        """Return the tenants of now, by name. A file that is gone, or makes no sense any more, changes nothing."""
-        version = self._look()
-        if version != self._version:
-            before = self._tenants
-            try:
-                self._tenants = self._read()
-                logger.info("%s: %d tenants", self._path, len(self._tenants))
-                self._told = ""
-            except (OSError, ValueError) as error:
-                if self._told != str(error):
-                    logger.error("%s; the tenants stay as they were", error)
-                self._told = str(error)
-                if isinstance(error, OSError) and version is not None:
-                    return self._tenants  # it is there, so that the next call may succeed: file descriptors run out
-            self._version = version
-            for tell in self.listeners:
-                tell(frozenset(before) - frozenset(self._tenants))
-        return self._tenants
+    def current(self) -> Mapping[str, Tenant]:
+        """Return the tenants in use, by name. A file that is gone, or makes no sense any more, changes nothing."""
+        return self.file.current.by_name
 
-    def _look(self) -> tuple[int, int, int] | None:
-        """Return what changes with the file's content; None if there is no such file."""
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_ino, status.st_size
+    def _tell(self, before: Tenants, current: Tenants) -> None:
+        for tell in self.listeners:
+            tell(frozenset(before.by_name) - frozenset(current.by_name))
 
-    def _read(self) -> dict[str, Tenant]:
-        """Read the file anew. Raises OSError, ValueError."""
-        try:
-            content = self._path.read_bytes()
-            tenants = parse_tenants(content.decode())
-            self._revision = hashlib.sha256(content).hexdigest()
-            return tenants
-        except OSError as error:
-            raise OSError(f"--tenants is {self._path}, which cannot be read: {error.strerror}") from None
-        except ValueError as error:  # not UTF-8, or not what it should be
-            raise ValueError(f"--tenants {self._path}: {error}") from None
+
+def _read(path: str, content: bytes) -> Tenants:
+    """Raises ValueError."""
+    try:
+        return Tenants(parse_tenants(content.decode()), hashlib.sha256(content).hexdigest())
+    except ValueError as error:  # not UTF-8, or not what it should be
+        raise ValueError(f"--tenants {path}: {error}") from None
 
 
 def parse_tenants(text: str) -> dict[str, Tenant]:

@@ -1,0 +1,102 @@
+"""What services read again while they serve is read on other threads: a disk that hangs holds up no stream."""
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from pagewire.common.watched_files import NamedFile, WatchedFiles
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from testing.scheduler_stack import Result, Stack, expected_tokens, request, serve
+from tests.contract.front_end import FrontEnd, serve_front_end
+from tests.contract.tenants import PROMPT, code_of, credentials, key_file, write_tenants
+
+_guarded: dict[int, list[str]] = {}  # what threads have opened that are to open nothing
+
+
+def _note(event: str, arguments: tuple[object, ...]) -> None:
+    opened = _guarded.get(threading.get_ident()) if event == "open" and _guarded else None
+    # Modules are imported once, and what is below /proc and /dev is on no disk.
+    if opened is not None and not str(arguments[0]).startswith(("/proc/", "/dev/", sys.prefix, sys.base_prefix)):
+        opened.append(str(arguments[0]))
+        raise RuntimeError(f"the event loop's thread opens {arguments[0]}")
+
+
+sys.addaudithook(_note)
+
+
+@contextmanager
+def opening_nothing() -> Iterator[None]:
+    """Have this thread open no file inside the block."""
+    opened = _guarded[threading.get_ident()] = []
+    try:
+        yield
+    finally:
+        del _guarded[threading.get_ident()]
+    assert opened == []
+
+
+@asynccontextmanager
+async def both(checkpoint: Path, folder: Path) -> AsyncIterator[tuple[Stack, FrontEnd, list[Path]]]:
+    """Scheduler and front end with every file of one line, and these files."""
+    write_tenants(folder / "tenants")
+    (folder / "secret").write_bytes(b"0123456789abcdef")
+    served = {"tenants": str(folder / "tenants"), "link_secret_file": str(folder / "secret")}
+    options = {"tenants": str(folder / "tenants"), "scheduler_api_key_file": key_file(folder, "root")}
+    async with serve(checkpoint, **served) as stack, serve_front_end(checkpoint, stack.url, **options) as front:
+        yield stack, front, [folder / "tenants", folder / "secret", folder / "root.key"]
+
+
+async def test_files_that_hang_hold_up_no_stream_and_no_call(checkpoint: Path, tmp_path: Path) -> None:
+    async with both(checkpoint, tmp_path) as (stack, front, files):
+        with ExitStack() as held:
+            for path in files:
+                path.unlink()
+                os.mkfifo(path)
+            for path in files:
+                # Returns when it is opened for reading, which then goes on until this end is closed.
+                held.callback(os.close, await asyncio.to_thread(os.open, path, os.O_WRONLY))
+            with opening_nothing():
+                for stub in (stack.stub, front.stub):
+                    result = Result()
+                    async for response in stub.Generate(request(PROMPT, max_tokens=20), metadata=credentials("acme")):
+                        result.add(response)
+                    assert result.token_ids[0] == expected_tokens(PROMPT, 20)
+
+
+async def test_nothing_is_opened_by_the_event_loop_while_it_serves(checkpoint: Path, tmp_path: Path) -> None:
+    async with both(checkpoint, tmp_path) as (stack, front, _):
+        with opening_nothing():
+            await asyncio.to_thread(write_tenants, tmp_path / "tenants", acme={"api_keys": []})
+            for stub in (stack.stub, front.stub):
+                async with asyncio.timeout(10):
+                    code = None
+                    while code is not grpc.StatusCode.UNAUTHENTICATED:
+                        asked = stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=credentials("acme"))
+                        code = await code_of(asked)
+                        assert code in (None, grpc.StatusCode.UNAUTHENTICATED)
+                for message in (request("once upon a time", max_tokens=3), request(PROMPT, max_tokens=3, n=2)):
+                    async for _ in stub.Generate(message, metadata=credentials("globex")):
+                        pass
+            await stack.worker.kill()  # and the link is dialled again
+            await stack.worker.start()
+            await stack.generate(request(PROMPT, max_tokens=3), metadata=credentials("globex"))
+
+
+async def test_a_fault_of_the_thread_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("1")
+
+    def parse(content: bytes) -> int:
+        return {b"1": 1}[content]
+
+    files = WatchedFiles([NamedFile("--file", str(tmp_path / "file"))], parse, interval=0.001)
+    (tmp_path / "file").write_text("2")
+    with pytest.raises(KeyError, match="2"):
+        await asyncio.wait_for(files.watch(), 20)
