@@ -100,6 +100,16 @@ def shortfalls(model: transformers.PreTrainedModel, prompt: list[int], tokens: l
     return logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+def shortfalls_of_rounding(
+    rounded: transformers.PreTrainedModel, exact: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]
+) -> torch.Tensor:
+    """How far below the exact model's best logit that token lies which the rounded model thinks best, behind the prompt
+    and behind each of the tokens but the last: [len(tokens)]."""
+    logits = _logits_behind(exact, prompt, tokens)
+    chosen = _logits_behind(rounded, prompt, tokens).argmax(-1, keepdim=True)
+    return logits.max(-1).values - logits.gather(1, chosen)[:, 0]
+
+
 def _logits_behind(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """Teacher-forced: [len(tokens), vocab_size]."""
     with torch.inference_mode():

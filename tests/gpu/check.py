@@ -3,17 +3,20 @@
     python -m tests.gpu.check [--parts parity kills]
 
 Needs torch with CUDA, Triton, transformers, grpcio and nothing that this repository would install. Parts run side by
-side, each in a process of its own that ends after --seconds at the latest. Results go to bench/results/gpu_check.json
-as they come; parts that are not run keep their last ones. The kernels have a check of their own: make
-gpu-check-kernels. With --device cpu and an --output it is a rehearsal of the same code, without what only a GPU can do.
+side, those of many cases in slices, each in a process of its own that ends after --seconds at the latest. Results go
+to bench/results/gpu_check.json as they come; parts that are not run keep their last ones. The kernels have a check of
+their own: make gpu-check-kernels. With --device cpu and an --output it is a rehearsal of the same code, without what
+only a GPU can do.
 """
 
+import argparse
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,16 +27,19 @@ from testing.part_command import open_report, part_parser
 from tests.gpu.service_checks import PARTS, Setting
 
 COMMAND = "tests.gpu.check"
-NUM_THREADS = 2  # of transformers in a part's process
+NUM_THREADS = 2  # of transformers in a slice's process
+CASES_PER_SLICE = 8
 
 
 def run_checks(parts: Sequence[str], device: str, report: Report, seconds: float, num_jobs: int) -> int:
-    def run(part: str) -> None:
-        command = [sys.executable, "-m", *COMMAND.split(), "--device", device, "--part", part, "--done"]
-        run_part(part, command, report, time.monotonic() + seconds)
+    command = [sys.executable, "-m", *COMMAND.split(), "--device", device]
+
+    def run(part: str, number: int, count: int) -> None:
+        one = [*command, "--part", part, "--slice", str(number), str(count), "--done"]
+        run_part(part, one, report, time.monotonic() + seconds)
 
     with ThreadPoolExecutor(num_jobs) as pool:
-        for future in [pool.submit(run, part) for part in parts]:
+        for future in [pool.submit(run, *one) for part in parts for one in slices_of(part)]:
             future.result()
     num_unavailable = sum("unavailable" in result for result in report.results)
     print(
@@ -43,21 +49,29 @@ def run_checks(parts: Sequence[str], device: str, report: Report, seconds: float
     return 1 if report.num_failed else 0
 
 
-def run_one(part: str, device: str, done: int) -> None:
-    """Runs a part in this process."""
+def slices_of(part: str) -> list[tuple[str, int, int]]:
+    """Returns the slices of a part, each with its number and how many there are."""
+    num_cases = sum(1 for _ in PARTS[part](Setting("cpu", Path())))
+    count = -(-num_cases // CASES_PER_SLICE)
+    return [(part, number, count) for number in range(count)]
+
+
+def run_one(part: str, number: int, count: int, device: str, done: int) -> None:
+    """Runs a slice of a part in this process: every case whose place in the part leaves this number."""
     torch.set_num_threads(NUM_THREADS)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
-        run_cases(PARTS[part](Setting(device, Path(directory))), done)
+        run_cases(islice(PARTS[part](Setting(device, Path(directory))), number, None, count), done)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = part_parser(COMMAND, __doc__, PARTS)
     num_jobs = max(1, min(4, (os.cpu_count() or 1) // 2))
-    parser.add_argument("--jobs", type=int, default=num_jobs, help="parts at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=num_jobs, help="slices at a time (default: %(default)s)")
+    parser.add_argument("--slice", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part is not None:
-        run_one(options.part, options.device, options.done)
+        run_one(options.part, *options.slice, options.device, options.done)
         return 0
     report = open_report(COMMAND, parser, options)
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 is float32, in the services too
