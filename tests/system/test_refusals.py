@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from testing.checkpoints.families import make_checkpoint
+from testing.forked import ForkedProcess
 from tests.environments import forgetting
 
 ROOT = Path(__file__).parents[2]
@@ -110,10 +111,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("sound"), "llama", seed=3)
 
 
+BASE = ("--port=0", "--device=cpu", "--num-threads=1", "--log-level=info")
+
+
 def run(verb: str, model: Path, flags: list[str], **environ: str) -> "subprocess.CompletedProcess[str]":
     place = [str(model), "--metrics-port=0"] if verb == "serve" else [f"--model={model}"]
-    base = ["--port=0", "--device=cpu", "--num-threads=1", "--log-level=info"]
-    command = [sys.executable, "-m", "pagewire", verb, *place, *base, *flags]
+    command = [sys.executable, "-m", "pagewire", verb, *place, *BASE, *flags]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environ}
     )
@@ -125,7 +128,7 @@ def refusals(stderr: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "verb"), [*((name, "serve") for name in ALL), *((name, "worker") for name in (*KNOWN_BEFORE, "pool"))]
+    ("name", "verb"), [(name, verb) for name in (*KNOWN_BEFORE, "pool") for verb in ("serve", "worker")]
 )
 def test_it_is_one_line_and_an_exit_code_of_its_own(sound: Path, tmp_path: Path, name: str, verb: str) -> None:
     change, flags, expected = ALL[name]
@@ -144,6 +147,20 @@ def test_it_is_one_line_and_an_exit_code_of_its_own(sound: Path, tmp_path: Path,
         assert "is process" not in ended.stderr, "no worker was started"
     elif verb == "serve":
         assert ended.stderr.count("the worker is process") == 1
+
+
+@pytest.mark.parametrize("name", KNOWN_TO_TORCH)
+def test_a_worker_says_what_torch_alone_knows(sound: Path, tmp_path: Path, name: str) -> None:
+    """`serve` passes on any such line as it does that about the pool."""
+    change, flags, expected = ALL[name]
+    model, log = tmp_path / "model", tmp_path / "log"
+    shutil.copytree(sound, model)
+    change(model)
+    worker = ForkedProcess(["worker", f"--model={model}", *BASE, *flags], log)
+    assert (worker.wait(120), worker.stdout.read()) == (EXIT_REFUSED, ""), log.read_text()
+    [line] = refusals(log.read_text())
+    assert " CRITICAL " in line
+    assert expected in line
 
 
 @pytest.mark.parametrize("name", ["architecture", "pool"])
