@@ -26,6 +26,7 @@ from tests.project.manifests import (
     documents,
     find,
     flags_of,
+    load_all,
     parse_flags,
     rendered,
     selects,
@@ -39,7 +40,8 @@ KUBERNETES_VERSION = "1.32"
 
 @functools.cache
 def schema(kind: str) -> dict[str, Any]:
-    return yaml.safe_load((SCHEMAS / f"{kind}.yaml").read_text())
+    (found,) = load_all((SCHEMAS / f"{kind}.yaml").read_text())
+    return found
 
 
 EXAMPLES = [*OVERLAYS, *sorted(KSERVE.iterdir())]
