@@ -98,12 +98,15 @@ _MODULES = ("errors", "sampling", "server", "completion", "conversation", "clien
 
 def _load(name: str) -> "Any":
     """Imports a name when it is first used, since the command makes settings that gRPC reads when it is imported."""
-    if name in __all__:
-        for module in _MODULES:
+    for module in _MODULES if name in __all__ else ():
+        try:
             found = getattr(importlib.import_module(f"pagewire.{module}"), name, None)
-            if found is not None:
-                globals()[name] = found
-                return found
+        except Exception as error:
+            advice = importlib.import_module("pagewire.installation").advice(error)
+            raise error if advice is None else ImportError(advice) from None
+        if found is not None:
+            globals()[name] = found
+            return found
     raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
 
 

@@ -40,7 +40,7 @@ MAX_STATEMENTS = {
         "transport, tracing and their refusals, limits, GGUF files, grammars, templates, files read again by threads",
     ),
     "pagewire": Ceiling(
-        5_740,
+        5_742,
         "client, commands, their completion, `LLM`, what runs services on a machine, each at its port, benchmarks",
     ),
 }

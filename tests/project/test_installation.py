@@ -334,6 +334,7 @@ if "protobuf" in {versions}:
 def test_what_is_lacking_is_one_line(
     versions: dict[str, str], absent: list[str], expected: str, tmp_path: Path
 ) -> None:
+    """Of a command, and of a program that imports the client if that is what lacks it."""
     forgotten = forgetting(*(name.replace("_", "-") for name in absent))
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.format(versions=versions, absent=absent) + forgotten)
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
@@ -344,6 +345,12 @@ def test_what_is_lacking_is_one_line(
     (line,) = ended.stderr.splitlines()
     assert expected in line
     assert "-m pip install '" in line
+    program = [sys.executable, "-c", "from pagewire import Client"]
+    ended = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    lines = ended.stderr.splitlines()
+    # The client needs neither package that may be absent. Python's traceback of our own error is the only one.
+    assert [line for line in lines if line.startswith(f"ImportError: {expected}")] == (lines[-1:] if not absent else [])
+    assert ended.stderr.count("Traceback") == len(lines[-1:])
 
 
 def test_check_for_gpus_names_what_is_lacking(
