@@ -208,7 +208,7 @@ def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
     for distribution in closure_of(requirements_of(*LOCKS["scheduler"])):
         link(distribution, site_packages)
-    options = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--no-compile", "--disable-pip-version-check", "-q"]
     install = [sys.executable, "-m", "pip", "install", *options, "--target", str(site_packages), str(folder / "src")]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

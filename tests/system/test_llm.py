@@ -350,7 +350,6 @@ def begun(program: str) -> "tuple[subprocess.Popen[str], list[int]]":
 @pytest.mark.parametrize(
     ("program", "code"),
     [
-        ("print(len(llm.generate('Once')))", 0),
         ("with llm: print(len(llm.generate('Once')))", 0),
         ("print(len(llm.generate('Once'))); del llm", 0),
         ("print(len(llm.generate('Once'))); sys.exit(3)", 3),
