@@ -34,7 +34,8 @@ def serving(stub: OpenAIStub) -> Iterator[str]:
     Handler.stub = stub
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    # A shutdown waits until it looks next, half a second by default.
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
