@@ -54,16 +54,23 @@ async def both(checkpoint: Path, folder: Path) -> AsyncIterator[tuple[Stack, Fro
         yield stack, front, [folder / "tenants", folder / "secret", folder / "root.key"]
 
 
+def release(pipe: Path) -> None:
+    """Let who waits for a reader of a pipe go on, and nobody wait for one any more."""
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+    pipe.unlink()
+
+
 async def test_files_that_hang_hold_up_no_stream_and_no_call(checkpoint: Path, tmp_path: Path) -> None:
     async with both(checkpoint, tmp_path) as (stack, front, files):
-        with ExitStack() as held:
-            for path in files:
-                path.unlink()
-                os.mkfifo(path)
-            for path in files:
-                # Returns when it is opened for reading, which then goes on until this end is closed.
-                held.callback(os.close, await asyncio.to_thread(os.open, path, os.O_WRONLY))
-            with opening_nothing():
+        with ExitStack() as held, opening_nothing():
+            async with asyncio.timeout(20):
+                for path in files:
+                    path.unlink()
+                    os.mkfifo(path)
+                    held.callback(release, path)
+                for path in files:
+                    # Returns when it is opened for reading, which then goes on until this end is closed.
+                    held.callback(os.close, await asyncio.to_thread(os.open, path, os.O_WRONLY))
                 for stub in (stack.stub, front.stub):
                     result = Result()
                     async for response in stub.Generate(request(PROMPT, max_tokens=20), metadata=credentials("acme")):
