@@ -9,18 +9,19 @@ from pagewire.options import DESCRIBE, DescribedError, Parser
 
 _BASH = """\
 _pagewire() {
-  local IFS=$' \\t\\n' word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" verb="" found=""
+  local IFS=$' \\t\\n' word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" flag="" verb="" found=""
   if [[ "$word" == "=" ]]; then word=""; elif [[ "$before" == "=" ]]; then before="${COMP_WORDS[COMP_CWORD-2]}"; fi
+  if [[ "$word" == --*=* ]]; then before="${word%%%%=*}" flag="${word%%%%=*}=" word="${word#*=}"; fi  # zsh: one word
   if (( COMP_CWORD > 1 )); then verb="${COMP_WORDS[1]}"; fi
   if [[ "$verb" == bench ]] && (( COMP_CWORD > 2 )); then verb="bench ${COMP_WORDS[2]}"; fi
   case "$verb" in
 %s
   esac
-  if [[ "$found" == -* && "$word" != -* ]]; then found=""; fi
+  if [[ "$found" == -* && "$flag$word" != -* ]]; then found=""; fi
   case "$verb $before" in
 %s
   esac
-  COMPREPLY=( $(compgen -W "$found" -- "$word") )
+  COMPREPLY=( $(compgen -P "$flag" -W "$found" -- "$word") )
 }
 complete -o default -F _pagewire pagewire
 """

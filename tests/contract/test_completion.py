@@ -35,6 +35,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pagewire complete ''", ""),
         ("pagewire worker --device = cu", "cuda"),
         ("pagewire help comple", "complete completion"),
+        ("pagewire serve --kv-cache-dtype=f", "--kv-cache-dtype=float16 --kv-cache-dtype=fp8"),  # as zsh has it
     ],
 )
 def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,5 +64,19 @@ def test_fish_is_told_of_every_verb_and_its_flags(capsys: pytest.CaptureFixture[
     for verb in (*VERBS.keys() - {"bench", "completion"}, *(f"bench {name}" for name in BENCHES)):
         assert any(f" {verb}( |$)" in line and "-l help" in line for line in lines), verb
     assert any(line.endswith("-l device -xa 'auto cpu cuda'") for line in lines)
-    if shutil.which("fish"):
-        subprocess.run(["fish", "--no-execute"], input="\n".join(lines), text=True, check=True)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("pagewire com", ["complete", "completion"]),
+        ("pagewire serve --kv-cache-dtype f", ["float16", "fp8"]),
+        ("pagewire serve --kv-cache-dtype=f", ["--kv-cache-dtype=float16", "--kv-cache-dtype=fp8"]),
+        ("pagewire completion ", ["bash", "fish", "zsh"]),
+    ],
+)
+def test_fish_completes(words: str, completed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    program = f"{script('fish', capsys)}\ncomplete -C '{words}'"
+    told = subprocess.run(["fish", "--no-config", "-c", program], capture_output=True, text=True, check=True)
+    assert [line.split("\t")[0] for line in told.stdout.splitlines()] == completed
