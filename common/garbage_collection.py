@@ -4,13 +4,14 @@ A full collection looks at every object that there is: with 500,000 cached block
 a second. Services free objects that have ended by reference counts (`tests/contract/test_garbage_collection.py` sees to
 it), but libraries leave cycles. So while few objects are in sight, each full collection looks at all of them. Where
 more survive one than the next could look at in a few milliseconds, all are hidden, among them such as become garbage
-later: that is collected when the service is idle. In one that is never idle all come in sight again once the hidden are
-twice as many as lived then, and many more: cycles take bounded memory, for one long collection in a million objects.
+later: that is collected when the service is idle. In one that is never idle all come in sight again once there are
+twice as many as lived then, and many more, beside what the service knows that it remembers: cycles take bounded memory,
+for one long collection in a million objects.
 """
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # Objects made beyond those freed before the youngest are looked at; collections of the younger generations before the
@@ -28,10 +29,12 @@ class _Hidden:
     """What no collection looks at."""
 
     def __init__(self) -> None:
-        # Pieces of memory in use when all objects were last looked at. They are quicker to count than what is hidden.
+        # Pieces of memory in use when all objects were last looked at, beside what is known to be remembered. They are
+        # quicker to count than what is hidden.
         self._num_alive = 0
         self._num_since = 0  # objects hidden since these were last counted; some of them are freed by now
         self._is_in_sight = True
+        self.count_remembered: Callable[[], int] = lambda: 0
 
     def watch(self, phase: str, info: dict[str, Any]) -> None:
         """Hides what a collection is about to look at if it is too much, and what has survived a full one if it is too
@@ -65,10 +68,10 @@ class _Hidden:
             self._num_since += number
 
     def _count(self) -> None:
-        num_blocks = sys.getallocatedblocks()
+        number = sys.getallocatedblocks() - self.count_remembered()
         if self._is_in_sight:
-            self._num_alive, self._is_in_sight = num_blocks, False
-        elif num_blocks > 2 * self._num_alive + MAX_HIDDEN_GARBAGE:
+            self._num_alive, self._is_in_sight = number, False
+        elif number > 2 * self._num_alive + MAX_HIDDEN_GARBAGE:
             gc.unfreeze()
             self._is_in_sight = True
         self._num_since = 0
@@ -76,6 +79,12 @@ class _Hidden:
 
 _hidden = _Hidden()
 collect_hidden = _hidden.collect
+
+
+def discount(count_remembered: Callable[[], int]) -> None:
+    """Takes about so many pieces of memory for no garbage, whenever it counts, in whatever thread collects: what a
+    service remembers, and may come to be most of its memory, then brings about no look at all objects."""
+    _hidden.count_remembered = count_remembered
 
 
 def keep_short() -> None:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Pieces of memory that a cached block takes, and a request that waits, somewhat above what was counted.
+_PIECES_A_BLOCK, _PIECES_A_REQUEST = 12, 100
+
 EXIT_FENCED = 3
 
 
@@ -107,6 +110,7 @@ class _Scheduler:
             worker_grace=config.worker_grace,
             kv_event_log=self._kv_event_log,
         )
+        garbage_collection.discount(self._count_remembered)
         self._activity = Activity(self._stats, time.monotonic, garbage_collection.collect_hidden)
         self._worker_link = self._make_worker_link(link_tls, restart_worker)
         self._detached = DetachedRequests(retention=config.detached_retention, max_bytes=config.max_detached_bytes)
@@ -168,6 +172,13 @@ class _Scheduler:
 
     def _stats(self) -> SchedulerStats:
         return explain.stats(self._step_loop.state)
+
+    def _count_remembered(self) -> int:
+        """About how many pieces of memory the prefix cache takes, and requests that wait."""
+        state = self._step_loop.state
+        index = state.epoch.cache.index if state.epoch else None
+        num_blocks = index.num_cached_blocks + index.num_cached_host_blocks if index else 0
+        return _PIECES_A_BLOCK * num_blocks + _PIECES_A_REQUEST * state.waiting.num_sequences
 
     def _service_stats(self) -> ServiceStats:
         texts = self._servicer.intake.texts

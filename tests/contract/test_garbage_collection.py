@@ -128,6 +128,24 @@ assert 0 < num_large < 8, num_large
 """)
 
 
+def test_what_a_service_remembers_is_not_looked_at_for_garbage() -> None:
+    """Not even where it has become most of the memory."""
+    run_in_service("""
+garbage_collection.MAX_HIDDEN_GARBAGE = 100_000
+remembered = []
+garbage_collection.discount(lambda: 2 * len(remembered))
+sizes = []
+def count(phase, info):
+    if phase == "start":
+        sizes.append(sum(len(gc.get_objects(number)) for number in range(info["generation"] + 1)))
+
+gc.callbacks.append(count)
+for number in range(1_000_000):
+    remembered.append([])
+assert 0 < max(sizes) < 10_000, max(sizes)
+""")
+
+
 def test_what_is_hidden_is_collected_when_the_service_rests() -> None:
     run_in_service("""
 in_use, remembered = collections.deque(maxlen=64), []

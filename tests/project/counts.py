@@ -26,7 +26,7 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_194, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_201, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
         7_765, "29 architectures from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
@@ -36,7 +36,7 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        3_393,
+        3_396,
         "transport, tracing and their refusals, limits, GGUF files, grammars, templates, files read again by threads",
     ),
     "pagewire": Ceiling(
