@@ -130,6 +130,9 @@ class Stream:
 
     async def open(self, epoch: int, **fields: Any) -> pb.WorkerCapacity:
         await self.call.write(hello(epoch, **fields))
+        return await self.ready()
+
+    async def ready(self) -> pb.WorkerCapacity:
         while (response := await self.read()).WhichOneof("body") == "starting":
             pass
         assert response.WhichOneof("body") == "ready"
@@ -461,9 +464,9 @@ async def test_hello_waits_for_the_model() -> None:
     async with served(load) as stub:
         stream = Stream(stub)
         await stream.call.write(hello(1))
-        answer = asyncio.ensure_future(stream.read())
+        assert (await stream.read()).WhichOneof("body") == "starting"
         may_load.set()
-        assert (await answer).ready.worker_id == "w"
+        assert (await stream.ready()).worker_id == "w"
 
 
 async def test_failed_step_ends_its_session_only(caplog: pytest.LogCaptureFixture) -> None:
