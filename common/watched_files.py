@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 Contents = tuple[bytes | None, ...]
+
+_MAX_BYTES = 16 << 20  # of a file
 
 
 class NamedFile(NamedTuple):
@@ -143,6 +145,13 @@ def _content(file: NamedFile) -> bytes | None:
     if file.path is None:
         return None
     try:
-        return Path(file.path).read_bytes()
+        # Without O_NONBLOCK a pipe that nobody writes to would hold up this start, or all later looks at the file.
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as stream:
+            os.set_blocking(descriptor, True)
+            content = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise OSError(f"{file.flag} is {file.path}, which cannot be read: {error.strerror}") from None
+    if len(content) > _MAX_BYTES:
+        raise OSError(f"{file.flag} is {file.path}, which has more than {_MAX_BYTES >> 20} MiB, the most that is read")
+    return content

@@ -376,10 +376,10 @@ def _in_file(path: str, name: str, value: Any) -> str:
 def _typed(name: str, text: Any) -> Any:
     """Read the value of a flag of another engine as YAML, which JSON is too."""
     if name in FOREIGN or name in MAPPED:
-        import yaml
+        from pagewire.common.strict_yaml import parse_yaml
 
-        with contextlib.suppress(yaml.YAMLError, TypeError, AttributeError):
-            return yaml.safe_load(text)
+        with contextlib.suppress(ValueError):
+            return parse_yaml(text)
     return text
 
 
@@ -399,12 +399,12 @@ def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str])
 
 
 def _read_yaml(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
-    import yaml  # clients have no files of options, and do without
+    from pagewire.common.strict_yaml import parse_yaml  # clients have no files of options, and do without YAML
 
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise OptionError(f"cannot read the --config file {path}: {' '.join(str(error).split())}") from None
+        document = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"cannot read the --config file {path}: {error}") from None
     if document is None:
         return {}
     if not isinstance(document, dict):

@@ -34,7 +34,10 @@ def http_proxy_of(address: str) -> HttpProxy | None:
     variable = next((name for name in _VARIABLES if name in os.environ), None)
     if variable is None or address.startswith(_NO_NETWORK):
         return None
-    proxy = urlsplit(os.environ[variable])
+    try:
+        proxy = urlsplit(os.environ[variable])
+    except ValueError:  # no URL, which gRPC overlooks
+        return None
     host = _PORT.sub("", _SCHEME.sub("", address)).strip("[]")
     exempt = next((os.environ[name] for name in _EXEMPTIONS if name in os.environ), "").split(",")
     if proxy.scheme != "http" or not proxy.netloc or _is_here(host) or any(_covers(entry, host) for entry in exempt):

@@ -239,6 +239,7 @@ def test_this_machine_is_reached_without_a_proxy(address: str, monkeypatch: pyte
         ({"http_proxy": ""}, ()),
         ({"http_proxy": "https://proxy:3128"}, ()),  # what gRPC cannot speak it does without
         ({"http_proxy": "proxy:3128"}, ()),
+        ({"http_proxy": "http://[::1"}, ()),
         ({"grpc_proxy": "", "http_proxy": "http://proxy:3128"}, ()),
         ({"http_proxy": "http://proxy:3128"}, ("a.example", "b.test", "10.1.2.3", "fd00::1")),
         ({"http_proxy": "http://proxy:3128", "no_proxy": "*"}, ()),

@@ -598,6 +598,9 @@ async def test_who_shows_nothing_may_be_a_tenant(checkpoint: Path, tenants: Path
         ("tenants: {? [a] : 3}", "not YAML"),
         ("[" * 100_000, "nested too deeply"),
         ("tenants: " + "{a: " * 100_000, "nested too deeply"),
+        ("tenants: {a: {operator: !!bool maybe}}", "not YAML: a value of no sense: KeyError('maybe')"),
+        ("tenants: {a: {max_blocks: !!float ''}}", "not YAML: a value of no sense: IndexError"),
+        ("tenants: {2026-02-30: {}}", "not YAML: day "),
     ],
 )
 def test_a_bad_file_is_refused_with_a_reason(text: str, complaint: str) -> None:

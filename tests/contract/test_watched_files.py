@@ -107,3 +107,30 @@ async def test_a_fault_of_the_thread_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("2")
     with pytest.raises(KeyError, match="2"):
         await asyncio.wait_for(files.watch(), 20)
+
+
+def test_a_pipe_that_nobody_writes_to_hides_no_later_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, taken = tmp_path / "file", []
+    path.write_text("1")
+    files = WatchedFiles([NamedFile("--file", str(path))], int)
+    path.unlink()
+    os.mkfifo(path)
+
+    def look_at_both() -> None:
+        files.look(taken.append)
+        path.unlink()
+        path.write_text("2")
+        files.look(taken.append)
+
+    looking = threading.Thread(target=look_at_both, daemon=True)
+    looking.start()
+    looking.join(20)
+    assert taken == [2]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_of_an_enormous_file_little_is_read(tmp_path: Path) -> None:
+    with open(tmp_path / "file", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match=f"--file is {tmp_path}/file, which has more than 16 MiB"):
+        WatchedFiles([NamedFile("--file", str(tmp_path / "file"))], bytes)

@@ -20,13 +20,12 @@ A limit that is missing is none, and that of retention the server's.
 
 import hashlib
 import hmac
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-import yaml
-
+from pagewire.common.strict_yaml import parse_yaml
 from pagewire.common.watched_files import NamedFile, WatchedFiles
 
 # Seconds between two looks at the file. What is in it for less is missed.
@@ -126,32 +125,12 @@ def _read(path: str, content: bytes) -> Tenants:
 
 def parse_tenants(text: str) -> dict[str, Tenant]:
     """Return the tenants by name. Raises ValueError that names the tenant, the key and what it must be."""
-    try:
-        document = _UniqueKeyLoader(text).get_single_data()
-    except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply for a file of tenants") from None
+    document = parse_yaml(text)
     if not isinstance(document, dict) or set(document) != {"tenants"} or not isinstance(document["tenants"], dict):
         raise ValueError("expected one key, tenants, with a mapping from names to what belongs to them")
     tenants = {str(name): _parse(str(name), entry or {}) for name, entry in document["tenants"].items()}
     _check_unique(tenants.values())
     return tenants
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which YAML's own would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    "while reading a mapping", node.start_mark, f"found {key!r} twice", key_node.start_mark
-                )
-            seen |= {key} if isinstance(key, Hashable) else set()
-        return super().construct_mapping(node, deep)
 
 
 _KEYS = {"api_keys", "certificates", "operator", "anonymous", *(field.name for field in fields(Quota))}
