@@ -40,13 +40,19 @@ exit $status
 # What all the kernels need of a compiler and its libraries.
 _TRIAL = "#include <math.h>\n#include <omp.h>\nint num_threads(void) { return omp_get_max_threads(); }\n"
 _NO_MEMORY = re.compile(r"Killed|memory exhausted|out of memory|Cannot allocate memory|bad_alloc", re.IGNORECASE)
-_INTERRUPTED = re.compile(r"\b(Hangup|Interrupt|Terminated)\b")
+_INTERRUPTED = re.compile(
+    r"\b(Hangup|Interrupt|Terminated)\b|Cannot fork|temporarily unavailable|Too many open files|Input/output error"
+)
 _NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
 _MAX_REASON = 240
 
 
 class BuildError(Exception):
     """The kernels cannot be built or loaded here; the text says why."""
+
+
+class NoMemoryError(BuildError):
+    """The same, for want of memory."""
 
 
 class PassingError(BuildError):
@@ -176,7 +182,7 @@ def _error(status: int, said: str) -> Exception:
     # The shell's own end, or what it says of the compiler's, which speaks of its parts.
     number = -status if status < 0 else status - 128
     if number == signal.SIGKILL or _NO_MEMORY.search(said):
-        return BuildError("was ended for want of memory")
+        return NoMemoryError("was ended for want of memory")
     if _NO_SPACE.search(said):
         return OSError(errno.ENOSPC, reason)
     is_passing = number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM) or _INTERRUPTED.search(said)

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,7 @@ import torch
 from pagewire.kernels.cpu.compiler import (
     BuildError,
     Compiler,
+    NoMemoryError,
     PassingError,
     describe_refusals,
     find_compilers,
@@ -266,9 +267,10 @@ def _compile(
             compiler.link(objects, built, pipe)
         except BuildError as error:
             reason = f"{compiler.name} {error}"
-            if not isinstance(error, PassingError):
-                built.write_text(reason)
-                built.rename(path.with_suffix(".failed"))
+            # Of several compilers at a time there is one the next time, if the memory is still wanted elsewhere.
+            if not isinstance(error, PassingError if build.num_jobs == 1 else (PassingError, NoMemoryError)):
+                with suppress(OSError):  # the compiler's reason is what counts
+                    path.with_suffix(".failed").write_text(reason)
             raise BuildError(reason) from error
         finally:
             for unit in units:

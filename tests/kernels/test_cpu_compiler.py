@@ -282,6 +282,9 @@ def test_a_kept_library_is_taken_at_once_where_the_build_failed(
     [
         "kill -TERM $$",
         "echo gcc: fatal error: Terminated signal terminated program cc1; exit 1",
+        "echo sh: 1: Cannot fork; exit 2",
+        "echo gcc: fatal error: vfork: Resource temporarily unavailable; exit 1",
+        "echo cc1: error: one.c: Input/output error; exit 1",
         "echo error: cannot write: No space left on device; exit 1",
     ],
 )
@@ -312,6 +315,13 @@ from pagewire.kernels.cpu import library
 library.SOURCES = Path(sys.argv[1])
 library.build_library(library.Build(cache=Path(sys.argv[2])), ["-O3"])
 """
+
+
+def test_want_of_memory_for_several_compilers_is_tried_with_what_is_free_then(machine: Machine) -> None:
+    machine.install("cc", f'case "$*" in *one.c) kill -KILL $$;; *) {WORKING};; esac')
+    with pytest.raises(BuildError, match="for want of memory"):
+        library.build_library(library.Build(cache=machine.cache, num_jobs=2), ["-O3"])
+    assert not list(machine.cache.glob("*/*.failed"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
