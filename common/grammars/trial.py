@@ -77,7 +77,8 @@ class Trials:
         if self._is_closed:
             raise GrammarError(_ENDED)
         command, pipe = python_command("pagewire.common.grammars.trial"), subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
+        # A terminal's Ctrl-C, which its group would hear too, is for the service: this one ends with its input.
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", process_group=0)
         if error := self._ask(self._first):
             self.close()
             raise GrammarError(error)
@@ -209,7 +210,6 @@ if __name__ == "__main__":
     os.nice(_NICENESS)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)  # what the library says when it panics is no line of our log
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's, which is for the service
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(null, 1)  # nor is anything that it prints an answer
     _serve(sys.stdin, answers)

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import random
 import re
 import sys
@@ -349,6 +350,12 @@ def num_within_limits(matcher: Matcher, token_ids: list[int]) -> int:
 
 def test_a_trial_that_takes_too_much_says_so(trials: Trials) -> None:
     assert trials.run(*HOSTILE["patterns that must all hold"], (END,)) == TOO_MUCH
+
+
+def test_ctrl_c_in_a_terminal_does_not_reach_the_process(trials: Trials) -> None:
+    """Not while its modules load either, when it would print where it was."""
+    assert trials._process is not None
+    assert os.getpgid(trials._process.pid) != os.getpgrp()
 
 
 def test_a_process_that_was_killed_is_started_again(trials: Trials) -> None:
