@@ -211,9 +211,10 @@ class Supervisor:
             return
         if announced.startswith(MEMORY_PREFIX):
             self._memory = announced.removeprefix(MEMORY_PREFIX)
-        is_ready = announced.startswith(READY_PREFIX)
-        log.log(logging.DEBUG if is_ready else self._level_of(text), "%s: %s", self._name, announced or text)
-        if is_ready:
+        # Its listener tells that it is ready; what memory it takes, and what to do about it, matters if it is killed.
+        is_told_elsewhere = announced.startswith((READY_PREFIX, MEMORY_PREFIX))
+        log.log(logging.DEBUG if is_told_elsewhere else self._level_of(text), "%s: %s", self._name, announced or text)
+        if announced.startswith(READY_PREFIX):
             ready.set()
             self._on_ready(announced.removeprefix(READY_PREFIX))
 

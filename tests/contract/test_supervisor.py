@@ -187,7 +187,11 @@ async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
     assert len(child.pids()) == 3
 
 
-async def test_a_child_that_the_system_kills_for_its_memory_is_given_up(tmp_path: Path) -> None:
+async def test_a_child_that_the_system_kills_for_its_memory_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only then is there a word of its memory, and of what to do."""
+    caplog.set_level(logging.INFO)
     body = """
         announce("takes memory: 9 GiB of weights; 8 GiB were available")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -198,6 +202,7 @@ async def test_a_child_that_the_system_kills_for_its_memory_is_given_up(tmp_path
     ended = "signal SIGKILL, by which the system ends what it has no memory for; 9 GiB of weights; 8 GiB were available"
     assert given_up == GivenUp(f"the worker failed to start 3 times in a row ({ended}): giving up", 1)
     assert len(child.pids()) == 3
+    assert "takes memory" not in caplog.text
 
 
 async def test_a_child_that_is_replaced_while_it_starts_is_no_failed_start(
