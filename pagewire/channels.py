@@ -331,7 +331,9 @@ def _target(url: str) -> str:
     target = re.sub("^grpcs?://", "", url).rstrip("/")
     if re.match("(dns|unix|unix-abstract|ipv4|ipv6|vsock|xds):", target):
         return target
-    if not re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):[0-9]+", target):
+    # gRPC would dial port 70000 modulo 65536.
+    parts = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:/\[\]\s]+):0*([1-9][0-9]{0,4})", target)
+    if parts is None or int(parts[2]) > 65_535:
         raise ValueError(f"{url!r} is not a server's address: give HOST:PORT, such as 127.0.0.1:50051")
     return target
 

@@ -567,7 +567,9 @@ def test_forms_of_a_url(url: str, form: str) -> None:
         assert client.complete("Once").outputs[0].text == STORY
 
 
-@pytest.mark.parametrize("url", ["", "localhost", "http://localhost:1", "::1:50051", "a:b", "grpc://host"])
+@pytest.mark.parametrize(
+    "url", ["", "localhost", "http://localhost:1", "::1:50051", "a:b", "grpc://host", "a:0", "a:70000", " a:1", "a b:1"]
+)
 def test_no_url(url: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         Client(url)
