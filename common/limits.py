@@ -4,6 +4,7 @@ gRPC ends a process in which it can start no thread, with lines of its own that 
 """
 
 import contextlib
+import os
 import resource
 import threading
 
@@ -26,8 +27,14 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def obstacle() -> str:
-    """Returns a line on the limit for which this process cannot start the threads that it needs, or ""."""
+def obstacle(*, loads_libraries: bool = False) -> str:
+    """Returns a line on what keeps this process from starting the threads that it needs, or from finding the libraries
+    that torch loads by their paths; or ""."""
+    if loads_libraries:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working directory was removed: change to one that is there"
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY and soft < LEAST_ADDRESS_SPACE:
         return f"{LEAST_ADDRESS_SPACE >> 20} MiB of address space are needed{describe_address_space()}"

@@ -134,8 +134,8 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
     """Runs one verb. An error that it ends with becomes one line on standard error."""
     # gRPC reads them when it is imported.
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    os.environ.setdefault("GRPC_VERBOSITY", GRPC_VERBOSITY)
     if verb.module == _SERVICES:
-        os.environ.setdefault("GRPC_VERBOSITY", GRPC_VERBOSITY)
         raise_descriptor_limit()
     try:
         return _run(verb, arguments)
@@ -171,7 +171,7 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
     try:
         function = load(verb)
         is_told_only = verb.function == "completion" or not {"-h", "--help"}.isdisjoint(arguments)
-        if not is_told_only and (reason := obstacle()):
+        if not is_told_only and (reason := obstacle(loads_libraries=verb.module == _SERVICES)):
             raise CommandError(reason)
         with _interrupts(verb):
             return function(arguments)

@@ -48,10 +48,23 @@ def test_enough_threads_need_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_only_tells_needs_no_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "obstacle", lambda: "few threads")
+    monkeypatch.setattr(command, "obstacle", lambda **_: "few threads")
     for arguments in (["status", "--help"], ["completion", "bash"]):
         assert command.main(arguments) == command.SUCCESS
     assert capsys.readouterr().err == ""
+
+
+def test_a_folder_that_was_removed_is_one_line_of_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries that torch loads by their paths are not found there."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert command.main(["worker", "storyteller"]) == command.FAILURE
+    line = "pagewire: error: the working directory was removed: change to one that is there\n"
+    assert capsys.readouterr().err == line
+    assert limits.obstacle() == ""
 
 
 @pytest.mark.parametrize("mebibytes", [200, 600])
