@@ -37,11 +37,30 @@ if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
 if hasattr(signal, "pthread_sigmask"):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-from pagewire import cli
-
 
 def main() -> int:
-    return cli.main()
+    try:
+        from pagewire import cli
+
+        return cli.main()
+    except Exception:
+        if not (files := _hiding()):
+            raise
+        remedy = "rename it, or take its folder off PYTHONPATH"
+        print(f"pagewire: error: {files} hides a module of Python's own: {remedy}", file=sys.stderr)
+        return 1
+
+
+def _hiding() -> str:
+    """Return the files of PYTHONPATH that were loaded in place of modules of Python's own."""
+    folders = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) - {"", os.path.dirname(os.__file__)}
+    found = []
+    for name in sorted(sys.stdlib_module_names):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        for folder in map(os.path.abspath, folders):
+            if file in (os.path.join(folder, f"{name}.py"), os.path.join(folder, name, "__init__.py")):
+                found.append(file)
+    return ", ".join(found)
 
 
 if __name__ == "__main__":

@@ -585,3 +585,16 @@ def test_the_package_runs_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pagewire", "complete", "--json", "Once"]
     printed = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
     assert json.loads(printed.stdout)["outputs"][0]["text"] == STORY
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("json", ["complete", "a"]), ("token", ["--version"])])
+def test_a_file_that_hides_a_module_of_pythons_own_is_named(tmp_path: Path, name: str, arguments: list[str]) -> None:
+    (tmp_path / f"{name}.py").touch()
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    program = [sys.executable, "-P", "-m", "pagewire", *arguments]
+    done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"pagewire: error: {tmp_path / name}.py hides a module of Python's own: "
+        "rename it, or take its folder off PYTHONPATH\n"
+    )
