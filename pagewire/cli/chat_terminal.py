@@ -22,6 +22,7 @@ def history_path(environ: Mapping[str, str]) -> Path:
 
 def read_input(read: Callable[[], str]) -> str:
     """Returns what a function reads from standard input. Raises CommandError where that is closed or broken."""
+    sys.stdout.flush()  # which `input` does too: what cannot be written is no fault of the input
     try:
         return read()
     except OSError as error:

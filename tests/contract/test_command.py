@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from pagewire.cli.chat import Conversation
+from pagewire.cli.chat_terminal import read_input
 from pagewire.cli.command import BENCHES, VERBS, main, tell
 from pagewire.cli.request import SamplePrinter
 from pagewire.errors import CommandError
@@ -598,3 +599,13 @@ def test_a_file_that_hides_a_module_of_pythons_own_is_named(tmp_path: Path, name
         f"pagewire: error: {tmp_path / name}.py hides a module of Python's own: "
         "rename it, or take its folder off PYTHONPATH\n"
     )
+
+
+def test_output_that_cannot_be_written_is_no_fault_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Path("/dev/full").open("w", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", full)
+    full.write("an answer")
+    with pytest.raises(OSError, match="No space left"):
+        read_input(input)
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
