@@ -602,10 +602,10 @@ def test_a_file_that_hides_a_module_of_pythons_own_is_named(tmp_path: Path, name
 
 
 def test_output_that_cannot_be_written_is_no_fault_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = Path("/dev/full").open("w", encoding="utf-8")
-    monkeypatch.setattr(sys, "stdout", full)
-    full.write("an answer")
+    unwritten = io.TextIOWrapper(io.BufferedWriter(io.FileIO(os.open("/dev/full", os.O_WRONLY), "w")))
+    monkeypatch.setattr(sys, "stdout", unwritten)
+    unwritten.write("an answer")
     with pytest.raises(OSError, match="No space left"):
         read_input(input)
     with pytest.raises(OSError, match="No space left"):
-        full.close()
+        unwritten.close()
