@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +10,16 @@ from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
 from pagewire.common.transport.http_proxy import http_proxy_of
 
+logger = logging.getLogger(__name__)
+
+# Where OpenTelemetry tells every 20 s that a collector takes no spans, and that the queue of them is full.
+_EXPORTING = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
+_QUEUEING = logging.getLogger("opentelemetry.sdk._shared_internal")
 _EXPORT_TIMEOUT = 1.0  # seconds: a collector that is not there must not delay the end of the process
 
 
@@ -28,13 +33,39 @@ class _Operations:
         result.error = None  # it holds the frame that holds the result
 
 
+class _Exporter(OTLPSpanExporter):
+    """Tells once that a collector takes no spans, and once that it takes them again."""
+
+    def __init__(self, endpoint: str, **options: Any) -> None:
+        super().__init__(endpoint, **options)
+        self._is_out = False
+        self._metrics = _Operations()  # type: ignore[assignment]
+        _EXPORTING.setLevel(logging.ERROR)  # each try of a batch is a warning
+        for log in (_EXPORTING, _QUEUEING):
+            log.addFilter(self._is_news)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = super().export(spans)
+        if self._is_out and result is SpanExportResult.SUCCESS:
+            self._is_out = False
+            logger.info("the collector of spans takes them again")
+        return result
+
+    def shutdown(self, *args: Any, **options: Any) -> None:
+        super().shutdown(*args, **options)
+        for log in (_EXPORTING, _QUEUEING):
+            log.removeFilter(self._is_news)
+
+    def _is_news(self, record: logging.LogRecord) -> bool:
+        was_out, self._is_out = self._is_out, self._is_out or record.name == _EXPORTING.name
+        return not was_out
+
+
 def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
     """Make a provider of tracers, which sends a service's spans to the collector at `endpoint`, http://HOST:PORT.
 
     Raises ValueError for variables of OpenTelemetry that it cannot be made with, of which each has errors of its own.
     """
-    # It tells a line again after 20 s, but at once where the warning that a batch is tried again came in between.
-    logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").setLevel(logging.ERROR)
     try:
         return _provider(endpoint, service_name, version)
     except Exception as error:
@@ -47,10 +78,9 @@ def _provider(endpoint: str, service_name: str, version: str) -> TracerProvider:
     provider = TracerProvider(resource=Resource.create({"service.name": service_name, "service.version": version}))
     # Its annotation knows options with texts alone; gRPC takes numbers.
     options: Any = (("grpc.enable_http_proxy", int(http_proxy_of(urlsplit(endpoint).netloc) is not None)),)
-    exporter = OTLPSpanExporter(
+    exporter = _Exporter(
         endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT, channel_options=options
     )
-    exporter._metrics = _Operations()  # type: ignore[assignment]
     # Half of OpenTelemetry's own numbers: a span that waits is a dozen objects, which every full collection looks at.
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=1024, max_export_batch_size=256))
     return provider

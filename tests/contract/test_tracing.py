@@ -1,10 +1,13 @@
 """Spans that arrive at a collector over OTLP: whose children they are, their times and attributes."""
 
 import asyncio
+import itertools
+import logging
 import math
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -204,6 +207,29 @@ def test_of_a_collector_that_is_not_there_each_try_is_no_line(
         provider.force_flush()
     provider.shutdown()
     assert [record.levelname for record in caplog.records if "export" in record.name] == ["ERROR"]
+
+
+async def test_a_collector_that_refuses_is_one_line_until_it_takes_spans(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    now, hours, num_calls, take = time.time(), itertools.count(1), itertools.count(), Collector.Export
+    monkeypatch.setattr(time, "time", lambda: now + 3600 * next(hours))  # what was told last is always long ago
+
+    async def refuse_at_first(self: Collector, message: Any, context: grpc.aio.ServicerContext) -> Any:
+        if next(num_calls) not in (3, 5):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
+        return await take(self, message, context)
+
+    monkeypatch.setattr(Collector, "Export", refuse_at_first)
+    async with collecting() as (_, endpoint):
+        provider = tracer_provider(endpoint, "service", "0")
+        for _ in range(6):
+            provider.get_tracer("test").start_span("a span").end()
+            await asyncio.to_thread(provider.force_flush)
+        await asyncio.to_thread(provider.shutdown)
+    lines = [record for record in caplog.records if "export" in record.name or "otlp" in record.name]
+    assert [record.levelname for record in lines] == ["ERROR", "INFO", "ERROR", "INFO"]
 
 
 async def test_a_span_stands_in_its_request_though_the_clock_was_set(
