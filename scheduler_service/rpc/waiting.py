@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import grpc.aio
 
 from pagewire.common.messages import WorkerStarting
+from pagewire.common.repetition import Repetition
 from pagewire.common.stopping import cancel
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.wrong_port import RightPort
@@ -19,8 +20,6 @@ from pagewire.common.transport.wrong_port import RightPort
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
 _PATIENCE = 3.0  # seconds without a connection before that is told
-_REPEAT_AFTER = 60.0  # seconds before what was told is told again
-_DIGITS = re.compile(r"\d+")
 _LAST_ERROR = re.compile(r".*last error: (?:\w+: )?")
 
 
@@ -68,8 +67,7 @@ class Waiting:
         self._logger = logger
         self._port = port
         self._on_reason = on_reason
-        self._clock = clock
-        self._told: tuple[str, float] | None = None  # a reason without its numbers, and when
+        self._repetition = Repetition(clock)
 
     def tell(self, reason: str | WorkerStarting, *, is_calm: bool) -> None:
         """Tell the reason, or what else is at a port of which gRPC says so; `is_calm` says that it passes by itself, as
@@ -80,10 +78,8 @@ class Waiting:
         )
         self._on_reason(reading or reason)
         # A reading is the same whichever of the host's addresses gRPC's words are about.
-        kind, now = reading.partition(" (")[0] if reading else _DIGITS.sub("", text), self._clock()
-        if self._told is not None and self._told[0] == kind and now - self._told[1] < _REPEAT_AFTER:
+        if not self._repetition.is_news(reading.partition(" (")[0] if reading else text):
             return
-        self._told = (kind, now)
         if is_calm and reading is None:
             self._logger.info("waiting for %s: %s", self._name, text)
         else:
@@ -91,7 +87,7 @@ class Waiting:
 
     def end(self) -> None:
         """Take note that the other side has come. Should it go, everything is new again."""
-        self._told = None
+        self._repetition.forget()
 
     async def connect(
         self,

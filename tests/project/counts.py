@@ -26,7 +26,7 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_189, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_185, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
         7_765, "29 architectures from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
@@ -36,15 +36,15 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        3_427,
-        "transport, tracing and their refusals, limits, lost folders, GGUF, grammars, templates, watched files, YAML",
+        3_472,
+        "transport, tracing, refusals, limits, lost folders, GGUF, grammars, templates, watched files, YAML, outages",
     ),
     "pagewire": Ceiling(
         5_759,
         "client, commands, their completion, files that hide modules, `LLM`, what runs services, benchmarks",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(340, "a noun each, YAML that is read in one way the last")
+MAX_MODULES_IN_ALL = Ceiling(341, "a noun each, what is told once a minute the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     49, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"

@@ -29,6 +29,7 @@ from pagewire.common.messages import (
     StepResult,
     WorkerCapacity,
 )
+from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.listening import create_server
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
@@ -125,8 +126,8 @@ class FakeRunner:
 class Stream:
     """One Execute call, driven by hand."""
 
-    def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
-        self.call: Any = stub.Execute()
+    def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub, metadata: tuple[tuple[str, bytes], ...] = ()) -> None:
+        self.call: Any = stub.Execute(metadata=metadata)
 
     async def open(self, epoch: int, **fields: Any) -> pb.WorkerCapacity:
         await self.call.write(hello(epoch, **fields))
@@ -484,6 +485,20 @@ async def test_failed_step_ends_its_session_only(caplog: pytest.LogCaptureFixtur
         await again.open(2)
         await again.send(StepPlan(2, 1))
         assert (await again.result()).step == 1
+
+
+async def test_a_scheduler_that_dials_in_vain_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "secret").write_bytes(b"0123456789abcdef")
+    secret = LinkSecret(str(tmp_path / "secret"))
+    async with served(lambda: LoadedWorker(FakeRunner(), READY), link_secret=secret) as stub:
+        for _ in range(2):
+            for _ in range(5):
+                assert (await Stream(stub).status())[0] is grpc.StatusCode.UNAUTHENTICATED
+            good = Stream(stub, secret.metadata())
+            await good.open(1 + len(caplog.records))
+            await good.call.done_writing()
+            assert (await good.status())[0] is grpc.StatusCode.OK
+    assert ["shows no secret" in record.getMessage() for record in caplog.records] == [True, True]
 
 
 UNKNOWN_FIELD = b"\x98\x06\x01"  # number 99, a varint

@@ -22,6 +22,7 @@ from pagewire.common.messages import (
     WorkerProtocolError,
     WorkerStarting,
 )
+from pagewire.common.repetition import Repetition
 from pagewire.common.stopping import cancel
 from pagewire.common.transport.link_secret import LinkSecret, shows_one
 from pagewire.common.worker_wire import Response, decode_request, encode_response
@@ -77,6 +78,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._begin_timeout_s = begin_timeout_s
         self._on_stuck = on_stuck
         self._clock = clock
+        self._repetition = Repetition()  # of sessions that never begin: who is refused dials again
         self._register = SessionRegister()
         self._loaded = asyncio.Event()
         self._holder: _Stream | None = None
@@ -103,11 +105,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._check_peer(context)
             await self._serve(aiter(request_iterator), context)
         except WorkerProtocolError as error:
-            logger.error("protocol error: %s", error)
+            self._repetition.tell(logger, logging.ERROR, f"protocol error: {error}")
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _SessionEnded as end:
             # A worker that stops has said so.
-            logger.log(logging.DEBUG if self._is_closing else logging.WARNING, "session ended: %s", end)
+            self._repetition.tell(
+                logger, logging.DEBUG if self._is_closing else logging.WARNING, f"session ended: {end}"
+            )
             await context.abort(end.code, str(end))
 
     async def _serve(self, requests: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext) -> None:
@@ -122,7 +126,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise _SessionEnded(*_SHUTTING_DOWN)
         session = self._register.hello(hello, self._clock())
         if isinstance(session, Refusal):
-            logger.warning("refused instance %s: %s", hello.instance_id, session.message)
+            self._repetition.tell(logger, logging.WARNING, f"refused instance {hello.instance_id}: {session.message}")
             await context.write(encode_response(session))
             return
         stream = _Stream(requests, context, session, self._engine, self._certificates)
@@ -133,6 +137,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._holder = stream
         try:
             await stream.until_ended(self._begin(stream))
+            self._repetition.forget()
             logger.info("scheduler %s has begun epoch %d", session.instance_id, session.epoch)
             await stream.exchange(self._heartbeat_interval_s)
             logger.info("scheduler %s has ended epoch %d", session.instance_id, session.epoch)
@@ -147,10 +152,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._client_names is None:
             return
         identity = context.auth_context()
-        names = {name.decode() for name in identity.get("peer_dns", ())}
+        names = {name.decode(errors="replace") for name in identity.get("peer_dns", ())}
         if not names & self._client_names:
-            logger.error("refused a client whose certificate bears the names %s", sorted(names))
-            raise _SessionEnded(grpc.StatusCode.PERMISSION_DENIED, "the client's certificate is not a scheduler's")
+            reason = f"the client's certificate is not a scheduler's: it bears the names {sorted(names)}"
+            raise _SessionEnded(grpc.StatusCode.PERMISSION_DENIED, reason)
 
     def _check_secret(self, context: grpc.aio.ServicerContext) -> None:
         """Raises _SessionEnded. Who shows a secret to a worker that would not look at it is told so."""

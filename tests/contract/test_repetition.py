@@ -1,0 +1,23 @@
+"""What is tried again and again is told once a minute."""
+
+import itertools
+
+from pagewire.common.repetition import Repetition
+
+NOW = [0.0]
+
+
+def test_words_that_take_turns_are_each_told_once_a_minute() -> None:
+    repetition = Repetition(lambda: NOW[0])
+    told = []
+    for NOW[0], text in zip(range(120), itertools.cycle(["port 1 refused", "late", "port 2 refused"])):
+        if repetition.is_news(text):
+            told.append((NOW[0], text))
+    assert told == [(0, "port 1 refused"), (1, "late"), (60, "port 1 refused"), (61, "late")]
+    repetition.forget()
+    assert repetition.is_news("late")
+
+
+def test_words_of_a_stranger_are_bounded() -> None:
+    repetition = Repetition(lambda: 0.0)
+    assert sum(repetition.is_news("x" * length) for length in range(10_000)) == 50
