@@ -47,8 +47,8 @@ class WatchedFiles(Generic[T]):
 
         `parse` gets the content of each file, None if its flag is not given, and raises ValueError. `interval` is in
         seconds, from one look to the next. For `settling` seconds the files may be unusable without a word; without
-        them, what cannot be used is told at once, and not parsed again. `describe` is for log lines. `on_change` is
-        called on the event loop, with what was in use before and what is.
+        them, what cannot be used is told at once, and not parsed again. `describe` makes the end of log lines.
+        `on_change` is called on the event loop, with what was in use before and what is.
         """
         self._files = files
         self._parse = parse
@@ -99,7 +99,7 @@ class WatchedFiles(Generic[T]):
                 self._contents = contents
                 take(value)
             elif self._told is not None:
-                logger.info("%s: again what is in use%s", self._flags(), self._description())
+                logger.info("%s: again what is in use%s", self._flags(), self._describe(self.current))
             self._trouble = self._told = None
         except (OSError, ValueError) as error:
             self._note_trouble(str(error))
@@ -107,7 +107,7 @@ class WatchedFiles(Generic[T]):
     def take(self, value: T) -> None:
         """Take it into use."""
         before, self.current = self.current, value
-        logger.info("read %s again%s", self._flags(), self._description())
+        logger.info("read %s again%s", self._flags(), self._describe(self.current))
         self._on_change(before, value)
 
     def _read(self) -> Contents:
@@ -131,14 +131,10 @@ class WatchedFiles(Generic[T]):
             self._trouble = (reason, now)
         if reason != self._told and abs(now - self._trouble[1]) >= self._settling:  # a clock may be set back
             self._told = reason
-            logger.error("%s; what was read before stays%s", reason, self._description())
+            logger.error("%s; what was read before stays%s", reason, self._describe(self.current))
 
     def _flags(self) -> str:
         return ", ".join(file.flag for file in self._files if file.path is not None)
-
-    def _description(self) -> str:
-        text = self._describe(self.current)
-        return f": {text}" if text else ""
 
 
 def _content(file: NamedFile) -> bytes | None:

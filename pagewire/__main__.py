@@ -54,13 +54,10 @@ def main() -> int:
 def _hiding() -> str:
     """Return the files of PYTHONPATH that were loaded in place of modules of Python's own."""
     folders = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) - {"", os.path.dirname(os.__file__)}
-    found = []
-    for name in sorted(sys.stdlib_module_names):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        for folder in map(os.path.abspath, folders):
-            if file in (os.path.join(folder, f"{name}.py"), os.path.join(folder, name, "__init__.py")):
-                found.append(file)
-    return ", ".join(found)
+    names = [f"{name}{end}" for name in sys.stdlib_module_names for end in (".py", f"{os.sep}__init__.py")]
+    places = {os.path.join(os.path.abspath(folder), name) for folder in folders for name in names}
+    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return ", ".join(sorted(places & loaded))
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ class _Walk:
         until = min(began + _WALK_SECONDS, MAX_CPU_SECONDS - 2 * _COPY_SECONDS)
         self._fill()
         for num_tokens in range(1, _MAX_WALK_TOKENS + 1):
-            if token_id < 0 or not self._allows(token_id) or rng.random() < 0.25:
+            if token_id < 0 or not self._mask.raw[token_id // 8] >> token_id % 8 & 1 or rng.random() < 0.25:
                 token_id = self._draw(rng)
             try:
                 self._matcher.consume((token_id,))
@@ -188,9 +188,6 @@ class _Walk:
             forced = self._start.forced_text()
             where = f"behind {len(self._token_ids)} tokens of an output: " if self._token_ids else ""
             raise GrammarDeadEndError(f"{where}{error}" + (f", {forced[:80]!r}" if forced else "")) from None
-
-    def _allows(self, token_id: int) -> bool:
-        return bool(self._mask.raw[token_id // 8] >> token_id % 8 & 1)
 
     def _draw(self, rng: random.Random) -> int:
         """A token that is allowed; there is one."""

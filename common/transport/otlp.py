@@ -41,24 +41,17 @@ class _Exporter(OTLPSpanExporter):
         self._is_out = False
         self._metrics = _Operations()  # type: ignore[assignment]
         _EXPORTING.setLevel(logging.ERROR)  # each try of a batch is a warning
-        for log in (_EXPORTING, _QUEUEING):
-            log.addFilter(self._is_news)
+        _QUEUEING.setLevel(logging.NOTSET)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = super().export(spans)
-        if self._is_out and result is SpanExportResult.SUCCESS:
-            self._is_out = False
-            logger.info("the collector of spans takes them again")
+        if self._is_out == (result is SpanExportResult.SUCCESS):
+            self._is_out = not self._is_out
+            _EXPORTING.setLevel(logging.CRITICAL if self._is_out else logging.ERROR)
+            _QUEUEING.setLevel(logging.CRITICAL if self._is_out else logging.NOTSET)
+            if not self._is_out:
+                logger.info("the collector of spans takes them again")
         return result
-
-    def shutdown(self, *args: Any, **options: Any) -> None:
-        super().shutdown(*args, **options)
-        for log in (_EXPORTING, _QUEUEING):
-            log.removeFilter(self._is_news)
-
-    def _is_news(self, record: logging.LogRecord) -> bool:
-        was_out, self._is_out = self._is_out, self._is_out or record.name == _EXPORTING.name
-        return not was_out
 
 
 def tracer_provider(endpoint: str, service_name: str, version: str) -> TracerProvider:

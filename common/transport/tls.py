@@ -165,7 +165,7 @@ def link_files(name: str, ca: str | None, cert: str | None, key: str | None) -> 
 
 
 def _ends(credentials: Credentials) -> str:
-    return ", ".join(f"{flag} is good until {_date(life.end)}" for flag, life in credentials.lives.items())
+    return ": " + ", ".join(f"{flag} is good until {_date(life.end)}" for flag, life in credentials.lives.items())
 
 
 def _certificates(file: NamedFile, pem: bytes) -> "list[x509.Certificate]":

@@ -164,22 +164,14 @@ def _by_priority_of_operators(request: Request, arrival: int) -> tuple[Any, ...]
     return 0 if request.tenant else request.priority, arrival
 
 
-def _by_arrival(request: Request, arrival: int) -> tuple[Any, ...]:
-    return (arrival,)
-
-
-def _by_priority(request: Request, arrival: int) -> tuple[Any, ...]:
-    return request.priority, arrival
-
-
 def _by_deadline(request: Request, arrival: int) -> tuple[Any, ...]:
     return math.inf if request.deadline is None else request.deadline, request.priority, arrival
 
 
 _POLICIES: dict[str, Callable[[float], Policy]] = {
     "agent": lambda max_wait_s: FairPolicy("agent", moves_keys=True, max_wait_s=max_wait_s),
-    "priority": lambda max_wait_s: Policy("priority", _by_priority),
-    "fcfs": lambda max_wait_s: Policy("fcfs", _by_arrival),
+    "priority": lambda max_wait_s: Policy("priority", lambda request, arrival: (request.priority, arrival)),
+    "fcfs": lambda max_wait_s: Policy("fcfs", lambda request, arrival: (arrival,)),
     "fair": lambda max_wait_s: FairPolicy(),
     "deadline": lambda max_wait_s: Policy("deadline", _by_deadline),
 }

@@ -82,10 +82,6 @@ class MixedGraphs:
         assert self._hidden is not None
         return self._hidden[:num_tokens]
 
-    def _num_rows(self, num_tokens: int) -> int:
-        """All rows that a step may have, and one for the tokens of padding, where there may be any."""
-        return min(self._limits.max_num_seqs + 1, num_tokens)
-
     def _padding(self, size: int, forward: Callable[[StepInputs], Tensor]) -> Callable[[], None]:
         """Put rows of padding where the graph reads them. Returns what is to be captured."""
         none = np.empty(0, np.int64)
@@ -111,7 +107,8 @@ class MixedGraphs:
 
     def _lengths(self, num_tokens: int) -> tuple[int, ...]:
         """Of the columns of that many tokens: see `StepInputs`."""
-        num_rows = self._num_rows(num_tokens)
+        # All rows that a step may have, and one for the tokens of padding, where there may be any.
+        num_rows = min(self._limits.max_num_seqs + 1, num_tokens)
         return num_tokens, num_tokens, num_rows, num_rows, num_rows + 1
 
     @torch.inference_mode()

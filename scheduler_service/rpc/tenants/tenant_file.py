@@ -74,7 +74,7 @@ class TenantFile:
             [NamedFile("--tenants", path)],
             partial(_read, path),
             interval=_WATCH_INTERVAL,
-            describe=lambda tenants: f"{len(tenants.by_name)} tenants",
+            describe=lambda tenants: f": {len(tenants.by_name)} tenants",
             on_change=self._tell,
         )
 
