@@ -220,11 +220,16 @@ def most_likely(logits: Tensor, num_top: int) -> Tensor:
     if num_top in (0, num_found):  # none, or all
         return token_ids
     last = values[:, -1:]
-    if not logits.is_cpu:  # to ask a device which rows these are is to wait for it
+    if not _host_knows(logits):  # to ask a device which rows these are is to wait for it
         return _lowest_of_equals(logits, token_ids, last)
     for row in (values[:, -1] == found.values[:, -1]).nonzero().squeeze(1).tolist():
         token_ids[row] = _lowest_of_equals(*(each[row : row + 1] for each in (logits, token_ids, last)))
     return token_ids
+
+
+def _host_knows(tensor: Tensor) -> bool:
+    """Whether what a tensor holds can be asked for at no cost."""
+    return tensor.is_cpu
 
 
 def _in_order(values: Tensor, token_ids: Tensor) -> Tensor:

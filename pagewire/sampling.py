@@ -211,10 +211,6 @@ def _is_bias(value: object) -> bool:
     return isinstance(value, Mapping) and all(is_integer(key) and is_real(value[key]) for key in value)
 
 
-def _is_early_stopping(value: object) -> bool:
-    return isinstance(value, str | bool) and value in EARLY_STOPPING
-
-
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -274,7 +270,10 @@ _LEGAL: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (lambda value: _is_text(value) or is_list(value, _is_text), "texts"),
     "stop_token_ids": (lambda value: is_list(value, is_integer), "a list of integers"),
     "logit_bias": (_is_bias, "a mapping from token ids to numbers"),
-    "early_stopping": (_is_early_stopping, f"one of {', '.join(map(repr, EARLY_STOPPING))}"),
+    "early_stopping": (
+        lambda value: isinstance(value, str | bool) and value in EARLY_STOPPING,
+        f"one of {', '.join(map(repr, EARLY_STOPPING))}",
+    ),
 }
 # Those that flags of the client verbs set, and of them those that flags of the bench verbs set.
 FLAGS: tuple[Field, ...] = tuple(field for field in fields(SamplingParams) if field.metadata)

@@ -99,6 +99,8 @@ BAD = [(), shown(b""), shown(OTHER), shown(SECRET[:-1]), shown(SECRET + b"\n"), 
 async def test_who_does_not_show_it_takes_no_epoch(
     file: Path, metadata: tuple[tuple[str, bytes], ...], recwarn: pytest.WarningsRecorder
 ) -> None:
+    gc.collect()  # what other tests have left
+    recwarn.clear()
     async with worker(file) as target:
         code, _ = await answer(target, metadata, epoch=2)
         assert code is grpc.StatusCode.UNAUTHENTICATED
@@ -108,7 +110,7 @@ async def test_who_does_not_show_it_takes_no_epoch(
         code, _ = await answer(target, metadata, epoch=1)  # nor does it learn the one that is held
         assert code is grpc.StatusCode.UNAUTHENTICATED
     gc.collect()
-    assert not list(recwarn), "a stream that is not read was begun"
+    assert not [each for each in recwarn if "never awaited" in str(each.message)], "a stream that is not read was begun"
 
 
 async def test_a_worker_that_would_not_look_at_it_says_so() -> None:
