@@ -188,6 +188,7 @@ def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certifica
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
     where = f"{key_file.flag} is {key_file.path}, which"
+    unfit = f"{where} is of a kind that gRPC does not take; have one made of RSA, or on the curve P-256"
     try:
         key = load_pem_private_key(key_pem, None)
         is_pair = key.public_key() == cert.public_key()
@@ -195,8 +196,13 @@ def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certifica
         raise ValueError(
             f"{where} is encrypted; give the key as it is, in a file that only this user can read"
         ) from None
-    except (ValueError, UnsupportedAlgorithm):
-        raise ValueError(f"{where} holds no private key in PEM, or a broken one") from None
+    except (ValueError, UnsupportedAlgorithm) as error:
+        # Before cryptography 47 a curve whose parameters stand in the key is not read.
+        raise ValueError(
+            unfit
+            if "explicit parameters are" in str(error)
+            else f"{where} holds no private key in PEM, or a broken one"
+        ) from None
     if not is_pair:
         raise ValueError(f"{where} is not the key of the first certificate in {cert_file.flag} {cert_file.path}")
     is_elliptic = isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name in _CURVES
@@ -205,7 +211,7 @@ def _check_pair(cert_file: NamedFile, key_file: NamedFile, cert: "x509.Certifica
         key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) in cert.tbs_certificate_bytes
     )
     if not is_plain or not (is_elliptic or isinstance(key, rsa.RSAPrivateKey)):
-        raise ValueError(f"{where} is of a kind that gRPC does not take; have one made of RSA, or on the curve P-256")
+        raise ValueError(unfit)
 
 
 def _usable(file: NamedFile, lives: list[Life], now: float) -> list[Life]:

@@ -36,7 +36,7 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        3_462,
+        3_463,
         "transport, tracing, refusals, limits, lost folders, GGUF, grammars, templates, watched files, YAML, outages",
     ),
     "pagewire": Ceiling(
