@@ -24,6 +24,8 @@ from prometheus_client.metrics_core import Metric
 
 from pagewire.common.gguf import SERVED_TYPES
 from pagewire.common.messages import WorkerCapacity
+from pagewire.common.network.families.reading import DTYPES
+from pagewire.common.network.quantization import METHODS
 from pagewire.common.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.kernels.quantized import BITS
@@ -31,9 +33,7 @@ from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.operations import CpuProducts
-from worker_service.models.families.reading import DTYPES
 from worker_service.models.operations import Operations
-from worker_service.models.quantization import METHODS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs"

@@ -12,13 +12,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from pagewire.common.network.source import load_config
 from pagewire.kernels.cpu import CpuKernels
 from testing.checkpoints.gguf_files import dequantized
 from testing.models import load_model
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.cache import CacheEngine, CacheShape
 from worker_service.host import create_host_operations, host_model
-from worker_service.models.source import load_config
 from worker_service.startup.loader import attention_shape
 
 BLOCK_SIZE = 16

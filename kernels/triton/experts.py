@@ -15,7 +15,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.expert_routing import ExpertRouting
+from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels.experts import MIN_SUM
 from pagewire.kernels.triton.launching import FLOATS, INTEGERS, Strided, check_tensor, operand
 

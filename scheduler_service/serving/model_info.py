@@ -19,19 +19,14 @@ from pagewire.common.gguf import (
 )
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest, settings_of
 from pagewire.common.messages import SamplingParams
+from pagewire.common.network.config import MAX_SIZE
+from pagewire.common.network.families import text_settings
 from scheduler_service.serving.chat_template import ChatTemplate, chat_template_of, read_chat_template
 from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
 from scheduler_service.serving.sampling_defaults import ignored_settings, sampling_defaults
 
-# What published files of Gemma 3 with vision leave out.
-_TEXT_DEFAULTS = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
-# The keys under which the families of models give their greatest length.
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-# Those of families whose files may leave it out, by model_type.
-_DEFAULT_LENGTHS = {"bloom": 2048}
 # What other tools read where there is no tokenizer.json.
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model", "vocab.txt")
-_MAX_SIZE = 1 << 24  # of a vocabulary and of a length: far above any model there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +111,12 @@ def read_model(model: str) -> tuple[ModelInfo, TokenizerFiles | None]:
 
 def _read_directory(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
     config_path, generation_path = path / "config.json", path / "generation_config.json"
-    config = _with_text_config(read_settings(config_path, required=True))
     tokenizer = TokenizerFiles.in_directory(path)
     special_tokens = (settings_of(path, "") if tokenizer is None else tokenizer.settings).texts()
     info = _model_info(
         path,
         name=path.resolve().name,
-        config=config,
+        config=read_settings(config_path, required=True),
         config_path=config_path,
         generation=read_settings(generation_path),
         generation_path=generation_path,
@@ -134,15 +128,6 @@ def _read_directory(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
         embedding=read_pooling(path),
     )
     return info, tokenizer
-
-
-def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Of a multimodal model, what is said of its text model is taken where the whole says nothing."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        return config
-    defaults = _TEXT_DEFAULTS if text.get("model_type") == "gemma3_text" else {}
-    return {**defaults, **text, **{key: value for key, value in config.items() if value is not None}}
 
 
 def _read_gguf(path: Path) -> tuple[ModelInfo, TokenizerFiles | None]:
@@ -182,8 +167,8 @@ def _model_info(
     embedding: PoolingChoice,
 ) -> ModelInfo:
     """`end_token_id` is the tokenizer's, beside those that the other files name. Raises ValueError."""
-    model_type = _text(config, "model_type", config_path)
-    vocab_size = _positive(config, ("vocab_size",), config_path)
+    config, length_key = text_settings(config)
+    vocab_size = _positive(config, "vocab_size", config_path)
     # generation_config.json's, else config.json's; and the tokenizer's own.
     names_ends = generation.get("eos_token_id") is not None
     named, file = (generation, generation_path) if names_ends else (config, config_path)
@@ -191,11 +176,11 @@ def _model_info(
     return ModelInfo(
         name=name,
         directory=path.resolve(),
-        model_type=model_type,
+        model_type=_text(config, "model_type", config_path),
         architectures=_names(config, "architectures", config_path),
         digest=digest,
         vocab_size=vocab_size,
-        max_model_len=_positive(config, _LENGTH_KEYS, config_path, _DEFAULT_LENGTHS.get(model_type)),
+        max_model_len=_positive(config, length_key, config_path),
         eos_token_ids=tuple(sorted(token_ids_of(named, "eos_token_id", file) | own)),
         bos_token_id=_token_id(config, "bos_token_id"),
         pad_token_id=_token_id(config, "pad_token_id"),
@@ -224,11 +209,10 @@ def _names(config: dict[str, Any], key: str, file: Path) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _positive(config: dict[str, Any], keys: tuple[str, ...], file: Path, default: int | None = None) -> int:
-    found = next((key for key in keys if config.get(key) is not None), " or ".join(keys))
-    value = config.get(found, default)
-    if not is_whole(value) or not 1 <= value <= _MAX_SIZE:
-        raise unserved(file, found, value, f"a whole number from 1 to {_MAX_SIZE}")
+def _positive(config: dict[str, Any], key: str, file: Path) -> int:
+    value = config.get(key)
+    if not is_whole(value) or not 1 <= value <= MAX_SIZE:
+        raise unserved(file, key, value, f"a whole number from 1 to {MAX_SIZE}")
     return value
 
 

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels import experts as specification
-from pagewire.kernels.expert_routing import ExpertRouting
 from pagewire.kernels.triton import experts
 from pagewire.kernels.triton.launching import operand
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase

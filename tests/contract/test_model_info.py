@@ -71,20 +71,43 @@ def test_a_file_that_is_no_json_is_one_line(tmp_path: Path, name: str, seed: int
 
 
 @pytest.mark.parametrize(
-    ("model_type", "fields", "expected"),
+    ("architecture", "fields", "expected"),
     [
-        ("gpt2", {"n_positions": 7}, 7),
-        ("mpt", {"max_seq_len": 8}, 8),
-        ("bloom", {"seq_length": 9}, 9),
-        ("bloom", {"seq_length": None}, 2048),  # as in bigscience/bloom-560m
+        ("GPT2LMHeadModel", {"n_positions": 7}, 7),
+        ("MPTForCausalLM", {"max_seq_len": 8}, 8),
+        ("BloomForCausalLM", {"seq_length": 9}, 9),
+        ("BloomForCausalLM", {"seq_length": None}, 2048),  # as in bigscience/bloom-560m
+        ("BloomForCausalLM", {}, 2048),
+        ("BloomForCausalLM", {"seq_length": 9, "n_positions": 10}, 9),
+        ("Gemma3ForCausalLM", {}, 131_072),
+        ("GptOssForCausalLM", {}, 131_072),
+        ("NoneSuch", {"max_seq_len": 8}, 8),
     ],
 )
 def test_every_family_has_a_length(
-    tmp_path: Path, model_type: str, fields: dict[str, int | None], expected: int
+    tmp_path: Path, architecture: str, fields: dict[str, int | None], expected: int
 ) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "max_position_embeddings"}
-    write(tmp_path, {**config, "model_type": model_type, **fields}, {})
+    write(tmp_path, {**config, "architectures": [architecture], **fields}, {})
     assert read_model_info(str(tmp_path)).max_model_len == expected
+
+
+@pytest.mark.parametrize(
+    ("outer", "text", "expected"),
+    [
+        ({}, {}, (262_208, 131_072, ())),  # as published files with vision leave both out
+        ({"eos_token_id": [1, 106]}, {"vocab_size": 300, "eos_token_id": 2}, (300, 131_072, (1, 106))),
+        ({"vocab_size": None}, {"vocab_size": 300, "max_position_embeddings": 64}, (300, 64, ())),
+    ],
+)
+def test_a_multimodal_model_is_the_text_model_in_it(
+    tmp_path: Path, outer: dict[str, object], text: dict[str, object], expected: tuple[int, int, tuple[int, ...]]
+) -> None:
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", **outer}
+    write(tmp_path, {**whole, "text_config": {"model_type": "gemma3_text", **text}}, {})
+    info = read_model_info(str(tmp_path))
+    assert (info.vocab_size, info.max_model_len, info.eos_token_ids) == expected
+    assert info.model_type == "gemma3"
 
 
 @pytest.mark.parametrize(

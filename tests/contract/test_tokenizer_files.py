@@ -16,12 +16,12 @@ from transformers.models.auto import tokenization_auto
 
 from pagewire.common.chat_template import render
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, classes, settings
+from pagewire.common.network.checkpoint_files import CheckpointError, model_digest
 from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.model_info import read_model_info
 from scheduler_service.serving.tokenizer import load_tokenizer
 from testing.checkpoints.families import FAMILIES
 from tests.contract.tokenizer_files_shapes import Files, byte_level, drawn_files, sentencepiece, unigram, vocabulary
-from worker_service.models.checkpoint_files import CheckpointError, model_digest
 
 NUM_SHAPES = 120
 TEXTS = (

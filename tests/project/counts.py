@@ -26,28 +26,28 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_181, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
+        9_171, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
-        7_765, "29 architectures from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
+        6_551, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
     ),
     "pagewire/kernels": Ceiling(
-        3_971,
+        3_962,
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        3_463,
-        "transport, tracing, refusals, limits, lost folders, GGUF, grammars, templates, watched files, YAML, outages",
+        4_689,
+        "29 architectures, GGUF, transport, tracing, refusals, limits, lost folders, grammars, templates, file watches",
     ),
     "pagewire": Ceiling(
         5_754,
         "client, commands, their completion, files that hide modules, `LLM`, what runs services, benchmarks",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(341, "a noun each, what is told once a minute the last")
+MAX_MODULES_IN_ALL = Ceiling(342, "a noun each, the package of what both services know of a model the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
-    49, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
+    48, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
 )
 MAX_PROTOCOLS = Ceiling(16, "what has several implementations, or fakes that tests name")
 MAX_FUNCTION_LINES = 60

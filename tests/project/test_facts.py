@@ -13,6 +13,9 @@ from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES, model_file
 from pagewire.common.gguf.tokenizer_files import classes
 from pagewire.common.grammars import trial
 from pagewire.common.messages import PROTOCOL_VERSION
+from pagewire.common.network.config import MAX_EXPERTS
+from pagewire.common.network.families import BY_ARCHITECTURE
+from pagewire.common.network.quantization import METHODS
 from pagewire.common.process import EXIT_REFUSED
 from pagewire.common.sampling_ranges import RANGES
 from pagewire.common.transport import addresses, health, link_secret, listening, queued_writer
@@ -30,9 +33,6 @@ from scheduler_service.serving import chat_template, grammars, recording
 from tests.environments import constraints
 from tests.project.documents import DOCUMENTS, ROOT, read
 from worker_service.config import ATTENTION_BACKENDS, WorkerConfig
-from worker_service.models.config import MAX_EXPERTS
-from worker_service.models.families import BY_ARCHITECTURE
-from worker_service.models.quantization import METHODS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = constraints()

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL = project()["project"]["optional-dependencies"]
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
 # A module of the kernels that needs no torch, which takes a second to be imported.
-KERNELS = "pagewire.kernels.expert_routing"
+KERNELS = "pagewire.kernels.cpu.compiler"
 OURS = f"import {KERNELS}, pagewire.protos.gen.pagewire.worker.v1.worker_pb2, scheduler_service.server"
 THEIRS = "import kernels; assert kernels.__version__ == '0.17.2'; import kernels.layer"
 # A folder of that name on the path, as the repository has one, is a package without a file.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.common.network.families import BY_ARCHITECTURE
 from tests.project.counts import is_kernel
 from tests.project.sources import PACKAGES, ROOT, imports, module_name, parse, sources, walk
 from worker_service.config import ATTENTION_BACKENDS
@@ -21,7 +22,7 @@ EVERY_SOURCE = (*PACKAGES, "bench", "models")
 MAX_PARAMETERS = 12  # of a function of the worker, and of a kernel
 
 # Packages of pagewire that the client library does without.
-BESIDE_THE_CLIENT = ("bench", "cli", "common.gguf", "hosting", "kernels", "llm")
+BESIDE_THE_CLIENT = ("bench", "cli", "common.gguf", "common.network", "hosting", "kernels", "llm")
 # Packages whose `__init__` names all that others may use, and modules beside it that load what is not always there.
 DOORS = (
     *(f"worker_service.{name}" for name in ("attention", "cache", "device", "engine", "host", "rows", "runner")),
@@ -156,6 +157,20 @@ def test_folders_linked_into_the_package_are_imported_from_there() -> None:
         return [name for name in imports(parse(path)) if name.split(".")[0] in {"common", "kernels", "protos"}]
 
     assert offenders((*EVERY_SOURCE, "protos/gen", "tests"), by_their_own_names) == []
+
+
+def test_the_scheduler_names_no_family() -> None:
+    """Each says by itself what its files leave out, and what they call things."""
+    words = {re.split(r"\d|For|LM", architecture)[0] for architecture in BY_ARCHITECTURE}
+    keys = {family.length_key for family in BY_ARCHITECTURE.values()}
+    names = re.compile(rf"({'|'.join(sorted(words))})\w*|{'|'.join(sorted(keys))}|text_config", re.IGNORECASE)
+
+    def named(path: Path) -> list[str]:
+        texts = [node.value for node in walk(parse(path)) if isinstance(node, ast.Constant)]
+        return [text for text in texts if isinstance(text, str) and names.fullmatch(text)]
+
+    assert offenders(["scheduler_service"], named) == []
+    assert all(map(names.fullmatch, ("bloom", "gemma3_text", "GPT2LMHeadModel", "n_positions")))
 
 
 def test_core_needs_one_package() -> None:

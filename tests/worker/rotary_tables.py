@@ -1,6 +1,6 @@
 """Configurations of rotary positions, and their tables."""
 
-from worker_service.models.config import RopeConfig
+from pagewire.common.network.config import RopeConfig
 from worker_service.models.rope import RotaryEmbedding
 
 

@@ -6,14 +6,14 @@ import random
 import pytest
 import torch
 
+from pagewire.common.network.checkpoint_files import CheckpointError, read_headers
+from pagewire.common.network.config import MAX_SIZE
+from pagewire.common.network.families import parse_config
+from pagewire.common.network.source import load_config
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from tests.broken_json import refusal_of, spoilt, spoilt_bytes
-from worker_service.models.checkpoint_files import CheckpointError, read_headers
-from worker_service.models.config import MAX_SIZE
-from worker_service.models.families import parse_config
 from worker_service.models.loading import prepare_model
 from worker_service.models.rope import inverse_frequencies
-from worker_service.models.source import load_config
 
 CPU = torch.device("cpu")
 # What may be named instead of the key that is odd, since only together they are wrong.

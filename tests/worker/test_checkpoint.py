@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagewire.common.network.checkpoint_files import CheckpointError, model_digest
 from testing.checkpoints.families import make_checkpoint
 from testing.models import load_model
 from tests.worker.model_logits import edit_config
 from worker_service.models.checkpoint import Checkpoint, Piece
-from worker_service.models.checkpoint_files import CheckpointError, model_digest
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 import transformers
 
+from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.families import parse_config
 from testing.checkpoints.families import DEFAULTS, FAMILIES, NO_SPECIAL_TOKENS, draw_weights
 from testing.models import load_model
 from tests.worker.model_logits import TOLERANCE, compute_logits
-from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.config import ModelConfig
-from worker_service.models.families import parse_config
 
 CPU = torch.device("cpu")
 # Of every configuration, whatever the model; and what is said of training, or of what is given out beside the logits.

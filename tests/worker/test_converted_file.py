@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from models.story_grammar import write_document
 from models.train_storyteller import RECIPES
 from pagewire.common.gguf import GgufFile, tokenizer_config_json, tokenizer_json
-from worker_service.models.source import load_config
+from pagewire.common.network.source import load_config
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
 FILES = sorted((Path(__file__).parent / "fixtures").glob("*.gguf"))

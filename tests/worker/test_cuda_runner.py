@@ -37,6 +37,7 @@ from pagewire.common.messages import (
     WorkerCapacity,
     WorkerProtocolError,
 )
+from pagewire.common.network.source import load_config
 from pagewire.common.worker_wire import decode_request, encode_request
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import (
@@ -68,7 +69,6 @@ from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.grammars import CompileThread, EpochGrammars
 from worker_service.models.communicator import SingleRank
 from worker_service.models.operations import ExpertProduct, Operations, multiply_all
-from worker_service.models.source import load_config
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
 from worker_service.startup import loader

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagewire.kernels.expert_routing import ExpertRouting
+from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels.experts import multiply_routed, route_tokens
 from testing.checkpoints.families import make_checkpoint
 from worker_service.models.linear import ExpertLinear, stack

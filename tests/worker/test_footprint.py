@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagewire.common.network.source import load_config
 from pagewire.kernels.cpu import Turn
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
@@ -21,7 +22,6 @@ from worker_service.models.decoder import Decoder
 from worker_service.models.linear import Linear
 from worker_service.models.loading import prepare_model
 from worker_service.models.shard import Shard, model_size
-from worker_service.models.source import load_config
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 CPU = torch.device("cpu")

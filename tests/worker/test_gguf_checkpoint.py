@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.common.network.config import RopeConfig
+from pagewire.common.network.families.gpt_oss import FAMILY as GPT_OSS
+from pagewire.common.network.gguf_files import open_gguf
+from pagewire.common.network.source import load_config, model_digest, read_headers
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import dequantized, write_dequantized, write_gguf
 from testing.models import load_model
 from tests.compiler import skip_without_compiler
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
-from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.config import RopeConfig
-from worker_service.models.families.gpt_oss import FAMILY as GPT_OSS
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
-from worker_service.models.gguf.files import open_gguf
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.loading import prepare_model
 from worker_service.models.rope import inverse_frequencies
-from worker_service.models.source import load_config, model_digest, read_headers
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.common.network.families import parse_config
+from pagewire.common.network.source import load_config
 from testing import models
 from testing.checkpoints.families import (
     DEFAULTS,
@@ -37,10 +40,7 @@ from tests.worker.model_logits import (
 from worker_service.attention import AttentionBatch
 from worker_service.host.decoder import CpuDecoder, LayeredModel, host_model
 from worker_service.host.operations import create_host_operations
-from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.families import parse_config
 from worker_service.models.linear import Linear
-from worker_service.models.source import load_config
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 SEVEN = {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1}

@@ -11,11 +11,11 @@ from tests.kernels.triton.device import choose_device
 
 choose_device()
 
+from pagewire.common.network.source import load_config  # noqa: E402
 from worker_service.attention import AttentionShape, create_backend  # noqa: E402
 from worker_service.device.kernels import create_device_operations  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
 from worker_service.models.operations import Operations  # noqa: E402
-from worker_service.models.source import load_config  # noqa: E402
 
 CUDA = torch.device("cuda")
 

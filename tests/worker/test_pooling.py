@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.common.gguf import GgufFile
 from pagewire.common.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, WorkerProtocolError
+from pagewire.common.network.checkpoint_files import CheckpointError
 from scheduler_service.serving.pooling_config import read_gguf_pooling
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.plans import Row, plan_steps
 from tests.worker.runners import load
 from worker_service.engine import LoadedWorker
-from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.rows.pooling import PooledChunk, Pooler
 
 VOCAB_SIZE = 151

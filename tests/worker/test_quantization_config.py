@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.common.network.quantization import WeightFormat, parse_quantization
 from testing.checkpoints.quantized import BY_NAME, CASES
 from tests.broken_json import ODD_VALUES, refusal_of
-from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.quantization import WeightFormat, parse_quantization
+from worker_service.models.quantized_checkpoint import formats_of, is_found
 
 QUERIES, DOWN, HEAD = "model.layers.3.self_attn.q_proj", "model.layers.13.mlp.down_proj", "lm_head"
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -32,7 +33,7 @@ def group(weights, *targets, **more):
 
 def formats(section, *modules):
     quantization = parse_quantization({"quantization_config": section})
-    found = quantization.formats_of(modules)
+    found = formats_of(quantization, modules)
     return [found.get(module) for module in modules]
 
 
@@ -220,7 +221,7 @@ def test_a_pattern_without_end_is_refused_by_name(pattern: str, place: int) -> N
     quantization = parse_quantization({"quantization_config": section})
     assert quantization is not None
     with pytest.raises(CheckpointError, match=rf"{key} is .*, but must be a pattern that is compared with model\."):
-        quantization.formats_of(MODULES)
+        formats_of(quantization, MODULES)
 
 
 @pytest.mark.parametrize("pattern", HARD)
@@ -228,17 +229,17 @@ def test_a_pattern_that_is_hard_for_others_is_answered(pattern: str) -> None:
     (_, section), *_ = brought(pattern)
     quantization = parse_quantization({"quantization_config": section})
     assert quantization is not None
-    assert quantization.formats_of(MODULES).keys() == set(MODULES), "none is ignored"
+    assert formats_of(quantization, MODULES).keys() == set(MODULES), "none is ignored"
 
 
 def test_many_slow_patterns_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them takes too long, all with all names do."""
-    monkeypatch.setattr("worker_service.models.quantization._MAX_MATCHING_S", 0.1)
+    monkeypatch.setattr("worker_service.models.quantized_checkpoint._MAX_MATCHING_S", 0.1)
     key, section = brought("(.*.*.*.*)[!?]")[0]
     quantization = parse_quantization({"quantization_config": {**section, key: section[key] * 1000}})
     assert quantization is not None
     with pytest.raises(CheckpointError, match=r"is .*, but must be (a pattern|patterns) that"):
-        quantization.formats_of(MODULES * 100)
+        formats_of(quantization, MODULES * 100)
 
 
 @pytest.mark.parametrize(
@@ -253,11 +254,11 @@ def test_patterns_mean_what_they_mean_to_python(pattern: str) -> None:
         ending = r"(\.|$)" if key == "modules_to_not_convert" else ""
         quantization = parse_quantization({"quantization_config": section})
         assert quantization is not None
-        found = {rule.source[0] for rule in quantization.rules if rule.finds(MODULES[0], 1.0)}
-        assert quantization.formats_of(MODULES).keys() <= set(MODULES)
+        found = {rule.source[0] for rule in quantization.rules if is_found(rule, MODULES[0], 1.0)}
+        assert formats_of(quantization, MODULES).keys() <= set(MODULES)
         expected = {module for module in MODULES if re.match(f"(?:{pattern}){ending}", module)}
         rule = next(rule for rule in quantization.rules if rule.source[0])
-        assert {module for module in MODULES if rule.finds(module, 1.0)} == expected
+        assert {module for module in MODULES if is_found(rule, module, 1.0)} == expected
         assert (key in found) == (MODULES[0] in expected)
 
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagewire.common.network.checkpoint_files import CheckpointError, model_digest
+from pagewire.common.network.quantization import parse_quantization
+from pagewire.common.network.source import load_config
 from scheduler_service.serving.model_info import read_model_info
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.packed import awq, gptq, make_quantized
@@ -18,11 +21,8 @@ from tests.worker.thread_ranks import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig
 from worker_service.models import packing
 from worker_service.models.checkpoint import Checkpoint, Piece
-from worker_service.models.checkpoint_files import CheckpointError, model_digest
 from worker_service.models.linear import Linear
-from worker_service.models.quantization import parse_quantization
-from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
-from worker_service.models.source import load_config
+from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of
 from worker_service.startup.loader import load_worker
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def open_weight(path, case, seed, out_size, in_size):
     """A checkpoint of one weight, `model.x`, and what it means."""
     tensors, meant = case.draw(torch.Generator().manual_seed(seed), out_size, in_size)
     save_file({f"model.x.{kind}": tensor for kind, tensor in tensors.items()}, path / "model.safetensors")
-    weight_format = parse_quantization({"quantization_config": case.section}).formats_of(["model.x"])["model.x"]
+    weight_format = formats_of(parse_quantization({"quantization_config": case.section}), ["model.x"])["model.x"]
     return QuantizedCheckpoint(Checkpoint(path), {"model.x": weight_format}), meant
 
 
@@ -249,7 +249,7 @@ def test_decoding_a_weight_takes_no_more_memory_than_was_said(monkeypatch, case)
     """Of what torch allocates beside the target; what is read counts too."""
     monkeypatch.setattr(packing, "_CHUNK_ELEMENTS", 1 << 14)
     tensors, _ = case.draw(torch.Generator().manual_seed(19), 256, 4000)
-    weight_format = parse_quantization({"quantization_config": case.section}).formats_of(["model.x"])["model.x"]
+    weight_format = formats_of(parse_quantization({"quantization_config": case.section}), ["model.x"])["model.x"]
     target = torch.empty(256, 4000)
     with torch.profiler.profile(profile_memory=True) as profile:
         packing.copy_floats(target, packing.decode(weight_format, tensors, 256, 4000))

@@ -14,6 +14,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.common.network.source import weights_digest
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.checkpoints.packed import make_quantized
@@ -23,13 +25,11 @@ from tests.worker.model_logits import CPU, compute_logits, load, random_tokens
 from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache
 from worker_service.host.operations import CpuProduct, create_host_operations
-from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.loading import prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.quantizing import QuantizingTensors
-from worker_service.models.source import weights_digest
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
 from worker_service.startup.loader import check_products, load_worker
 from worker_service.startup.preflight import check_worker

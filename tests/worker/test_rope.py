@@ -15,6 +15,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.common.network.config import MAX_SIZE, RopeConfig
+from pagewire.common.network.families import parse_config
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.models import load_model
@@ -22,9 +25,6 @@ from tests.compiler import skip_without_compiler
 from tests.worker.model_logits import TOLERANCE, compute_logits
 from tests.worker.rotary_tables import SCALINGS, filled_tables
 from worker_service.config import WorkerConfig
-from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.config import MAX_SIZE, RopeConfig
-from worker_service.models.families import parse_config
 from worker_service.models.rope import inverse_frequencies
 from worker_service.startup import loader
 from worker_service.startup.loader import load_worker

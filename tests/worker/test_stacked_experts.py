@@ -4,12 +4,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pagewire.common.network.checkpoint_files import CheckpointError
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.packed import make_mxfp4
 from testing.models import load_model
 from tests.worker.model_logits import compute_logits, edited, host_operations, random_tokens, use_kernels
 from tests.worker.thread_ranks import Meeting, ThreadRank
-from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.linear import ExpertLinear
 from worker_service.models.loading import prepare_model
 from worker_service.startup.cpu_kernels import load_cpu_kernels

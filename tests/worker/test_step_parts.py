@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagewire.common.messages import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
+from pagewire.common.network.source import load_config
 from testing.checkpoints.families import make_checkpoint
 from testing.models import load_model
 from tests.worker.device_attention import DeviceAttention
@@ -20,7 +21,6 @@ from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.cuda import is_fatal, is_out_of_memory
-from worker_service.models.source import load_config
 from worker_service.rows.parts import run_in_parts
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pagewire.common.network.source import load_config
 from testing.models import load_model
 from tests.worker.fake_device import FakeDevice
 from tests.worker.runners import device_runner
@@ -16,7 +17,6 @@ from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.kernels import create_sampler
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.grammars import EpochGrammars
-from worker_service.models.source import load_config
 from worker_service.rows.table import TableLimits
 from worker_service.runner import ModelRunner
 from worker_service.startup.loader import attention_shape

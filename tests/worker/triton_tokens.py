@@ -9,6 +9,7 @@ from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
 
+from pagewire.common.network.source import load_config  # noqa: E402
 from testing.checkpoints.families import FAMILIES  # noqa: E402
 from testing.models import load_model  # noqa: E402
 from testing.plans import Row, plan_steps  # noqa: E402
@@ -18,7 +19,6 @@ from worker_service.attention.backends.triton import TritonAttention  # noqa: E4
 from worker_service.cache.cache_engine import CacheEngine, CacheShape  # noqa: E402
 from worker_service.device.kernels import create_sampler  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
-from worker_service.models.source import load_config  # noqa: E402
 from worker_service.rows.table import TableLimits  # noqa: E402
 from worker_service.startup.loader import attention_shape  # noqa: E402
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pagewire.common.network.config import ModelConfig
 from pagewire.kernels import gathering, sampling
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
-from worker_service.models.config import ModelConfig
 from worker_service.models.operations import Operations
 
 logger = logging.getLogger(__name__)

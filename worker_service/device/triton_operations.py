@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagewire.common.network.config import ModelConfig
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from pagewire.kernels.triton import experts, fused, linear, scaled
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.backends.triton import CachedAttend
-from worker_service.models.config import ModelConfig
 from worker_service.models.linear import stack
 from worker_service.models.model import Attend
 from worker_service.models.operations import DenseProduct, ExpertProduct, Float32Product, Operations, Product

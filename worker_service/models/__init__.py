@@ -1,4 +1,4 @@
 """Models: checkpoints to hidden states to logits. They know nothing of paging.
 
-What `config` and `shard` say of a model takes no torch, which is why nothing is imported here.
+What `shard` says of a model takes no torch, which is why nothing is imported here.
 """

@@ -9,10 +9,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagewire.common.network.checkpoint_files import (
+    CONFIG_FILE,
+    FLOAT_BYTES,
+    CheckpointError,
+    TensorHeader,
+    read_headers,
+)
+from pagewire.common.network.stacks import StackedPart, Stacks, find_part, unstacked_names
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
-from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, TensorHeader, read_headers
-from worker_service.models.stacks import StackedPart, Stacks, find_part, unstacked_names
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

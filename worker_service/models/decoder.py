@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pagewire.common.network.config import ModelConfig
 from pagewire.kernels.arguments import HeadPreparation
 from worker_service.models.communicator import Communicator
-from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.mlp import MLP, ExpertMLP
 from worker_service.models.model import Attend

@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from pagewire.common.gguf import is_gguf
+from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
+from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.families import BY_ARCHITECTURE
+from pagewire.common.network.families.family import Family, Split, Weight
+from pagewire.common.network.source import load_config
 from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import BITS, GROUP_SIZE, QuantizedFormat
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
-from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError
 from worker_service.models.communicator import Communicator, SingleRank
-from worker_service.models.config import ModelConfig
 from worker_service.models.decoder import Attention, Decoder, HeadNorm, Norm
-from worker_service.models.families import BY_ARCHITECTURE
-from worker_service.models.families.family import Family, Weight
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
-from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
+from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of
 from worker_service.models.quantizing import QuantizingTensors
 from worker_service.models.rope import RotaryEmbedding
-from worker_service.models.shard import Shard, Split
-from worker_service.models.source import load_config
+from worker_service.models.shard import Shard
 from worker_service.models.weights import (
     TensorProgress,
     check_weights,
@@ -82,7 +82,7 @@ def prepare_model(
     table = tuple(_weights(family, shard.config, checkpoint))
     if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
         linears = [weight.source for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
-        checkpoint = QuantizedCheckpoint(checkpoint, shard.config.quantization.formats_of(linears))
+        checkpoint = QuantizedCheckpoint(checkpoint, formats_of(shard.config.quantization, linears))
     if quantization is not None:
         assert (shard.size, checkpoint.formats) == (1, ()), "refused before"
         checkpoint, table = _quantizing(model, checkpoint, table, BITS[quantization], operations)

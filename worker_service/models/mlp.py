@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pagewire.common.network.config import ModelConfig
 from worker_service.models.communicator import Communicator
-from worker_service.models.config import ModelConfig
 from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.operations import Operations
 

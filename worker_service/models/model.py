@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from worker_service.models.config import ModelConfig
+from pagewire.common.network.config import ModelConfig
 
 # attend(layer, query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], the layer's `Scoring.sinks`)
 # -> [T, num_heads, head_dim]. Where keys and values are kept, and which tokens belong together, is its own business.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.common.network.quantization import WeightFormat
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import GROUP_UNIT, MXFP4, QuantizedWeight, mxfp4_codes, mxfp4_scales
-from worker_service.models.quantization import WeightFormat
 
 # What a weight is decoded to. A tensor is of float32: no groups of whole numbers say the same.
 DecodedWeight = QuantizedWeight | Float8Weight | Tensor

@@ -1,14 +1,16 @@
 """A checkpoint whose linear weights are quantised: each is made of several tensors."""
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 import torch
 
+from pagewire.common.network.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
+from pagewire.common.network.quantization import SECTION, Quantization, QuantizationRule, WeightFormat, unserved
 from pagewire.kernels.float8 import Float8Format, unit_size
 from pagewire.kernels.quantized import GROUP_UNIT, MXFP4, QuantizedFormat
 from worker_service.models.checkpoint import Checkpoint, Piece, Tensors
-from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from worker_service.models.packing import (
     DecodedWeight,
     FaultyTensorError,
@@ -20,9 +22,42 @@ from worker_service.models.packing import (
     stored_tensors,
     working_bytes,
 )
-from worker_service.models.quantization import WeightFormat
 
 _SUFFIX = ".weight"
+# Of CPU time: one pattern and one module take microseconds, and all of the largest models a second or two.
+_MAX_MATCH_S = 0.2
+_MAX_MATCHING_S = 60.0
+
+
+def formats_of(quantization: Quantization, modules: Iterable[str]) -> dict[str, WeightFormat]:
+    """Return the formats of those linear modules of a checkpoint that are quantised. Raises CheckpointError for
+    patterns that take too long."""
+    end, found = time.thread_time() + _MAX_MATCHING_S, {}
+    for module in modules:
+        for rule in quantization.rules:
+            left = end - time.thread_time()
+            if left <= 0:
+                expected = f"patterns that are compared with the model's modules in {_MAX_MATCHING_S} s"
+                raise unserved(SECTION, f"{len(quantization.rules)} rules", expected)
+            if is_found(rule, module, min(left, _MAX_MATCH_S)):
+                if rule.format is not None:
+                    found[module] = rule.format
+                break
+    return found
+
+
+def is_found(rule: QuantizationRule, module: str, timeout_s: float) -> bool:
+    """Return whether a rule speaks of a module. Raises CheckpointError for a regular expression that has no end, for
+    which Python's own has no limit."""
+    if not rule.source[0]:
+        return rule.pattern.search(module) is not None
+    import regex  # which only these need
+
+    try:
+        return regex.search(rule.pattern.pattern, module, timeout=timeout_s) is not None
+    except (TimeoutError, regex.error, RecursionError) as error:
+        expected = f"a pattern that is compared with {module} in less than {_MAX_MATCH_S} s"
+        raise unserved(*rule.source, expected) from error
 
 
 class QuantizedCheckpoint(Tensors):

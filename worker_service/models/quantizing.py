@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from pagewire.common.network.checkpoint_files import CheckpointError
 from pagewire.kernels.quantized import GROUP_SIZE, QuantizedFormat, QuantizedWeight, quantized_format
 from worker_service.models.checkpoint import Piece, Tensors
-from worker_service.models.checkpoint_files import CheckpointError
 
 _CHUNK_ELEMENTS = 1 << 20  # that are read and quantised at once, and whole heads of rows at least
 _WORKING_BYTES = 8  # that an element takes on the way: itself in float32, its code, and scales

@@ -6,22 +6,9 @@ products by their inputs, so that ranks meet twice a layer and once for the logi
 whole on every rank."""
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
-from worker_service.models.config import ModelConfig
-
-
-class Split(Enum):
-    """The kinds of dimensions of a weight that ranks share out, by what they count."""
-
-    HEADS = "heads"
-    KV_HEADS = "KV heads"
-    INTERMEDIATE = "intermediate size"
-    EXPERT_INTERMEDIATE = "intermediate size of experts"
-    SHARED_INTERMEDIATE = "intermediate size of the shared expert"
-    QKV_BY_HEAD = "heads with their keys and values"
-    HEAD_VALUES = "a value of each head"
-    VOCABULARY = "vocabulary"
+from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.families.family import Split
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ import torch
 
 from pagewire.common.memory_size import describe_memory
 from pagewire.common.messages import WorkerCapacity
+from pagewire.common.network.config import ModelConfig, RopeConfig
+from pagewire.common.network.source import load_config, model_digest, weights_digest
 from pagewire.common.process import announce_memory
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.quantized import BITS, quantized_format
@@ -25,13 +27,11 @@ from worker_service.engine import LoadedWorker
 from worker_service.grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, SingleRank
-from worker_service.models.config import ModelConfig, RopeConfig
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.ranks import RankGroup
 from worker_service.models.shard import Shard
-from worker_service.models.source import load_config, model_digest, weights_digest
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels, quantized_folder

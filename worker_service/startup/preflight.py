@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pagewire.common.gguf import is_gguf
 from pagewire.common.memory_size import describe_memory
+from pagewire.common.network.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
+from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.source import load_config, model_digest, read_headers
 from worker_service.config import WorkerConfig
-from worker_service.models.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
-from worker_service.models.config import ModelConfig
 from worker_service.models.shard import Shard, model_size
-from worker_service.models.source import load_config, model_digest, read_headers
 from worker_service.startup.resources import available_bytes
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # one of them is there where torch can find a GPU

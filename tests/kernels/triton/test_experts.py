@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels.expert_routing import ExpertRouting
+from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels.triton import experts
 from testing.kernel_checks.experts import Layer, check_layer, check_product, check_routing
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels.expert_routing import ExpertRouting
+from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from pagewire.kernels.triton import experts, linear

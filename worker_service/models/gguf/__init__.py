@@ -1,1 +1,1 @@
-"""GGUF files as the worker reads them: the model that one describes, and its weights."""
+"""The weights of GGUF files."""

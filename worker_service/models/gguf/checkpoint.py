@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pagewire.common.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufError, config_json
+from pagewire.common.network.checkpoint_files import CheckpointError
+from pagewire.common.network.gguf_files import open_gguf
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models import packing
 from worker_service.models.checkpoint import Piece, Tensors
-from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.gguf.decoding import decode_rows, is_finite, quantized_format
-from worker_service.models.gguf.files import open_gguf
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

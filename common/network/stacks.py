@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from worker_service.models.checkpoint_files import CheckpointError, TensorHeader
+from pagewire.common.network.checkpoint_files import CheckpointError, TensorHeader
 
 
 @dataclass(frozen=True, slots=True)

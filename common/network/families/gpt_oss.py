@@ -3,8 +3,8 @@ sink in each head's softmax, and windows in every other layer. Experts are publi
 
 from dataclasses import replace
 
-from worker_service.models.config import JsonObject, ModelConfig
-from worker_service.models.families.family import (
+from pagewire.common.network.config import JsonObject, ModelConfig
+from pagewire.common.network.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     EXPERTS,
@@ -14,14 +14,14 @@ from worker_service.models.families.family import (
     PRE_NORMS,
     QKV,
     Family,
+    Split,
     Weight,
     read_decoder,
     read_experts,
 )
-from worker_service.models.families.positions import FULL, SLIDING, read_rope, read_windows
-from worker_service.models.families.reading import attention_biases, num_layers_of, number
-from worker_service.models.shard import Split
-from worker_service.models.stacks import STACKS
+from pagewire.common.network.families.positions import FULL, SLIDING, read_rope, read_windows
+from pagewire.common.network.families.reading import attention_biases, num_layers_of, number
+from pagewire.common.network.stacks import STACKS
 
 _WEIGHTS = (
     EMBEDDING,

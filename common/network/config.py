@@ -1,14 +1,11 @@
-"""The model that a checkpoint's config.json describes, in one vocabulary for all families.
-
-What a family's files say is read in `worker_service/models/families`. Importing this loads no torch.
-"""
+"""The model that a checkpoint's config.json describes, in one vocabulary for all families."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pagewire.kernels.expert_routing import ExpertRouting
-from worker_service.models.quantization import Quantization
+from pagewire.common.network.expert_routing import ExpertRouting
+from pagewire.common.network.quantization import Quantization
 
 # Far above any model there is: what lies beyond is a mistake, and would be built before memory says so.
 MAX_LAYERS = 1 << 12

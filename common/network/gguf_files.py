@@ -1,4 +1,4 @@
-"""The model that a GGUF file describes, read without torch."""
+"""The model that a GGUF file describes."""
 
 import math
 from array import array
@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pagewire.common.gguf import ROPE_FACTORS, GgufError, GgufFile, config_json
-from worker_service.models.checkpoint_files import CheckpointError, TensorHeader
-from worker_service.models.config import ModelConfig
-from worker_service.models.families import parse_config
+from pagewire.common.network.checkpoint_files import CheckpointError, TensorHeader
+from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.families import parse_config
 
 _FREQUENCIES = "rope_freqs.weight"
 

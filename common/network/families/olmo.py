@@ -8,8 +8,8 @@ OLMoE (2024, https://arxiv.org/abs/2409.02060) has norms before them, those over
 
 from typing import Any
 
-from worker_service.models.config import JsonObject, ModelConfig
-from worker_service.models.families.family import (
+from pagewire.common.network.config import JsonObject, ModelConfig
+from pagewire.common.network.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     EXPERTS,
@@ -22,13 +22,13 @@ from worker_service.models.families.family import (
     QKV,
     ROUTER,
     Family,
+    Split,
     Weight,
     read_decoder,
     read_experts,
 )
-from worker_service.models.families.positions import FULL, SLIDING, read_ropes_by_kind, read_windows
-from worker_service.models.families.reading import attention_biases, flag, num_layers_of, number
-from worker_service.models.shard import Split
+from pagewire.common.network.families.positions import FULL, SLIDING, read_ropes_by_kind, read_windows
+from pagewire.common.network.families.reading import attention_biases, flag, num_layers_of, number
 
 _ATTENTION = (
     EMBEDDING,

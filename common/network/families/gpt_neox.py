@@ -4,11 +4,10 @@ Attention and MLP read the same, a part of each head is turned, and queries, key
 head.
 """
 
-from worker_service.models.config import JsonObject, ModelConfig
-from worker_service.models.families.family import OURS, Family, Weight, head_dim_of, read_decoder
-from worker_service.models.families.positions import read_rope, read_share, rope_settings
-from worker_service.models.families.reading import attention_biases, flag, unserved
-from worker_service.models.shard import Split
+from pagewire.common.network.config import JsonObject, ModelConfig
+from pagewire.common.network.families.family import OURS, Family, Split, Weight, head_dim_of, read_decoder
+from pagewire.common.network.families.positions import read_rope, read_share, rope_settings
+from pagewire.common.network.families.reading import attention_biases, flag, unserved
 
 _LAYER = "gpt_neox.layers.{layer}"
 _WEIGHTS = (

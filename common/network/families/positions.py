@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from worker_service.models.checkpoint_files import shown
-from worker_service.models.config import MAX_SIZE, JsonObject, RopeConfig
-from worker_service.models.families.reading import (
+from pagewire.common.gguf import shown
+from pagewire.common.network.config import MAX_SIZE, JsonObject, RopeConfig
+from pagewire.common.network.families.reading import (
     checked_number,
     expect,
     flag,

@@ -7,8 +7,8 @@ logits; Gemma 3 normalizes heads instead, and its layers with a sliding window h
 import math
 from typing import Any
 
-from worker_service.models.config import JsonObject, ModelConfig
-from worker_service.models.families.family import (
+from pagewire.common.network.config import JsonObject, ModelConfig
+from pagewire.common.network.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     GATED_MLP,
@@ -22,8 +22,8 @@ from worker_service.models.families.family import (
     Weight,
     read_decoder,
 )
-from worker_service.models.families.positions import FULL, SLIDING, read_ropes_by_kind, read_windows
-from worker_service.models.families.reading import (
+from pagewire.common.network.families.positions import FULL, SLIDING, read_ropes_by_kind, read_windows
+from pagewire.common.network.families.reading import (
     attention_biases,
     expect,
     num_layers_of,

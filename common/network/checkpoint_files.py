@@ -1,7 +1,4 @@
-"""Reads the files of a checkpoint directory without their weights: JSON, and the headers of safetensors.
-
-Importing this loads no torch, so that a checkpoint can be refused before anything is started that computes.
-"""
+"""Reads the files of a checkpoint directory without their weights: JSON, and the headers of safetensors."""
 
 import json
 import math
@@ -15,6 +12,7 @@ from pagewire.common.gguf import (
     ModelFileError,
     check_pointer,
     read_text,
+    shown,
 )
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest
 
@@ -27,7 +25,6 @@ _QUANTISED_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1
 _ELEMENT_BYTES = {**FLOAT_BYTES, **_QUANTISED_BYTES}
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by the format
 _PICKLED = ("*.bin", "*.pt", "*.pth")
-_MAX_SHOWN = 100  # characters of a value
 
 
 class CheckpointError(Exception):
@@ -41,12 +38,6 @@ class TensorHeader:
     file: str  # name
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
-
-
-def shown(value: object) -> str:
-    """A value as JSON has it, cut to a length that a line can hold."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Rotary positions, layer norms, a plain MLP, biases everywhere, and a sliding window in all layers.
 """
 
-from worker_service.models.config import JsonObject, ModelConfig
-from worker_service.models.families.family import (
+from pagewire.common.network.config import JsonObject, ModelConfig
+from pagewire.common.network.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     HEAD,
@@ -13,12 +13,12 @@ from worker_service.models.families.family import (
     PRE_NORMS,
     QKV,
     Family,
+    Split,
     Weight,
     read_decoder,
 )
-from worker_service.models.families.positions import read_equal_windows
-from worker_service.models.families.reading import flag
-from worker_service.models.shard import Split
+from pagewire.common.network.families.positions import read_equal_windows
+from pagewire.common.network.families.reading import flag
 
 _MLP = (
     Weight(f"{LAYER}.mlp.c_fc", f"{OURS}.mlp.up", split=Split.INTERMEDIATE),

@@ -1,19 +1,16 @@
-"""What is read of a model before its weights: from a checkpoint directory, or from a GGUF file.
-
-Importing this loads no torch, so that a model can be refused before anything is started that computes.
-"""
+"""What is read of a model before its weights: from a checkpoint directory, or from a GGUF file."""
 
 import hashlib
 import os
 from pathlib import Path
 
 from pagewire.common.gguf import is_gguf
-from worker_service.models import checkpoint_files
-from worker_service.models.checkpoint_files import CONFIG_FILE, TensorHeader, read_json
-from worker_service.models.config import ModelConfig
-from worker_service.models.families import parse_config
-from worker_service.models.gguf.files import load_gguf_config, open_gguf, read_gguf_headers
-from worker_service.models.quantization import with_quantization_file
+from pagewire.common.network import checkpoint_files
+from pagewire.common.network.checkpoint_files import CONFIG_FILE, TensorHeader, read_json
+from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.families import parse_config
+from pagewire.common.network.gguf_files import load_gguf_config, open_gguf, read_gguf_headers
+from pagewire.common.network.quantization import with_quantization_file
 
 # Of what `weights_digest` looks at.
 _SAMPLE_BYTES = 1 << 12

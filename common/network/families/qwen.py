@@ -2,8 +2,9 @@
 normalizes each head of queries and keys instead. In both some layers may have a sliding window. Both have relatives
 whose layers, or some of them, have experts; of Qwen2's one is shared, and has a gate."""
 
-from worker_service.models.config import JsonObject, ModelConfig
-from worker_service.models.families.family import (
+from pagewire.common.gguf import is_whole
+from pagewire.common.network.config import JsonObject, ModelConfig
+from pagewire.common.network.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     EXPERTS,
@@ -24,12 +25,11 @@ from worker_service.models.families.family import (
     read_experts,
     shared_expert,
 )
-from worker_service.models.families.positions import FULL, SLIDING, read_chosen_windows, read_windows, sliding_window
-from worker_service.models.families.reading import (
+from pagewire.common.network.families.positions import FULL, SLIDING, read_chosen_windows, read_windows, sliding_window
+from pagewire.common.network.families.reading import (
     attention_biases,
     flag,
     from_zero,
-    is_whole,
     num_layers_of,
     positive,
     unserved,

@@ -2,8 +2,8 @@
 Ministral 3 (2025, https://arxiv.org/abs/2601.08584) lets queries grow with their position instead. Mixtral (2024,
 https://arxiv.org/abs/2401.04088) has experts in all layers."""
 
-from worker_service.models.config import JsonObject, ModelConfig, QueryGrowth
-from worker_service.models.families.family import (
+from pagewire.common.network.config import JsonObject, ModelConfig, QueryGrowth
+from pagewire.common.network.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     EXPERTS,
@@ -15,14 +15,14 @@ from worker_service.models.families.family import (
     QKV,
     ROUTER,
     Family,
+    Split,
     Weight,
     inside,
     read_decoder,
     read_experts,
 )
-from worker_service.models.families.positions import read_equal_windows, read_rope, rope_settings
-from worker_service.models.families.reading import num_layers_of, number, positive
-from worker_service.models.shard import Split
+from pagewire.common.network.families.positions import read_equal_windows, read_rope, rope_settings
+from pagewire.common.network.families.reading import num_layers_of, number, positive
 
 _MOE, _MLP = f"{LAYER}.block_sparse_moe", f"{OURS}.mlp"
 _ATTENTION = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *HEAD)

@@ -7,8 +7,9 @@ GLM-4.5 (2025, https://arxiv.org/abs/2508.06471), "glm4_moe", has norms before t
 and experts behind its first layers, as DeepSeek-V3 has them. What it has for predicting several tokens is left alone.
 """
 
-from worker_service.models.config import MAX_EXPERTS, MAX_LAYERS, JsonObject, ModelConfig
-from worker_service.models.families.family import (
+from pagewire.common.gguf import is_whole
+from pagewire.common.network.config import MAX_EXPERTS, MAX_LAYERS, JsonObject, ModelConfig
+from pagewire.common.network.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     EXPERTS,
@@ -29,12 +30,11 @@ from worker_service.models.families.family import (
     read_experts,
     shared_expert,
 )
-from worker_service.models.families.positions import read_rope
-from worker_service.models.families.reading import (
+from pagewire.common.network.families.positions import read_rope
+from pagewire.common.network.families.reading import (
     first_key,
     flag,
     from_zero,
-    is_whole,
     num_layers_of,
     number,
     positive,

@@ -12,8 +12,8 @@ and ups another; Phi-4-mini turns a part of each head, and both stretch position
 
 from dataclasses import replace
 
-from worker_service.models.config import JsonObject, ModelConfig
-from worker_service.models.families.family import (
+from pagewire.common.network.config import JsonObject, ModelConfig
+from pagewire.common.network.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     HEAD,
@@ -24,11 +24,12 @@ from worker_service.models.families.family import (
     OURS,
     PRE_NORMS,
     Family,
+    Split,
     Weight,
     head_dim_of,
     read_decoder,
 )
-from worker_service.models.families.positions import (
+from pagewire.common.network.families.positions import (
     FULL,
     SLIDING,
     read_equal_windows,
@@ -38,7 +39,7 @@ from worker_service.models.families.positions import (
     rope_settings,
     sliding_window,
 )
-from worker_service.models.families.reading import (
+from pagewire.common.network.families.reading import (
     attention_biases,
     flag,
     num_layers_of,
@@ -46,7 +47,6 @@ from worker_service.models.families.reading import (
     positive,
     unserved,
 )
-from worker_service.models.shard import Split
 
 _PHI3_QKV = Weight(
     f"{LAYER}.self_attn.qkv_proj",

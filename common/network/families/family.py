@@ -4,12 +4,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
+from enum import Enum
 from typing import Any, Literal
 
-from pagewire.kernels.expert_routing import ExpertRouting
-from worker_service.models.config import MAX_EXPERTS, Experts, JsonObject, ModelConfig
-from worker_service.models.families.positions import Ropes, read_no_windows, read_rope
-from worker_service.models.families.reading import (
+from pagewire.common.network.config import MAX_EXPERTS, Experts, JsonObject, ModelConfig
+from pagewire.common.network.expert_routing import ExpertRouting
+from pagewire.common.network.families.positions import Ropes, read_no_windows, read_rope
+from pagewire.common.network.families.reading import (
     NUM_EXPERTS,
     activation,
     check_names,
@@ -24,13 +25,25 @@ from worker_service.models.families.reading import (
     split_evenly,
     unserved,
 )
-from worker_service.models.quantization import parse_quantization
-from worker_service.models.shard import Split
-from worker_service.models.stacks import STACKS, Stacks
+from pagewire.common.network.quantization import parse_quantization
+from pagewire.common.network.stacks import STACKS, Stacks
 
 _UNREAD = r"^(model\.)?(vision_tower|multi_modal_projector)\."  # of multimodal checkpoints
 # Of the whole checkpoint, if its config.json says them there.
 _OUTER = ("dtype", "torch_dtype", "quantization_config")
+
+
+class Split(Enum):
+    """The kinds of dimensions of a weight that ranks share out, by what they count."""
+
+    HEADS = "heads"
+    KV_HEADS = "KV heads"
+    INTERMEDIATE = "intermediate size"
+    EXPERT_INTERMEDIATE = "intermediate size of experts"
+    SHARED_INTERMEDIATE = "intermediate size of the shared expert"
+    QKV_BY_HEAD = "heads with their keys and values"
+    HEAD_VALUES = "a value of each head"
+    VOCABULARY = "vocabulary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,7 @@ class Family:
     stacks: Stacks = field(default_factory=lambda: STACKS)
     alternatives: tuple[tuple[Weight, ...], ...] = ()  # to `weights`, of which the one that names most is taken
     defaults: JsonObject = field(default_factory=dict)  # what files may leave out
+    length_key: str = "max_position_embeddings"  # of the greatest length
     default_rope: JsonObject = field(default_factory=dict)  # the rope_parameters of files that say nothing of them
 
     def parse(self, config: JsonObject, architecture: str) -> ModelConfig:
@@ -221,10 +235,11 @@ def inside(family: Family, architecture: str, model_types: tuple[str, ...]) -> F
     renamed = tuple(
         replace(weight, source=re.sub(r"^model\.", "model.language_model.", weight.source)) for weight in family.weights
     )
-    return Family(
-        (architecture,),
-        lambda config, name: family.parse(_text_config(config, model_types), name),
-        published,
+    return replace(
+        family,
+        architectures=(architecture,),
+        read=lambda config, name: family.parse(_text_config(config, model_types), name),
+        weights=published,
         ignored=rf"{_UNREAD}|{family.ignored}",
         alternatives=(renamed,),
     )

@@ -8,9 +8,9 @@ own, layer norms that have no bias, as nothing has, and queries, keys and values
 
 from typing import Any
 
-from worker_service.models.config import MAX_LAYERS, MAX_SIZE, JsonObject, ModelConfig
-from worker_service.models.families.family import OURS, Family, Weight
-from worker_service.models.families.reading import (
+from pagewire.common.network.config import MAX_LAYERS, MAX_SIZE, JsonObject, ModelConfig
+from pagewire.common.network.families.family import OURS, Family, Split, Weight
+from pagewire.common.network.families.reading import (
     GELUS,
     activation,
     choice,
@@ -24,8 +24,7 @@ from worker_service.models.families.reading import (
     split_evenly,
     unserved,
 )
-from worker_service.models.quantization import parse_quantization
-from worker_service.models.shard import Split
+from pagewire.common.network.quantization import parse_quantization
 
 _GPT2 = "GPT2LMHeadModel"
 _LAYER, _MPT_LAYER = "transformer.h.{layer}", "transformer.blocks.{layer}"
@@ -66,6 +65,7 @@ _MPT_WEIGHTS = (
     Weight("transformer.norm_f", "norm"),
     _HEAD,
 )
+_BLOOM_LENGTH = 2048  # where a file says null, or nothing
 # What MPT's attention is served without.
 _WITHOUT = ("prefix_lm", "qk_ln", "qk_gn", "rope", "attn_uses_sequence_id")
 
@@ -143,7 +143,7 @@ def _read_bloom(config: JsonObject, architecture: str) -> ModelConfig:
         hidden_key=first_key(config, "hidden_size", "n_embed"),
         heads_key=heads_key,
         layers_key=first_key(config, "n_layer", "num_hidden_layers"),
-        max_position_embeddings=positive(config, "seq_length", 2048),
+        max_position_embeddings=positive(config, "seq_length", _BLOOM_LENGTH),
         quantization=parse_quantization(config),
         alibi_slopes=_bloom_slopes(positive(config, heads_key)),
         embedding_norm=True,
@@ -205,7 +205,27 @@ def _mpt_slopes(num_heads: int, bias_max: int) -> tuple[float, ...]:
 
 
 # Old checkpoints carry the causal mask of every layer.
-GPT2 = Family((_GPT2,), _read_gpt2, _GPT2_WEIGHTS, ignored=r"\.attn\.(masked_)?bias$", optional_prefix="transformer.")
-BLOOM = Family(("BloomForCausalLM",), _read_bloom, _BLOOM_WEIGHTS, optional_prefix="transformer.")
+GPT2 = Family(
+    (_GPT2,),
+    _read_gpt2,
+    _GPT2_WEIGHTS,
+    ignored=r"\.attn\.(masked_)?bias$",
+    optional_prefix="transformer.",
+    length_key="n_positions",
+)
+BLOOM = Family(
+    ("BloomForCausalLM",),
+    _read_bloom,
+    _BLOOM_WEIGHTS,
+    optional_prefix="transformer.",
+    defaults={"seq_length": _BLOOM_LENGTH},
+    length_key="seq_length",
+)
 # The first name is that of transformers, the second that of the published files.
-MPT = Family(("MptForCausalLM", "MPTForCausalLM"), _read_mpt, _MPT_WEIGHTS, optional_prefix="transformer.")
+MPT = Family(
+    ("MptForCausalLM", "MPTForCausalLM"),
+    _read_mpt,
+    _MPT_WEIGHTS,
+    optional_prefix="transformer.",
+    length_key="max_seq_len",
+)

@@ -3,9 +3,12 @@
 One more is a `Family` here and a line of `_FAMILIES`; what it needs that no other has is a flag of `ModelConfig`.
 """
 
-from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
-from worker_service.models.config import JsonObject, ModelConfig
-from worker_service.models.families import (
+from typing import Any
+
+from pagewire.common.gguf import shown
+from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
+from pagewire.common.network.config import JsonObject, ModelConfig
+from pagewire.common.network.families import (
     gemma,
     glm,
     gpt,
@@ -17,8 +20,8 @@ from worker_service.models.families import (
     qwen,
     starcoder2,
 )
-from worker_service.models.families.family import Family, inside
-from worker_service.models.families.reading import check_names, unserved
+from pagewire.common.network.families.family import Family, inside
+from pagewire.common.network.families.reading import check_names, unserved
 
 _FAMILIES = (
     gpt.GPT2,
@@ -45,14 +48,32 @@ _FAMILIES = (
     mistral.MIXTRAL,
     olmo.OLMOE,
     qwen.QWEN2_MOE,
-    gpt.BLOOM,
     gpt.MPT,
+    gpt.BLOOM,
     gpt_oss.FAMILY,
     glm.GLM4_MOE,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
 }
+
+
+def text_settings(config: JsonObject) -> tuple[dict[str, Any], str]:
+    """Return what a config.json says of the model of text that is served, completed by what files of its family leave
+    out, and under which key its greatest length stands there. Nothing is refused.
+
+    Of a multimodal model, what is said of its text model is taken where the whole says nothing.
+    """
+    text = config.get("text_config")
+    parts = (text, config) if isinstance(text, dict) else (config,)
+    said = {key: value for part in parts for key, value in part.items() if value is not None}
+    named = said.get("architectures")
+    names = map(str, named if isinstance(named, list) else ())
+    family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), llama.LLAMA)
+    settings = {**family.defaults, **said}
+    # That of another family too, whose name the file does not have: whether it is served is for `parse_config` to say.
+    keys = dict.fromkeys(each.length_key for each in (family, *_FAMILIES))
+    return settings, next((key for key in keys if key in settings), " or ".join(keys))
 
 
 def parse_config(config: JsonObject) -> ModelConfig:

@@ -5,23 +5,20 @@ for activations are not followed: each row is given its own. What is not served 
 """
 
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, read_json, shown
+from pagewire.common.gguf import shown
+from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError, read_json
 
 METHODS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4")
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _BY_NAME_BITS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quantized": (8,)}
 _MAX_SIZE = 1 << 24
 _MAX_PATTERN_CHARS = 10_000
-# Of CPU time: one pattern and one module take microseconds, and all of the largest models a second or two.
-_MAX_MATCH_S = 0.2
-_MAX_MATCHING_S = 60.0
-_KEY = "quantization_config"
+SECTION = "quantization_config"
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # and whose they are, unless they say
 _FIRST_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AWQ
 
@@ -53,41 +50,13 @@ class QuantizationRule:
     format: WeightFormat | None
     source: tuple[str, str] = ("", "")  # the key and the value of a regular expression that the checkpoint brings
 
-    def finds(self, module: str, timeout_s: float) -> bool:
-        """Raises CheckpointError for a regular expression that has no end, for which Python's own has no limit."""
-        if not self.source[0]:
-            return self.pattern.search(module) is not None
-        import regex  # which only these need
-
-        try:
-            return regex.search(self.pattern.pattern, module, timeout=timeout_s) is not None
-        except (TimeoutError, regex.error, RecursionError) as error:
-            expected = f"a pattern that is compared with {module} in less than {_MAX_MATCH_S} s"
-            raise _error(*self.source, expected) from error
-
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The formats of a checkpoint's linear modules."""
+    """The formats of a checkpoint's linear modules, each by the first rule that speaks of it."""
 
     method: str
     rules: tuple[QuantizationRule, ...]
-
-    def formats_of(self, modules: Iterable[str]) -> dict[str, WeightFormat]:
-        """Return the formats of those linear modules of the checkpoint that are quantised, each by the first rule that
-        speaks of it. Raises CheckpointError for patterns that take too long."""
-        end, found = time.thread_time() + _MAX_MATCHING_S, {}
-        for module in modules:
-            for rule in self.rules:
-                left = end - time.thread_time()
-                if left <= 0:
-                    expected = f"patterns that are compared with the model's modules in {_MAX_MATCHING_S} s"
-                    raise _error(_KEY, f"{len(self.rules)} rules", expected)
-                if rule.finds(module, min(left, _MAX_MATCH_S)):
-                    if rule.format is not None:
-                        found[module] = rule.format
-                    break
-        return found
 
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
@@ -96,11 +65,11 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     Raises:
         CheckpointError: it is broken, or not supported.
     """
-    section = config.get(_KEY) or config.get("compression_config")
+    section = config.get(SECTION) or config.get("compression_config")
     if not section:
         return None
     if not isinstance(section, Mapping):
-        raise _error(_KEY, section, f"an object with one of {', '.join(METHODS)} as quant_method")
+        raise unserved(SECTION, section, f"an object with one of {', '.join(METHODS)} as quant_method")
     method = section.get("quant_method")
     parsers = {
         "compressed-tensors": _compressed_rules,
@@ -110,7 +79,7 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
         "mxfp4": _mxfp4_rules,
     }
     if not isinstance(method, str) or method not in parsers:
-        raise _error("quant_method", method, f"one of {', '.join(METHODS)}, or quantization_config must be unset")
+        raise unserved("quant_method", method, f"one of {', '.join(METHODS)}, or quantization_config must be unset")
     rules = tuple(parsers[method](section))
     return Quantization(method, rules) if any(rule.format is not None for rule in rules) else None
 
@@ -119,14 +88,14 @@ def with_quantization_file(config: Mapping[str, Any], path: Path) -> Mapping[str
     """Return the contents of a config.json with those of the file of its own in which the first tools of GPTQ and AWQ
     say how weights are quantised. Raises CheckpointError."""
     name = next((name for name in _FILES if (path / name).is_file()), None)
-    if name is None or config.get(_KEY) or config.get("compression_config"):
+    if name is None or config.get(SECTION) or config.get("compression_config"):
         return config
     section = {_FIRST_NAMES.get(key, key): value for key, value in read_json(path / name).items()}
-    whole = {**config, _KEY: {"quant_method": _FILES[name], **section}}
+    whole = {**config, SECTION: {"quant_method": _FILES[name], **section}}
     try:
         parse_quantization(whole)
     except CheckpointError as error:
-        raise CheckpointError(str(error).replace(f"{CONFIG_FILE}: {_KEY}", name, 1)) from None
+        raise CheckpointError(str(error).replace(f"{CONFIG_FILE}: {SECTION}", name, 1)) from None
     return whole
 
 
@@ -138,16 +107,16 @@ def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     for key in ("transform_config", "sparsity_config"):
         value = section.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-            raise _error(key, value, "unset")
+            raise unserved(key, value, "unset")
     for target in _names(section, "ignore"):
         yield _target_rule("ignore", target, None)
     groups = section.get("config_groups")
     if not isinstance(groups, Mapping):
-        raise _error("config_groups", groups, "an object of groups of weights, empty where none are quantised")
+        raise unserved("config_groups", groups, "an object of groups of weights, empty where none are quantised")
     found: list[tuple[int, QuantizationRule]] = []
     for name, group in groups.items():
         if not isinstance(group, Mapping):
-            raise _error("config_groups", {name: group}, "an object of objects with targets and weights")
+            raise unserved("config_groups", {name: group}, "an object of objects with targets and weights")
         weight_format = _compressed_format(section, group)
         for target in _names(group, "targets"):
             order = 2 if target == "Linear" else int(target.startswith("re:"))
@@ -160,23 +129,23 @@ def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> 
     if weights is None:
         return None
     if not isinstance(weights, Mapping):
-        raise _error("weights", weights, "an object or null")
+        raise unserved("weights", weights, "an object or null")
     layout = group.get("format") or section.get("format")
     kind = weights.get("type", "int")
     if layout == "naive-quantized":
         layout = "float-quantized" if kind == "float" else "int-quantized"
     if not isinstance(layout, str) or layout not in _BY_NAME_BITS:
-        raise _error("format", layout, f"one of {', '.join(COMPRESSED_FORMATS)}")
+        raise unserved("format", layout, f"one of {', '.join(COMPRESSED_FORMATS)}")
     if kind != ("float" if layout == "float-quantized" else "int"):
-        raise _error("type", kind, f"{'float' if layout == 'float-quantized' else 'int'} in {layout}")
+        raise unserved("type", kind, f"{'float' if layout == 'float-quantized' else 'int'} in {layout}")
     bits = _choice(weights, "num_bits", 8, _BY_NAME_BITS[layout], f" in {layout}")
     is_symmetric = _flag(weights, "symmetric", True)
     if layout == "float-quantized" and not is_symmetric:
-        raise _error("symmetric", is_symmetric, "true in float-quantized")
+        raise unserved("symmetric", is_symmetric, "true in float-quantized")
     rows, columns = _compressed_block(weights)
     actorder = weights.get("actorder")
     if actorder not in (None, False, "weight", "static", "group", "dynamic"):
-        raise _error("actorder", actorder, "null, weight or group")
+        raise unserved("actorder", actorder, "null, weight or group")
     inputs = group.get("input_activations")
     rounds_inputs = (
         isinstance(inputs, Mapping)
@@ -199,7 +168,7 @@ def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
         return 1, _positive("group_size", group_size)
     if strategy == "block":
         return _block("block_structure", weights.get("block_structure"))
-    raise _error("strategy", strategy, "one of tensor, channel, group, block")
+    raise unserved("strategy", strategy, "one of tensor, channel, group, block")
 
 
 def _target_rule(key: str, target: str, weight_format: WeightFormat | None) -> QuantizationRule:
@@ -216,9 +185,9 @@ def _awq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     _choice(section, "bits", 4, (4,), " with awq")
     version = section.get("version") or section.get("format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise _error("version", version, "gemm with awq")
+        raise unserved("version", version, "gemm with awq")
     if not _flag(section, "zero_point", True):
-        raise _error("zero_point", False, "true with awq")
+        raise unserved("zero_point", False, "true with awq")
     yield from _skipped(section)
     yield QuantizationRule(_HEAD, None)
     columns = _group_size(section)
@@ -228,23 +197,23 @@ def _awq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
 def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     layout = section.get("checkpoint_format") or section.get("format") or "gptq"
     if layout not in ("gptq", "gptq_v2"):
-        raise _error("checkpoint_format", layout, "one of gptq, gptq_v2")
+        raise unserved("checkpoint_format", layout, "one of gptq, gptq_v2")
     if section.get("is_marlin_format"):
-        raise _error("is_marlin_format", True, "false")
+        raise unserved("is_marlin_format", True, "false")
     pack_dtype = section.get("pack_dtype") or "int32"
     if pack_dtype != "int32":
-        raise _error("pack_dtype", pack_dtype, "int32")
+        raise unserved("pack_dtype", pack_dtype, "int32")
     weight_format = _gptq_format(WeightFormat(layout, 4, 1, 128), section)
     yield from _skipped(section)
     dynamic = section.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
-        raise _error("dynamic", dynamic, "an object of overrides by pattern")
+        raise unserved("dynamic", dynamic, "an object of overrides by pattern")
     for pattern, override in dynamic.items():
         if pattern.startswith("-:"):
             yield _pattern_rule("dynamic", pattern, pattern.removeprefix("-:"), None)
             continue
         if not isinstance(override, Mapping):
-            raise _error("dynamic", {pattern: override}, "an object of objects by pattern")
+            raise unserved("dynamic", {pattern: override}, "an object of objects by pattern")
         overridden = _gptq_format(weight_format, override)
         yield _pattern_rule("dynamic", pattern, pattern.removeprefix("+:"), overridden)
     if not _flag(section, "lm_head", False):
@@ -266,7 +235,7 @@ def _gptq_format(base: WeightFormat, section: Mapping[str, Any]) -> WeightFormat
 def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     element = section.get("fmt") or "e4m3"
     if element not in ("e4m3", "float8_e4m3fn"):
-        raise _error("fmt", element, "e4m3")
+        raise unserved("fmt", element, "e4m3")
     block = section.get("weight_block_size")
     rows, columns = (0, 0) if block is None else _block("weight_block_size", block)
     yield from _skipped(section)
@@ -299,18 +268,18 @@ def _skipped(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
 def _names(section: Mapping[str, Any], key: str) -> Iterable[str]:
     value = section.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise _error(key, value, "a list of names of modules")
+        raise unserved(key, value, "a list of names of modules")
     return value
 
 
 def _pattern_rule(key: str, name: str, expression: str, weight_format: WeightFormat | None) -> QuantizationRule:
     """A rule by a regular expression, which is found at the beginning of a name, as `re.match` does."""
     if len(expression) > _MAX_PATTERN_CHARS:
-        raise _error(key, name, f"a regular expression of at most {_MAX_PATTERN_CHARS} characters")
+        raise unserved(key, name, f"a regular expression of at most {_MAX_PATTERN_CHARS} characters")
     try:
         return QuantizationRule(re.compile(rf"^(?:{expression})"), weight_format, (key, name))
     except (re.error, RecursionError, OverflowError) as error:
-        raise _error(key, name, f"a regular expression: {error}") from error
+        raise unserved(key, name, f"a regular expression: {error}") from error
 
 
 def _group_size(section: Mapping[str, Any], default: int = 128) -> int:
@@ -321,20 +290,20 @@ def _group_size(section: Mapping[str, Any], default: int = 128) -> int:
 
 def _block(key: str, value: object) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2:
-        raise _error(key, value, "two whole numbers: outputs and inputs that share a scale")
+        raise unserved(key, value, "two whole numbers: outputs and inputs that share a scale")
     return _positive(key, value[0]), _positive(key, value[1])
 
 
 def _positive(key: str, value: object) -> int:
     if type(value) is not int or not 1 <= value <= _MAX_SIZE:
-        raise _error(key, value, f"a whole number from 1 to {_MAX_SIZE}")
+        raise unserved(key, value, f"a whole number from 1 to {_MAX_SIZE}")
     return value
 
 
 def _choice(section: Mapping[str, Any], key: str, default: int, choices: tuple[int, ...], where: str) -> int:
     value = section.get(key, default)
     if type(value) is not int or value not in choices:
-        raise _error(key, value, f"{' or '.join(map(str, choices))}{where}")
+        raise unserved(key, value, f"{' or '.join(map(str, choices))}{where}")
     return value
 
 
@@ -342,10 +311,10 @@ def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:
     value = section.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise _error(key, value, "true or false")
+        raise unserved(key, value, "true or false")
     return value
 
 
-def _error(key: str, value: object, expected: str) -> CheckpointError:
-    where = key if key == _KEY else f"{_KEY}: {key}"
+def unserved(key: str, value: object, expected: str) -> CheckpointError:
+    where = key if key == SECTION else f"{SECTION}: {key}"
     return CheckpointError(f"{CONFIG_FILE}: {where} is {shown(value)}, but must be {expected}")

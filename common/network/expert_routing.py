@@ -1,4 +1,4 @@
-"""How a router's logits become the experts of a token. Importing this loads no torch: a model's config has it."""
+"""How a router's logits become the experts of a token."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,10 +1,11 @@
 """Checked values of a config.json. Whatever is refused is named with its value and what would be served."""
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
-from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
-from worker_service.models.config import MAX_LAYERS, MAX_SIZE, Activation, JsonObject
+from pagewire.common.gguf import is_whole, shown
+from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
+from pagewire.common.network.config import MAX_LAYERS, MAX_SIZE, Activation, JsonObject
 
 DTYPES = ("float32", "bfloat16", "float16")
 # The names that transformers has for the activations.
@@ -136,10 +137,6 @@ def expect(config: JsonObject, key: str, expected: bool) -> None:
     """Raises CheckpointError if something is there that is not served in any other way."""
     if config.get(key, expected) is not expected:
         raise unserved(key, config[key], shown(expected))
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def unserved(key: str, value: object, expected: str) -> CheckpointError:
