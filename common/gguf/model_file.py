@@ -50,9 +50,9 @@ def _check(path: Path, content: bytes) -> None:
         )
 
 
-def read_json_value(path: Path) -> Any:
+def read_json_value(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
     """Raises ValueError, one line that names the file, and OSError."""
-    content = read_bytes(path)
+    content = read_bytes(path, max_bytes)
     try:
         value = json.loads(content.decode())
         json.dumps(value, ensure_ascii=False).encode()
@@ -65,13 +65,13 @@ def read_json_value(path: Path) -> Any:
     return value
 
 
-def read_settings(path: Path, *, required: bool = False) -> dict[str, Any]:
+def read_settings(path: Path, *, required: bool = False, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
     """Read a JSON object, which is empty where the file is missing. Raises ValueError, one line that names the file."""
     if not path.is_file():
         if required:
             raise ValueError(f"{path} is missing: --model must name a checkpoint directory as published")
         return {}
-    content = read_json_value(path)
+    content = read_json_value(path, max_bytes)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, but must hold an object")
     return content

@@ -11,7 +11,7 @@ from pagewire.common.gguf import (
     MAX_SETTINGS_BYTES,
     ModelFileError,
     check_pointer,
-    read_text,
+    read_settings,
     shown,
 )
 from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_digest
@@ -41,24 +41,11 @@ class TensorHeader:
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        CheckpointError: the file is missing, or holds something else.
-    """
+    """Return the JSON object in a file. Raises CheckpointError if the file is missing, or holds something else."""
     try:
-        value = json.loads(read_text(path, max_bytes))
-    except ModelFileError as error:
-        raise CheckpointError(str(error)) from error
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; a checkpoint directory must have it") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path} cannot be read: it is nested too deeply") from error
+        return read_settings(path, required=True, max_bytes=max_bytes)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
-    return value
+        raise CheckpointError(str(error)) from error
 
 
 def model_digest(path: Path) -> bytes:

@@ -83,7 +83,7 @@ KNOWN_BEFORE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "layers": (edit(num_hidden_layers=10**9), [], "num_hidden_layers is 1000000000, but must be a whole number"),
     "vocabulary": (edit(vocab_size=2**31), [], "vocab_size is 2147483648, but must be"),
     "positions": (edit(max_position_embeddings=2**40), [], "max_position_embeddings is 1099511627776, but must be"),
-    "not JSON": (lambda path: (path / "config.json").write_bytes(b"\xff{"), [], "config.json cannot be read: 'utf"),
+    "not JSON": (lambda path: (path / "config.json").write_bytes(b"\xff{"), [], "config.json is not JSON: 'utf"),
     "length": (lambda path: None, ["--max-model-len=5000"], "--max-model-len is 5000; the checkpoint has 1024"),
     "too large": (edit(**LLAMA_70B), ["--load-format=dummy"], "its weights take at least 131."),
 }  # fmt: skip

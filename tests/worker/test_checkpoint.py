@@ -227,9 +227,11 @@ def test_pickled_weights_are_not_read(path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"config\.json is missing"),
-        ("{", r"config\.json cannot be read"),
-        ("[]", r"holds a list, expected an obj"),
+        (None, r"config\.json is missing: --model must name a checkpoint directory"),
+        ("{", r"config\.json is not JSON: Expecting property name"),
+        ("[" * 100_000, r"config\.json is not JSON that can be read: it is nested too deeply"),
+        ("[]", r"config\.json holds list, but must hold an object"),
+        (r'{"model_type": "\ud800"}', r"config\.json: '\\ud800' is half a character, which no text may have"),
     ],
 )
 def test_broken_config(path, text, message):
