@@ -116,7 +116,10 @@ def test_a_multimodal_model_is_the_text_model_in_it(
         ({"vocab_size": 2**31}, "config.json: vocab_size is 2147483648, but must be a whole number from 1 to 16777216"),
         ({"vocab_size": True}, "config.json: vocab_size is true, but"),
         ({"max_position_embeddings": 2**40}, "max_position_embeddings is 1099511627776, but must be a whole number"),
-        ({"max_position_embeddings": None}, "max_position_embeddings or n_positions or max_seq_len or .* is null, but"),
+        (
+            {"max_position_embeddings": None},
+            "max_position_embeddings or n_positions or seq_length or max_seq_len is null, but",
+        ),
         ({"architectures": [{}]}, r"config.json: architectures is \[{}\], but must be a list of names"),
         ({"eos_token_id": [2**31]}, r"config.json: eos_token_id is \[2147483648\], but must be a token id from 0 to"),
         ({"model_type": 7}, "config.json: model_type is 7, but must be a text"),

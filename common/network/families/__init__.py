@@ -1,58 +1,20 @@
 """The families of models that are served, relatives in a file: how config.json is read, and what weights are called.
 
-One more is a `Family` here and a line of `_FAMILIES`; what it needs that no other has is a flag of `ModelConfig`.
+One more is a `Family` with a name in a file here; what it needs that no other has is a flag of `ModelConfig`.
 """
 
+from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 from pagewire.common.gguf import shown
 from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
 from pagewire.common.network.config import JsonObject, ModelConfig
-from pagewire.common.network.families import (
-    gemma,
-    glm,
-    gpt,
-    gpt_neox,
-    gpt_oss,
-    llama,
-    mistral,
-    olmo,
-    qwen,
-    starcoder2,
-)
-from pagewire.common.network.families.family import Family, inside
+from pagewire.common.network.families.family import Family
+from pagewire.common.network.families.llama import LLAMA
 from pagewire.common.network.families.reading import check_names, unserved
 
-_FAMILIES = (
-    gpt.GPT2,
-    llama.LLAMA,
-    mistral.MISTRAL,
-    qwen.QWEN2,
-    qwen.QWEN3,
-    llama.SMOLLM3,
-    llama.PHI3,
-    llama.GRANITE,
-    mistral.MINISTRAL3,
-    mistral.MISTRAL3,
-    olmo.OLMO2,
-    olmo.OLMO3,
-    llama.SEED_OSS,
-    glm.GLM,
-    glm.GLM4,
-    gemma.GEMMA2,
-    gemma.GEMMA3,
-    inside(gemma.GEMMA3, "Gemma3ForConditionalGeneration", ("gemma3_text",)),
-    starcoder2.FAMILY,
-    gpt_neox.FAMILY,
-    qwen.QWEN3_MOE,
-    mistral.MIXTRAL,
-    olmo.OLMOE,
-    qwen.QWEN2_MOE,
-    gpt.MPT,
-    gpt.BLOOM,
-    gpt_oss.FAMILY,
-    glm.GLM4_MOE,
-)
+_MODULES = [resolve_name(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
+_FAMILIES = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
 }
@@ -69,7 +31,7 @@ def text_settings(config: JsonObject) -> tuple[dict[str, Any], str]:
     said = {key: value for part in parts for key, value in part.items() if value is not None}
     named = said.get("architectures")
     names = map(str, named if isinstance(named, list) else ())
-    family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), llama.LLAMA)
+    family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), LLAMA)
     settings = {**family.defaults, **said}
     # That of another family too, whose name the file does not have: whether it is served is for `parse_config` to say.
     keys = dict.fromkeys(each.length_key for each in (family, *_FAMILIES))

@@ -20,6 +20,7 @@ from pagewire.common.network.families.family import (
     QKV,
     Family,
     Weight,
+    inside,
     read_decoder,
 )
 from pagewire.common.network.families.positions import FULL, SLIDING, read_ropes_by_kind, read_windows
@@ -89,3 +90,4 @@ def _read_gemma3(config: JsonObject, architecture: str) -> ModelConfig:
 
 GEMMA2 = Family(("Gemma2ForCausalLM",), _read_gemma2, _WEIGHTS, defaults=_DEFAULTS)
 GEMMA3 = Family(("Gemma3ForCausalLM",), _read_gemma3, (*_WEIGHTS, *HEAD_NORMS), defaults=_GEMMA3_DEFAULTS)
+GEMMA3_WITH_VISION = inside(GEMMA3, "Gemma3ForConditionalGeneration", ("gemma3_text",))
