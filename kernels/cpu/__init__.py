@@ -1,4 +1,4 @@
-"""Kernels for CPUs, in C: built at first use with the system's compiler, called through ctypes."""
+"""Kernels for CPUs, in C: built at first use with the system's compiler, called through cffi."""
 
 import functools
 import logging

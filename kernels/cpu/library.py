@@ -28,10 +28,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 # Before the library, so that both share one OpenMP runtime and its threads.
 import torch
 
+from pagewire.kernels.cpu.abi import ffi
 from pagewire.kernels.cpu.compiler import (
     BuildError,
     Compiler,
@@ -88,7 +90,14 @@ class Build:
     tell: Callable[[str], object] = field(default=lambda doing: None, compare=False)
 
 
-def load_library(build: Build) -> ctypes.CDLL:
+class Library(NamedTuple):
+    """The functions of abi.h, and the file that has them."""
+
+    functions: Any
+    path: Path
+
+
+def load_library(build: Build) -> Library:
     """The kernels: those that came with the package, else built now if they are not in the cache. Raises BuildError."""
     variant = choose_variant(build.variant)
     path = BUILT / f"{variant}.so"
@@ -96,9 +105,14 @@ def load_library(build: Build) -> ctypes.CDLL:
         path = build_library(build, flags_of(variant))
     try:
         _share_openmp()
-        return ctypes.CDLL(str(path))
-    except OSError as error:
+        # Never unloaded: threads may be in it when the process ends.
+        functions = ffi.dlopen(str(path), ffi.RTLD_NOW | ffi.RTLD_NODELETE)
+        others = [name for name in ffi.list_types()[0] if functions.size_of(name.encode()) != ffi.sizeof(name)]
+    except (OSError, AttributeError) as error:
         raise BuildError(f"{path} does not load: {error}; {_remedy(path)}") from error
+    if others:
+        raise BuildError(f"{path} is of another version, by its {', '.join(others)}; {_remedy(path)}")
+    return Library(functions, path)
 
 
 def _remedy(path: Path) -> str:

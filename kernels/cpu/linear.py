@@ -1,57 +1,13 @@
 """Weights as the C kernels' matrix products read them."""
 
-import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# The element types of source/rows.h, of weights and caches.
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Those of quantised weights, by their bits.
-QUANTIZED_ELEMENTS = {8: 3, 4: 4}
-FLOAT8_ELEMENT = 5
-# Of scales. Those of int8 have a factor of float16 for each 256 inputs.
-SCALE_ELEMENTS = {**ELEMENTS, torch.int8: QUANTIZED_ELEMENTS[8], torch.float8_e8m0fnu: 6}
-# The kinds of source/activations.h: what a product rounds its input to.
-ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-
-
-class LinearLayer(ctypes.Structure):
-    """Mirrors `linear_layer` of source/rows.h."""
-
-    _fields_ = (
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("in_size", ctypes.c_int64),
-        ("out_size", ctypes.c_int64),
-        ("element", ctypes.c_int64),
-        ("activation", ctypes.c_int64),
-        ("group_size", ctypes.c_int64),
-        ("scale_element", ctypes.c_int64),
-        ("has_minima", ctypes.c_int64),
-        ("has_zeros", ctypes.c_int64),
-        ("table", ctypes.c_int8 * 16),
-    )
-
-
-class SourceWeight(ctypes.Structure):
-    """Mirrors `quantized_weight` of source/integers.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scale", "minimum", "zero", "scale_factor", "minimum_factor")),
-        ("group_size", ctypes.c_int64),
-    )
-
-
-class Float8Source(ctypes.Structure):
-    """Mirrors `float8_weight` of source/float8.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("values", "scale")),
-        ("block_size", ctypes.c_int64),
-    )
+from pagewire.kernels.cpu.abi import Structure, constants, element_of, ffi
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +63,20 @@ class PackedLinear:
     activation: torch.dtype = torch.float32
     quantized: QuantizedPanels | None = None
     float8_unit: int = 0
+    layer: Any = field(init=False, repr=False)  # what C reads, which points into the tensors
 
-    def layer(self) -> LinearLayer:
-        """Points into the tensors and holds none of them."""
-        layer = LinearLayer(
-            panels=self.panels.data_ptr(),
-            bias=None if self.bias is None else self.bias.data_ptr(),
-            in_size=self.in_size,
-            out_size=self.out_size,
-            activation=ACTIVATIONS[self.activation],
-        )
+    def __post_init__(self) -> None:
+        layer = Structure("linear_layer", panels=self.panels, bias=self.bias, in_size=self.in_size)
+        layer.put(out_size=self.out_size, activation=element_of(self.activation))
         if self.float8_unit:
-            layer.element, layer.group_size = FLOAT8_ELEMENT, self.float8_unit
-            return layer
-        if self.quantized is None:
-            layer.element = ELEMENTS[self.panels.dtype]
-            return layer
-        layer.element = QUANTIZED_ELEMENTS[self.quantized.bits]
-        layer.group_size = self.quantized.group_size
-        layer.scale_element = SCALE_ELEMENTS[self.quantized.scale_dtype]
-        layer.has_minima = self.quantized.has_minima
-        layer.has_zeros = self.quantized.has_zeros
-        layer.table[: len(self.quantized.table)] = self.quantized.table
-        return layer
+            layer.put(element=element_of(torch.float8_e4m3fn), group_size=self.float8_unit)
+        elif self.quantized is None:
+            layer.put(element=element_of(self.panels.dtype))
+        else:
+            bits, group_size, scale_dtype, has_minima, table, has_zeros = astuple(self.quantized)
+            layer.put(element=getattr(constants, f"ELEMENT_INT{bits}"), scale_element=element_of(scale_dtype))
+            layer.put(group_size=group_size, has_minima=has_minima, table=table, has_zeros=has_zeros)
+        object.__setattr__(self, "layer", layer.at)
 
 
 class PackedExperts:
@@ -143,8 +90,4 @@ class PackedExperts:
             raise ValueError(f"experts have weights {found or 'of no kind'}; all must be of one")
         self.linears = tuple(linears)
         ((self.in_size, self.out_size, _),) = forms
-        self._layers = (LinearLayer * len(linears))(*(linear.layer() for linear in linears))
-
-    def address(self) -> int:
-        """Return where their structures lie, one behind the other, for as long as this is there."""
-        return ctypes.addressof(self._layers)
+        self.layers = ffi.new("linear_layer[]", [linear.layer[0] for linear in linears])

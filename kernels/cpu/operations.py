@@ -7,44 +7,23 @@ Nothing is read or written before the arguments have been checked, but indices i
 trusted.
 """
 
-import ctypes
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
-from pagewire.kernels.cache_rows import EIGHT_BITS
-from pagewire.kernels.cpu.linear import (
-    ACTIVATIONS,
-    Float8Source,
-    PackedExperts,
-    PackedLinear,
-    QuantizedPanels,
-    SourceWeight,
-    code_table,
-)
+from pagewire.kernels.cpu.abi import Structure, address_of, constants, element_of, ffi
+from pagewire.kernels.cpu.library import Library
+from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, QuantizedPanels, code_table
 from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
 from pagewire.kernels.float8 import Float8Weight, unit_size
 from pagewire.kernels.quantized import BITS, GROUP_SIZE, QuantizedWeight, round_scale
 
-_NAMES = {
-    torch.float32: "float",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float8_e4m3fn: "float8",
-    torch.int8: "int8",
-}
-_COMPUTED = (torch.float32, torch.bfloat16)
-_HELD = (*_COMPUTED, torch.float16)  # by weights
-# Of queries, and of the cache that they attend to.
-_PAIRS = (
-    *((torch.float32, cache_dtype) for cache_dtype in (*_HELD, *EIGHT_BITS)),
-    *((torch.bfloat16, cache_dtype) for cache_dtype in (torch.bfloat16, *EIGHT_BITS)),
-)
+_HELD = (torch.float32, torch.bfloat16, torch.float16)  # by weights
+_ACTIVATIONS = (torch.float32, torch.bfloat16)  # over weights that are floats
 # Of scales that are floats, the smallest first.
 _FLOAT_SCALES = (torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32)
 _EXPONENT_BITS = 0x7F800000  # of float32
@@ -53,53 +32,18 @@ _EXPONENT_BITS = 0x7F800000  # of float32
 class CpuKernels:
     """The loaded kernels. Calls release the interpreter's lock, and use as many threads as torch does."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
-        library.variant.restype = ctypes.c_char_p
-        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        signatures = (
-            ("add_rms_norm", [pointer] * 4 + [integer] * 2 + [real, integer], [(dtype,) for dtype in _COMPUTED]),
-            ("silu_mul", [pointer] * 2 + [integer] * 3, [(dtype,) for dtype in _COMPUTED]),
-            ("norm_rope", [pointer] * 5 + [integer] * 4 + [real, integer], [(dtype,) for dtype in _COMPUTED]),
-            ("pack_linear", [pointer] * 2 + [integer] * 3, [(dtype,) for dtype in _HELD]),
-            ("attend", [pointer] * 7, _PAIRS),
-        )
-        self._functions: dict[tuple[str, *tuple[torch.dtype, ...]], Callable[..., int | None]] = {}
-        for name, argtypes, keys in signatures:
-            for key in keys:
-                function = getattr(library, "_".join([name, *(_NAMES[dtype] for dtype in key)]))
-                function.argtypes = argtypes
-                function.restype = ctypes.c_int if name == "attend" else None
-                self._functions[name, *key] = function
-
-        status = ctypes.c_int
-        for name, restype, parameters in (
-            ("packed_bytes", integer, [pointer]),
-            ("pack_quantized", None, [pointer] * 3 + [integer]),
-            ("pack_float8", None, [pointer] * 3 + [integer]),
-            ("find_codes", None, [pointer, integer, pointer, integer]),
-            ("quantize", None, [pointer, integer, integer, pointer, pointer, integer]),
-            ("take_rows", None, [pointer] * 3 + [integer]),
-            ("linear", status, [pointer] * 3 + [integer] * 2),
-            ("multiply_experts", status, [pointer, integer, *[pointer] * 2, integer, pointer, *[integer] * 3]),
-            ("decode", status, [pointer] * 4),
-            ("is_gateable", status, [pointer]),
-            ("sample", None, [pointer]),
-            ("sampling_scratch_size", integer, [integer]),
-            ("flatten_rows", integer, [pointer]),
-        ):
-            function = getattr(library, name)
-            function.argtypes, function.restype = parameters, restype
+    def __init__(self, library: Library) -> None:
+        self.library, self._path = library
 
     @property
     def variant(self) -> str:
         """The instruction set for which the kernels were compiled: "avx512_bf16", "avx512", "avx2" or "portable"."""
-        return self.library.variant().decode()
+        return ffi.string(self.library.variant()).decode()
 
     @property
     def digest(self) -> str:
         """What changes with the code of the kernels, and with it the layout of panels."""
-        return hashlib.sha256(Path(self.library._name).read_bytes()).hexdigest()
+        return hashlib.sha256(self._path.read_bytes()).hexdigest()
 
     # Attention
 
@@ -135,9 +79,8 @@ class CpuKernels:
         """
         step = paged_step(rows, scoring, query, key, value, key_cache, value_cache)
         output = torch.empty(query.shape, dtype=query.dtype)
-        self._call(
-            "attend", (query, key_cache), ctypes.addressof(step), query, key, value, key_cache, value_cache, output
-        )
+        elements = query.dtype, key_cache.dtype
+        self._call("attend", *elements, step.at, query, key, value, key_cache, value_cache, output)
         return output
 
     # Matrix products
@@ -160,16 +103,16 @@ class CpuKernels:
         check("bias", bias, torch.float32, (out_size,))
         if weight.dtype not in _HELD:
             raise ValueError(f"{weight.dtype} has no kernels; use one of {', '.join(map(str, _HELD))}")
-        if activation not in (torch.float32, weight.dtype) or activation not in ACTIVATIONS:
+        if activation not in (torch.float32, weight.dtype) or activation not in _ACTIVATIONS:
             raise ValueError(f"activations of {activation} do not fit a weight of {weight.dtype}")
         empty = PackedLinear(torch.empty(0, dtype=weight.dtype), bias, in_size, out_size, activation)
-        panels = torch.empty(self._packed_bytes(empty) // weight.itemsize, dtype=weight.dtype)
-        self._call("pack_linear", (weight,), weight, panels, in_size, out_size, torch.get_num_threads())
+        panels = torch.empty(self.library.packed_bytes(empty.layer) // weight.itemsize, dtype=weight.dtype)
+        self._call("pack_linear", weight.dtype, weight, panels, in_size, out_size, torch.get_num_threads())
         return replace(empty, panels=panels)
 
     def can_gate(self, packed: PackedLinear) -> bool:
         """Say whether a product's first half of outputs can gate the second within the product."""
-        return bool(self.library.is_gateable(ctypes.byref(packed.layer())))
+        return bool(self.library.is_gateable(packed.layer))
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """Lays a quantised weight out for `linear`, in the fewest bits that hold it exactly.
@@ -187,9 +130,8 @@ class CpuKernels:
             weight = weight.without_factors()
         quantized = self._choose_panels(weight)
         empty = PackedLinear(torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, torch.int8, quantized)
-        pointers = {name: values.data_ptr() for name, values in weight.parts().items()}
-        source = SourceWeight(**pointers, group_size=weight.group_size)
-        return self._fill(empty, self.library.pack_quantized, source)
+        source = Structure("quantized_weight", group_size=weight.group_size, **weight.parts())
+        return self._fill("pack_quantized", empty, source)
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
         """Rounds float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`.
@@ -203,8 +145,7 @@ class CpuKernels:
             raise ValueError(f"{num_columns} columns are not quantised to {bits} bits, in groups of {GROUP_SIZE}")
         codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
         scale = torch.empty(num_rows, num_columns // GROUP_SIZE)
-        pointers = (codes.data_ptr(), scale.data_ptr(), torch.get_num_threads())
-        self.library.quantize(values.data_ptr(), scale.numel(), bits, *pointers)
+        self._call("quantize", values, scale.numel(), bits, codes, scale, torch.get_num_threads())
         return QuantizedWeight(codes, round_scale(scale), None, GROUP_SIZE)
 
     def pack_float8(self, weight: Float8Weight, bias: Tensor | None = None) -> PackedLinear:
@@ -222,21 +163,20 @@ class CpuKernels:
             raise ValueError(f"blocks of {weight.block_size} of {in_size} inputs have no panels")
         nothing = torch.empty(0, dtype=torch.uint8)
         empty = PackedLinear(nothing, bias, in_size, out_size, torch.bfloat16, float8_unit=unit)
-        source = Float8Source(weight.values.data_ptr(), weight.scale.data_ptr(), weight.block_size)
-        return self._fill(empty, self.library.pack_float8, source)
+        source = Structure("float8_weight")
+        source.take(weight)
+        return self._fill("pack_float8", empty, source)
 
-    def _fill(
-        self, empty: PackedLinear, pack: Callable[..., None], source: SourceWeight | Float8Source
-    ) -> PackedLinear:
+    def _fill(self, pack: str, empty: PackedLinear, source: Structure) -> PackedLinear:
         """With the panels that a function of the library packs."""
-        panels = torch.zeros(self._packed_bytes(empty), dtype=torch.uint8)
-        pack(ctypes.byref(empty.layer()), ctypes.byref(source), panels.data_ptr(), torch.get_num_threads())
+        panels = torch.zeros(self.library.packed_bytes(empty.layer), dtype=torch.uint8)
+        self._call(pack, empty.layer, source.at, panels, torch.get_num_threads())
         return replace(empty, panels=panels)
 
     def _choose_panels(self, weight: QuantizedWeight) -> QuantizedPanels:
         present = torch.zeros(256, dtype=torch.uint8)
         codes = weight.codes
-        self.library.find_codes(codes.data_ptr(), codes.numel(), present.data_ptr(), torch.get_num_threads())
+        self._call("find_codes", codes, codes.numel(), present, torch.get_num_threads())
         table = code_table([code - 128 for code in present.nonzero().flatten().tolist()])
         floats = [values for values in (weight.scale, weight.minimum) if values is not None]
         dtypes = _FLOAT_SCALES if weight.scale_factor is None else (torch.int8,)
@@ -249,10 +189,6 @@ class CpuKernels:
             has_zeros=weight.zero is not None,
         )
 
-    def _packed_bytes(self, packed: PackedLinear) -> int:
-        """Of panels that are not there yet."""
-        return self.library.packed_bytes(ctypes.byref(packed.layer()))
-
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x W^T + b in float32: [T, in_size] to [T, out_size]. What a row gives depends on no other row.
 
@@ -262,9 +198,7 @@ class CpuKernels:
         """
         check("x", x, torch.float32, (len(x), packed.in_size))
         output = torch.empty(len(x), packed.out_size)
-        pointers = (ctypes.byref(packed.layer()), x.data_ptr(), output.data_ptr())
-        if self.library.linear(*pointers, len(x), torch.get_num_threads()):
-            raise MemoryError(f"no memory for linear of {tuple(x.shape)}")
+        self._call("linear", packed.layer, x, output, len(x), torch.get_num_threads())
         return output
 
     def multiply_routed(self, x: Tensor, experts: PackedExperts, ids: Tensor) -> Tensor:
@@ -287,11 +221,8 @@ class CpuKernels:
         num_rows = num_tokens if len(x) == num_tokens else ids.numel()
         check("x", x, torch.float32, (num_rows, experts.in_size))
         output = torch.empty(ids.numel(), experts.out_size)
-        arguments = (experts.address(), len(experts.linears), ids.data_ptr(), x.data_ptr())
-        rows_of_token = num_rows // max(num_tokens, 1)
-        sizes = (rows_of_token, output.data_ptr(), num_tokens, num_chosen, torch.get_num_threads())
-        if self.library.multiply_experts(*arguments, *sizes):
-            raise MemoryError(f"no memory for products of {ids.numel()} slots")
+        source = (experts.layers, len(experts.linears), ids, x, num_rows // max(num_tokens, 1))
+        self._call("multiply_experts", *source, output, num_tokens, num_chosen, torch.get_num_threads())
         return output
 
     def take_rows(self, packed: PackedLinear, indexes: Tensor) -> Tensor:
@@ -301,8 +232,7 @@ class CpuKernels:
         """
         check("indexes", indexes, torch.int64, (len(indexes),))
         output = torch.empty(len(indexes), packed.in_size)
-        pointers = (ctypes.byref(packed.layer()), indexes.data_ptr(), output.data_ptr())
-        self.library.take_rows(*pointers, len(indexes))
+        self._call("take_rows", packed.layer, indexes, output, len(indexes))
         return output
 
     # Between the matrix products
@@ -322,7 +252,7 @@ class CpuKernels:
         check("weight", weight, x.dtype, (size,))
         check("update", update, x.dtype, (num_tokens, size))
         output = torch.empty_like(x)
-        self._call("add_rms_norm", (x,), x, update, weight, output, num_tokens, size, eps, torch.get_num_threads())
+        self._call("add_rms_norm", x.dtype, x, update, weight, output, num_tokens, size, eps, torch.get_num_threads())
         return output
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -333,7 +263,7 @@ class CpuKernels:
         num_tokens, size = len(gate_up), gate_up.shape[1] // 2
         check("gate_up", gate_up, gate_up.dtype, (num_tokens, 2 * size))
         output = gate_up.new_empty(num_tokens, size)
-        self._call("silu_mul", (gate_up,), gate_up, output, num_tokens, size, torch.get_num_threads())
+        self._call("silu_mul", gate_up.dtype, gate_up, output, num_tokens, size, torch.get_num_threads())
         return output
 
     def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
@@ -362,22 +292,27 @@ class CpuKernels:
             check(name, table, heads.dtype, (num_tokens, head_dim))
         for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
             check(name, weight, heads.dtype, (head_dim,))
+        tables = (query_weight, key_weight, cos, sin)
         sizes = (num_tokens, num_heads, num_kv_heads, head_dim)
-        self._call(
-            "norm_rope", (heads,), heads, query_weight, key_weight, cos, sin, *sizes, eps, torch.get_num_threads()
-        )
+        self._call("norm_rope", heads.dtype, heads, *tables, *sizes, eps, torch.get_num_threads())
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         return query, key, value
 
-    def _call(self, name: str, typed: Sequence[Tensor], *arguments: Tensor | int | float | None) -> None:
-        """Calls the function for the dtypes of `typed`; tensors go as pointers."""
-        dtypes = [tensor.dtype for tensor in typed]
-        function = self._functions.get((name, *dtypes))
-        if function is None:
-            found = " over ".join(map(str, dtypes))
-            raise ValueError(f"{found} has no kernels; use one of {', '.join(map(str, _COMPUTED))}")
-        if function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]):
-            raise MemoryError(f"no memory for {name} of {tuple(typed[0].shape)}")
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Calls a function, to which tensors go as pointers and dtypes as elements. Raises ValueError if it has none of
+        these, and MemoryError."""
+        status = getattr(self.library, name)(*map(_passed, arguments))
+        if status == constants.NO_KERNEL:
+            found = " over ".join(str(argument) for argument in arguments if isinstance(argument, torch.dtype))
+            raise ValueError(f"{found} has no kernels of {name}; use one of {', '.join(map(str, _ACTIVATIONS))}")
+        if status == constants.NO_MEMORY:
+            raise MemoryError(f"no memory for {name} of {[tuple(x.shape) for x in arguments if isinstance(x, Tensor)]}")
+
+
+def _passed(argument: Any) -> Any:
+    if isinstance(argument, torch.dtype):
+        return element_of(argument)
+    return address_of(argument) if argument is None or isinstance(argument, Tensor) else argument
 
 
 def _is_narrow(weight: QuantizedWeight) -> bool:

@@ -1,8 +1,8 @@
 """One step's rows over a paged cache, as the C kernels take them, and as they flatten them from a table of rows."""
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,27 +11,11 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS, head_dim_of
+from pagewire.kernels.cpu.abi import Structure, constants
 
-MAX_HEAD_DIM = 256
-_INPUTS = (("slots", np.int64), ("starts", np.int64), ("num_new_tokens", np.int64), ("samples", np.bool_))
-# What a cache holds, in the order of source/common.h.
-CACHE_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
-
-
-class PagedStep(ctypes.Structure):
-    """Mirrors `attention_step` of source/common.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "block_tables")),
-        *((name, ctypes.c_void_p) for name in ("slot_mapping", "alibi_slopes", "sinks")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "max_blocks", "num_heads", "num_kv_heads")),
-        *((name, ctypes.c_int64) for name in ("head_dim", "block_size")),
-        *((f"key_{name}_stride", ctypes.c_int64) for name in ("block", "position", "head")),
-        *((f"value_{name}_stride", ctypes.c_int64) for name in ("block", "position", "head")),
-        *((f"{name}_token_stride", ctypes.c_int64) for name in ("query", "fresh_key", "fresh_value")),
-        *((name, ctypes.c_int64) for name in ("window", "num_threads")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-    )
+MAX_HEAD_DIM: int = constants.MAX_HEAD_DIM
+# Of tables, what they are by row.
+_INPUTS = {"slots": torch.int64, "starts": torch.int64, "num_new_tokens": torch.int64, "samples": torch.bool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +51,12 @@ class PagedRows:
 NO_ROWS = PagedRows.of([0], [], torch.empty(0, 0), torch.empty(0))
 
 
-def put_rows(step: PagedStep, rows: PagedRows, num_tokens: int) -> None:
+def put_rows(step: Structure, rows: PagedRows, num_tokens: int) -> None:
     """Points a step to its rows, which it does not hold."""
-    step.query_start_loc, step.seq_lens = rows.query_start_loc.data_ptr(), rows.seq_lens.data_ptr()
-    step.block_tables, step.slot_mapping = rows.block_tables.data_ptr(), rows.slot_mapping.data_ptr()
-    step.num_tokens, step.num_rows, step.max_blocks = num_tokens, len(rows.seq_lens), rows.block_tables.shape[1]
-    step.num_threads = torch.get_num_threads()
+    step.put(query_start_loc=rows.query_start_loc, seq_lens=rows.seq_lens, slot_mapping=rows.slot_mapping)
+    num_rows, max_blocks = rows.block_tables.shape
+    step.put(block_tables=rows.block_tables, num_rows=num_rows, max_blocks=max_blocks)
+    step.put(num_tokens=num_tokens, num_threads=torch.get_num_threads())
 
 
 def check(
@@ -92,10 +76,6 @@ def check(
         )
 
 
-def address_of(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def paged_step(
     rows: PagedRows,
     scoring: Scoring,
@@ -104,7 +84,7 @@ def paged_step(
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-) -> PagedStep:
+) -> Structure:
     """Checks all arguments; the structure points into them and holds none of them."""
     num_tokens, num_heads, head_dim = query.shape
     is_any = query.dtype == torch.float32 or key_cache.dtype in EIGHT_BITS
@@ -114,7 +94,7 @@ def paged_step(
     shape = (len(rows.slot_mapping), key_cache.shape[2], head_dim)
     check("key", key, query.dtype, shape, is_strided=True)
     check("value", value, query.dtype, shape, is_strided=True)
-    step.fresh_key_token_stride, step.fresh_value_token_stride = key.stride(0), value.stride(0)
+    step.put(fresh_key_token_stride=key.stride(0), fresh_value_token_stride=value.stride(0))
     return step
 
 
@@ -126,7 +106,7 @@ def cache_step(
     query_token_stride: int,
     key_cache: Tensor,
     value_cache: Tensor,
-) -> PagedStep:
+) -> Structure:
     """`paged_step` for queries that are not there yet, and without fresh keys and values."""
     block_size, num_kv_heads = key_cache.shape[1:3]
     head_dim = head_dim_of(key_cache)
@@ -141,36 +121,16 @@ def cache_step(
             f"{num_heads} query heads of {head_dim} over {num_kv_heads} KV heads; a multiple of the KV heads and at "
             f"most {MAX_HEAD_DIM} fit"
         )
-    step = PagedStep(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        query_token_stride=query_token_stride,
-        window=scoring.window,
-        scale=scoring.scale,
-        softcap=scoring.softcap,
-    )
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+    step = Structure("attention_step", query_token_stride=query_token_stride, **sizes)
+    step.take(scoring)
     put_rows(step, rows, num_tokens)
-    step.key_block_stride, step.key_position_stride, step.key_head_stride = key_cache.stride()[:3]
-    step.value_block_stride, step.value_position_stride, step.value_head_stride = value_cache.stride()[:3]
+    for name, cache in (("key", key_cache), ("value", value_cache)):
+        strides = zip(("block", "position", "head"), cache.stride(), strict=False)
+        step.put(**{f"{name}_{part}_stride": stride for part, stride in strides})
     for name in ("alibi_slopes", "sinks"):
         check(name, getattr(scoring, name), torch.float32, (num_heads,))
-        setattr(step, name, address_of(getattr(scoring, name)))
     return step
-
-
-class _TableBatch(ctypes.Structure):
-    """Mirrors `table_batch` of source/batch.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token_ids", "block_tables")),
-        *((name, ctypes.c_int64) for name in ("token_stride", "block_stride", "block_size")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "max_blocks")),
-        *((name, ctypes.c_void_p) for name, _ in _INPUTS),
-        *((name, ctypes.c_void_p) for name in ("flat_token_ids", "positions", "slot_mapping", "sampling_indices")),
-        *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "flat_tables")),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +147,7 @@ class TableFlattener:
     """Flattens rows of a table, always into the same memory: what it returned before is overwritten."""
 
     def __init__(
-        self, library: ctypes.CDLL, token_ids: NDArray[np.int32], block_tables: NDArray[np.int32], block_size: int
+        self, library: Any, token_ids: NDArray[np.int32], block_tables: NDArray[np.int32], block_size: int
     ) -> None:
         """
         Args:
@@ -203,17 +163,12 @@ class TableFlattener:
                 raise ValueError(f"{name} is {array.dtype} {array.shape}; make it int32 [{num_slots}, any], dense")
         self._tables = token_ids, block_tables  # whose memory the batch names
         self._flatten = library.flatten_rows
-        self._inputs = [np.zeros(num_slots, dtype) for _, dtype in _INPUTS]
-        self._batch = _TableBatch(
-            token_ids=token_ids.ctypes.data,
-            block_tables=block_tables.ctypes.data,
-            token_stride=token_ids.shape[1],
-            block_stride=block_tables.shape[1],
-            block_size=block_size,
-            **{name: array.ctypes.data for (name, _), array in zip(_INPUTS, self._inputs, strict=True)},
-        )
+        self._inputs = {name: torch.zeros(num_slots, dtype=dtype) for name, dtype in _INPUTS.items()}
+        self._places = [place.numpy() for place in self._inputs.values()]
         self._rows = torch.empty(num_slots, dtype=torch.int64)  # sampling indices
-        self._batch.sampling_indices = self._rows.data_ptr()
+        self._batch = Structure("table_batch", block_size=block_size, sampling_indices=self._rows, **self._inputs)
+        self._batch.put(token_ids=torch.from_numpy(token_ids), token_stride=token_ids.shape[1])
+        self._batch.put(block_tables=torch.from_numpy(block_tables), block_stride=block_tables.shape[1])
         self._sizes: tuple[int, int, int] | None = None
         self._flat: FlatRows | None = None
 
@@ -235,9 +190,9 @@ class TableFlattener:
         sizes = int(num_new_tokens.sum()), num_rows, num_blocks
         flat = self._flat if sizes == self._sizes else None
         flat = flat or self._make_room(*sizes)
-        for place, values in zip(self._inputs, (slots, starts, num_new_tokens, samples), strict=True):
+        for place, values in zip(self._places, (slots, starts, num_new_tokens, samples), strict=True):
             place[:num_rows] = values
-        num_samples = self._flatten(ctypes.addressof(self._batch))
+        num_samples = self._flatten(self._batch.at)
         if num_samples != len(flat.sampling_indices):
             flat = FlatRows(flat.token_ids, flat.positions, flat.paged, self._rows[:num_samples])
             self._flat = flat
@@ -251,11 +206,9 @@ class TableFlattener:
             torch.empty(num_rows, num_blocks, dtype=torch.int32),
             slot_mapping,
         )
-        batch = self._batch
-        batch.num_rows, batch.max_blocks = num_rows, num_blocks
-        batch.flat_token_ids, batch.positions = token_ids.data_ptr(), positions.data_ptr()
-        batch.slot_mapping, batch.flat_tables = slot_mapping.data_ptr(), paged.block_tables.data_ptr()
-        batch.query_start_loc, batch.seq_lens = paged.query_start_loc.data_ptr(), paged.seq_lens.data_ptr()
+        self._batch.put(flat_token_ids=token_ids, positions=positions, flat_tables=paged.block_tables)
+        self._batch.put(query_start_loc=paged.query_start_loc, seq_lens=paged.seq_lens, slot_mapping=slot_mapping)
+        self._batch.put(num_rows=num_rows, max_blocks=num_blocks)
         self._sizes = num_tokens, num_rows, num_blocks
         self._flat = FlatRows(token_ids, positions, paged, self._rows[:0])
         return self._flat

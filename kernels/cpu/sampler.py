@@ -10,17 +10,17 @@ Of C's rows those whose draw hangs on how a logarithm or a sum is rounded, which
 in plain torch.
 """
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.cpu.paged import address_of, check
+from pagewire.kernels.cpu.abi import Structure, address_of, constants
+from pagewire.kernels.cpu.paged import check
 from pagewire.kernels.noise import gumbel_noise, noise_keys
 from pagewire.kernels.sampling import (
     DTYPES,
@@ -34,7 +34,6 @@ from pagewire.kernels.sampling import (
 
 Indexes = NDArray[np.int64]
 
-_NAN, _OPEN = 1, 2  # of `statuses`
 _COLUMNS = (*FLOATS, *(name for name in INTEGERS if name != "num_logprobs"), "seeds")
 
 
@@ -260,58 +259,33 @@ def _sort(logits: Tensor) -> Tensor:
 # In C
 
 
-class SamplingStep(ctypes.Structure):
-    """Mirrors `sampling_step` of source/sampler.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "entries", "highest", *_COLUMNS, "num_tokens")),
-        *((name, ctypes.c_void_p) for name in (*SamplingColumns._field_defaults, "history", "num_prompt_tokens")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size", "logits_stride", "max_biases", "max_stops")),
-        *((name, ctypes.c_int64) for name in ("mask_stride", "history_stride", "num_threads")),
-        *((name, ctypes.c_void_p) for name in ("scratch", "token_ids", "statuses")),
-    )
-
-
-class Chosen(NamedTuple):
-    """The tokens of rows, and what became of each: 0 chosen, 1 its logits hold NaN, 2 left open."""
-
-    token_ids: Indexes
-    statuses: NDArray[np.uint8]
-
-
 class _Kernel:
     """The call of C. It computes in memory that it keeps, so only one may run at a time."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: Any) -> None:
         self._sample, self._scratch_size = library.sample, library.sampling_scratch_size
         self._scratch = torch.empty(0)
-        self._room_of: dict[int, int] = {}  # by size of the vocabulary, for how many threads the scratch is
 
-    def run(self, step: SamplingStep, logits: Tensor, highest: Tensor | None) -> None:
+    def run(self, step: Structure, logits: Tensor, highest: Tensor | None) -> None:
         """Choose tokens by a step in which all else is filled in. Raises ValueError if the logits do not fit."""
         num_rows, vocab_size = logits.shape
         stride, last_stride = logits.stride()
         if logits.dtype != torch.float32 or last_stride != 1:
             raise ValueError(f"the logits are {list(logits.shape)} of {logits.dtype}; make them dense rows of float32")
         check("highest", highest, torch.int64, (num_rows,))
-        step.highest = address_of(highest)
         num_threads = min(torch.get_num_threads(), max(num_rows, 1))
-        step.num_rows, step.vocab_size, step.num_threads = num_rows, vocab_size, num_threads
-        step.logits, step.logits_stride = logits.data_ptr(), stride
-        step.scratch = self._room(num_threads, vocab_size)
-        self._sample(ctypes.addressof(step))
-
-    def _room(self, num_threads: int, vocab_size: int) -> int:
-        if self._room_of.get(vocab_size, 0) < num_threads:
-            self._scratch = torch.empty(num_threads * self._scratch_size(vocab_size))
-            self._room_of = {vocab_size: num_threads}
-        return self._scratch.data_ptr()
+        num_floats = num_threads * self._scratch_size(vocab_size)
+        if len(self._scratch) < num_floats:
+            self._scratch = torch.empty(num_floats)
+        step.put(logits=address_of(logits), logits_stride=stride, highest=highest, scratch=self._scratch)
+        step.put(num_rows=num_rows, vocab_size=vocab_size, num_threads=num_threads)
+        self._sample(step.at)
 
 
 class CpuSampler:
     """The sampler in C."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: Any) -> None:
         self._kernel = _Kernel(library)
 
     def sample(
@@ -323,17 +297,17 @@ class CpuSampler:
         highest: Tensor | None = None,
     ) -> SampledTokens:
         """See `TorchSampler.sample`."""
-        step = _step(columns, history)
-        _put_lists(step, columns)
-        num_rows = len(logits)
-        num_tokens = columns.num_tokens.numpy().astype(np.int64)
-        step.num_tokens = _address(num_tokens, np.int64, num_rows)
-        chosen = _outputs(step, num_rows)
+        num_tokens, num_rows = columns.num_tokens.long(), len(logits)
+        step = _step(columns, history, num_tokens)
+        lists = {name: getattr(columns, name) for name in SamplingColumns._field_defaults}
+        widths = (("max_biases", "bias_token_ids"), ("max_stops", "stop_token_ids"), ("mask_stride", "masks"))
+        step.put(**lists, **{width: lists[name].shape[1] for width, name in widths if lists[name] is not None})
+        token_ids, statuses = _outputs(step, num_rows)
         self._kernel.run(step, logits, highest)
-        left = np.flatnonzero(chosen.statuses == _OPEN)
+        left = np.flatnonzero(statuses == constants.ROW_OPEN)
         if len(left):
-            chosen.token_ids[left] = choose(logits, columns, left)
-        return report(logits, columns, chosen.token_ids, chosen.statuses == _NAN, max_logprobs)
+            token_ids[left] = choose(logits, columns, left)
+        return report(logits, columns, token_ids, statuses == constants.ROW_NAN, max_logprobs)
 
     def of_table(self, columns: SamplingColumns, history: TokenHistory) -> "TableSampler":
         """Return the sampler of a table's rows: `columns` have an entry for each slot, and are read at each call."""
@@ -346,12 +320,11 @@ class TableSampler:
     def __init__(self, kernel: _Kernel, columns: SamplingColumns, history: TokenHistory) -> None:
         self._kernel = kernel
         self._columns, self._history = columns, history  # whose memory the step names
-        self._step = _step(columns, history)
-        num_slots = len(columns.seeds)
-        self._slots, self._num_tokens = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
-        self._step.entries = _address(self._slots, np.int64, num_slots)
-        self._step.num_tokens = _address(self._num_tokens, np.int64, num_slots)
-        self._chosen = _outputs(self._step, num_slots)
+        slots, num_tokens = torch.zeros(2, len(columns.seeds), dtype=torch.int64)
+        self._slots, self._num_tokens = slots.numpy(), num_tokens.numpy()
+        self._step = _step(columns, history, num_tokens)
+        self._step.put(entries=slots)
+        self._token_ids, self._statuses = _outputs(self._step, len(columns.seeds))
 
     def take_tokens(
         self,
@@ -377,13 +350,15 @@ class TableSampler:
         if len(logits) != num_rows or len(num_tokens) != num_rows:
             raise ValueError(f"{num_rows} slots come with {len(logits)} logits and {len(num_tokens)} lengths")
         self._slots[:num_rows], self._num_tokens[:num_rows] = slots, num_tokens
-        _put_masks(self._step, masks, num_rows)
+        lines, mask_lines = (None, None) if masks is None else map(torch.from_numpy, masks)
+        check("mask_lines", mask_lines, torch.int32, (num_rows,))
+        self._step.put(masks=lines, mask_lines=mask_lines, mask_stride=0 if lines is None else lines.shape[1])
         self._kernel.run(self._step, logits, highest)
-        token_ids, statuses = self._chosen.token_ids[:num_rows].copy(), self._chosen.statuses[:num_rows]
-        left = statuses == _OPEN
+        token_ids, statuses = self._token_ids[:num_rows].copy(), self._statuses[:num_rows]
+        left = statuses == constants.ROW_OPEN
         if left.any():
             token_ids[left] = choose(logits, self._columns_of(slots, num_tokens), np.flatnonzero(left))
-        return token_ids, statuses == _NAN
+        return token_ids, statuses == constants.ROW_NAN
 
     def _columns_of(self, slots: Indexes, num_tokens: Indexes) -> SamplingColumns:
         columns = {name: torch.from_numpy(getattr(self._columns, name).numpy()[slots]) for name in _COLUMNS}
@@ -391,47 +366,19 @@ class TableSampler:
         return self._columns._replace(**columns)
 
 
-def _step(columns: SamplingColumns, history: TokenHistory) -> SamplingStep:
+def _step(columns: SamplingColumns, history: TokenHistory, num_tokens: Tensor) -> Structure:
     """The step of these columns and nothing else."""
-    step = SamplingStep()
     for name in _COLUMNS:
-        column = getattr(columns, name)
-        check(name, column, DTYPES[name], (len(columns.seeds),))
-        setattr(step, name, column.data_ptr())
-    tokens, num_prompt_tokens = history
-    step.history = _address(tokens, np.int32, len(tokens))
-    step.num_prompt_tokens = _address(num_prompt_tokens, np.int64, len(tokens))
-    step.history_stride = tokens.shape[1]
+        check(name, getattr(columns, name), DTYPES[name], (len(columns.seeds),))
+    step = Structure("sampling_step", num_tokens=num_tokens, **{name: getattr(columns, name) for name in _COLUMNS})
+    tokens, num_prompt_tokens = map(torch.from_numpy, history)
+    check("num_prompt_tokens", num_prompt_tokens, torch.int64, (len(tokens),))
+    step.put(history=tokens, history_stride=tokens.shape[1], num_prompt_tokens=num_prompt_tokens)
     return step
 
 
-def _outputs(step: SamplingStep, num_rows: int) -> Chosen:
-    """Where the step puts what it finds."""
-    chosen = Chosen(np.empty(num_rows, np.int64), np.empty(num_rows, np.uint8))
-    step.token_ids, step.statuses = (_address(column, column.dtype, num_rows) for column in chosen)
-    return chosen
-
-
-def _address(array: NDArray, dtype: DTypeLike, length: int) -> int:
-    """Where a dense array begins. Raises ValueError if it is not what the kernel reads."""
-    if array.dtype != dtype or len(array) != length or not array.flags.c_contiguous:
-        raise ValueError(f"an array is {array.shape} of {array.dtype}; make it {length} of {dtype}, dense")
-    return array.__array_interface__["data"][0]
-
-
-def _put_masks(step: SamplingStep, masks: tuple[NDArray, NDArray] | None, num_rows: int) -> None:
-    if masks is None:
-        step.masks = step.mask_lines = None
-        return
-    lines, mask_lines = masks
-    step.masks, step.mask_stride = _address(lines, np.int32, len(lines)), lines.shape[1]
-    step.mask_lines = _address(mask_lines, np.int32, num_rows)
-
-
-def _put_lists(step: SamplingStep, columns: SamplingColumns) -> None:
-    for name in SamplingColumns._field_defaults:
-        setattr(step, name, address_of(getattr(columns, name)))
-    for name, width in (("bias_token_ids", "max_biases"), ("stop_token_ids", "max_stops"), ("masks", "mask_stride")):
-        lists = getattr(columns, name)
-        if lists is not None:
-            setattr(step, width, lists.shape[1])
+def _outputs(step: Structure, num_rows: int) -> tuple[Indexes, NDArray[np.uint8]]:
+    """Where the step puts tokens, and what became of each."""
+    token_ids, statuses = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.uint8)
+    step.put(token_ids=token_ids, statuses=statuses)
+    return token_ids.numpy(), statuses.numpy()

@@ -5,6 +5,7 @@ import platform
 import pwd
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -479,24 +480,26 @@ good = path.read_bytes()
 for seed in range(12):
     path.unlink()  # what is loaded already stays what it is
     path.write_bytes(damaged(good, random.Random(seed)))
-    print(seed, library.load_library(build).answer(), path.read_bytes() == good, flush=True)
+    functions, _ = library.load_library(build)
+    print(seed, functions.sampling_scratch_size(seed), path.read_bytes() == good, flush=True)
 """
 
 
 def test_a_damaged_library_is_built_again(tmp_path):
     """It is told, and the process that finds it goes on. So is one that came with a wheel."""
     skip_without_compiler()
-    for name, content in (
-        ("source/answer.c", "int answer(void) { return 42; }\n"),
-        ("built/portable.so", "\x7fELF"),
-    ):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(content)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "built").mkdir()
+    for name in ("abi.h", "abi.c"):
+        shutil.copy(library.SOURCES / name, tmp_path / "source")
+    answer = '#include "abi.h"\nint64_t sampling_scratch_size(int64_t size) { return size + 42; }\n'
+    (tmp_path / "source" / "answer.c").write_text(answer)
+    (tmp_path / "built" / "portable.so").write_text("\x7fELF")
     command = [sys.executable, "-W", "ignore", "-c", LOADING, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended
     lines = ended.stdout.splitlines()
-    assert [line for line in lines if line[0].isdigit()] == [f"{seed} 42 True" for seed in range(12)]
+    assert [line for line in lines if line[0].isdigit()] == [f"{seed} {seed + 42} True" for seed in range(12)]
     assert sum("is not what was built: building it again" in line for line in lines) == 12
 
 

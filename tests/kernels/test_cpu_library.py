@@ -1,12 +1,14 @@
 """What is said of a library that does not load."""
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from pagewire.kernels.cpu import library
+from tests.compiler import skip_without_compiler
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,14 @@ def test_a_library_that_does_not_load(flags: int, remedy: str, tmp_path: Path, m
         library.load_library(library.Build())
     assert str(caught.value).startswith(f"{path} does not load: ")
     assert remedy in str(caught.value)
+
+
+def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its structures are not those that Python fills in."""
+    skip_without_compiler()
+    shutil.copy(library.SOURCES / "abi.c", tmp_path)
+    declared = (library.SOURCES / "abi.h").read_text()
+    (tmp_path / "abi.h").write_text(declared.replace("} attention_step;", "  int64_t added;\n} attention_step;"))
+    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    with pytest.raises(library.BuildError, match="is of another version, by its attention_step; remove it"):
+        library.load_library(library.Build("portable", cache=tmp_path / "cache"))

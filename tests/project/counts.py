@@ -32,7 +32,7 @@ MAX_STATEMENTS = {
         6_551, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
     ),
     "pagewire/kernels": Ceiling(
-        3_962,
+        3_824,
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
@@ -44,7 +44,7 @@ MAX_STATEMENTS = {
         "client, commands, their completion, files that hide modules, `LLM`, what runs services, benchmarks",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(342, "a noun each, the package of what both services know of a model the last")
+MAX_MODULES_IN_ALL = Ceiling(343, "a noun each, what C and Python share of the CPU kernels the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     48, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"

@@ -1,12 +1,10 @@
 // Activations as the matrix products read them: *prepared*, in groups of rows that are multiplied together, a group's rows
 // interleaved. A row is prepared by itself: what it becomes depends on no other row. A row's inputs are padded with zeros.
 //
-// ACTIVATION_FLOAT: float32; group g holds [in_size, rows of g].
-// ACTIVATION_BFLOAT16: rounded to bfloat16; group g holds [in_size / 2, rows of g, 2]. Where the processor does not
-// multiply bfloat16, the rounded values lie in float32, as of ACTIVATION_FLOAT.
-// ACTIVATION_INT8: int8 with a scale per unit of 32 inputs; group g holds [in_size / 32, INT8_WORDS, rows of g].
-
-enum { ACTIVATION_FLOAT, ACTIVATION_BFLOAT16, ACTIVATION_INT8 };
+// ELEMENT_FLOAT32: float32; group g holds [in_size, rows of g].
+// ELEMENT_BFLOAT16: rounded to bfloat16; group g holds [in_size / 2, rows of g, 2]. Where the processor does not
+// multiply bfloat16, the rounded values lie in float32, as of ELEMENT_FLOAT32.
+// ELEMENT_INT8: int8 with a scale per unit of 32 inputs; group g holds [in_size / 32, INT8_WORDS, rows of g].
 
 // What a row has of a unit, in words: its inputs, four in each; the scale; with the other sign, the integer sums of all
 // inputs and of the first half; and that of all times the scale, as minima are multiplied with it.
@@ -14,9 +12,9 @@ enum { UNIT_INPUTS = 32, INT8_SCALE = 8, INT8_SUM, INT8_FIRST_SUM, INT8_SCALED_S
 
 // Of a row.
 INLINE int64_t prepared_row_bytes(int64_t kind, int64_t in_size) {
-  if (kind == ACTIVATION_INT8) return ceil_div(in_size, UNIT_INPUTS) * INT8_WORDS * 4;
+  if (kind == ELEMENT_INT8) return ceil_div(in_size, UNIT_INPUTS) * INT8_WORDS * 4;
 #if defined(HAS_BFLOAT16_DOTS)
-  if (kind == ACTIVATION_BFLOAT16) return ceil_div(in_size, 2) * 4;
+  if (kind == ELEMENT_BFLOAT16) return ceil_div(in_size, 2) * 4;
 #endif
   (void)kind;
   return ceil_div(in_size, 2) * 2 * (int64_t)sizeof(float);
@@ -109,17 +107,17 @@ INLINE void prepare_row(int64_t kind, const row_groups* groups, int64_t row, con
   const row_group group = group_of_row(groups, row);
   char* target = (char*)prepared + group.start * prepared_row_bytes(kind, in_size);
   const int64_t nth = row - group.start;
-  if (kind == ACTIVATION_INT8) {
+  if (kind == ELEMENT_INT8) {
     prepare_int8(x, in_size, (uint32_t*)target + nth, group.num_rows);
     return;
   }
 #if defined(HAS_BFLOAT16_DOTS)
-  if (kind == ACTIVATION_BFLOAT16) {
+  if (kind == ELEMENT_BFLOAT16) {
     prepare_bfloat16(x, in_size, (uint32_t*)target + nth, group.num_rows);
     return;
   }
 #endif
-  prepare_floats(x, in_size, kind == ACTIVATION_BFLOAT16, (float*)target + nth, group.num_rows);
+  prepare_floats(x, in_size, kind == ELEMENT_BFLOAT16, (float*)target + nth, group.num_rows);
 }
 
 // x: [num_rows, in_size]. Called by all threads of a region, which meet at its end.

@@ -210,13 +210,12 @@ SHARED void PAGED(merge_task)(const void* context, int64_t task, int64_t next) {
   PAGED(write_pairs)(a->step, work, &merged, a->output);
 }
 
-// Stores a step's keys and values, then attends to them. output: [num_tokens, num_heads, head_dim]. 0, or 1 if there is no
-// memory.
-int PAGED(attend)(const attention_step* step, const ELEMENT* query, const ELEMENT* key, const ELEMENT* value,
-                  CACHE* key_cache, CACHE* value_cache, ELEMENT* output) {
+// `attend` of these types.
+SHARED int64_t PAGED(attend)(const attention_step* step, const void* query, const void* key, const void* value,
+                             void* key_cache, void* value_cache, void* output) {
   PAGED(store_kv)(step, key, value, key_cache, value_cache);
   work_list list;
-  if (!list_work(step, &list)) return 1;
+  if (!list_work(step, &list)) return NO_MEMORY;
   const attention a = {step, &list, query, key_cache, value_cache, output};
   task_list items = {.num_tasks = list.num_items}, merges = {.num_tasks = list.partials ? list.num_items : 0};
 #pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1 && list.num_items > 1 && list.cost >= MIN_PARALLEL_ELEMENTS)
@@ -226,7 +225,7 @@ int PAGED(attend)(const attention_step* step, const ELEMENT* query, const ELEMEN
     share_tasks(&merges, PAGED(merge_task), &a);
   }
   free_work(&list);
-  return 0;
+  return DONE;
 }
 
 #undef IN_PAIRS

@@ -1,16 +1,3 @@
-// A step's new tokens one row after the other, taken from a table of rows. `paged.py` mirrors this structure.
-typedef struct {
-  const int32_t *token_ids, *block_tables;  // of slot 0; the next slots' follow at these distances
-  int64_t token_stride, block_stride, block_size;
-  int64_t num_rows, max_blocks;
-  const int64_t *slots, *starts, *num_new_tokens;  // [num_rows]
-  const uint8_t* samples;                          // [num_rows]
-  int64_t *flat_token_ids, *positions, *slot_mapping;  // [num_tokens]
-  int64_t* sampling_indices;                           // [num_rows], as many as there are
-  int32_t *query_start_loc, *seq_lens, *flat_tables;   // [num_rows + 1], [num_rows], [num_rows, max_blocks]
-} table_batch;
-
-// Returns how many rows sample.
 int64_t flatten_rows(const table_batch* batch) {
   int64_t flat = 0, num_samples = 0;
   batch->query_start_loc[0] = 0;

@@ -2,7 +2,7 @@
 // exact and added to the sum one after the other, the second input's first, each sum rounded to float32. Denormal numbers
 // count as 0.
 //
-// Where a processor has no such instruction, ACTIVATION_BFLOAT16 is multiplied as float32 (linear.h).
+// Where a processor has no such instruction, ELEMENT_BFLOAT16 is multiplied as float32 (linear.h).
 
 #if defined(HAS_BFLOAT16_DOTS)
 INLINE floats add_dots(floats sums, words x, words weights) {

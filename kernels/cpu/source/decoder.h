@@ -10,71 +10,6 @@
 // whatever an operation writes by tasks has memory of its own, and what is done token by token every thread does for
 // itself, in its own memory, which takes less time than to meet once more.
 
-// Kinds of operations.
-enum {
-  EMBED, ADD, NORMALIZE, NORMALIZE_PARTS, MULTIPLY, ACTIVATE, ROUTE, MULTIPLY_ROUTED, SUM_SLOTS, GATE, TURN, ATTEND,
-  PREDICT, ALL_REDUCE, CLIP
-};
-
-enum { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };  // functions of ACTIVATE
-
-enum { NO_BUFFER = -1, MAX_BUFFERS = 32 };
-
-// `decoder.py` mirrors this structure. Each kind says which fields it uses.
-typedef struct {
-  int64_t kind;
-  int64_t input, output;  // buffers; NO_BUFFER: none
-  // ADD: input += update * factor. NORMALIZE: that, where there is an update, then output = (input - mean) / deviation *
-  // weight + bias; without `is_centered` the mean counts as 0. NORMALIZE_PARTS: output = input, of which the first
-  // part_sizes[0] values and the part_sizes[1] behind them are normalized so, each by its own mean square. TURN: eps.
-  int64_t update;
-  const float *weight, *bias;  // [width]; bias may be NULL
-  int64_t part_sizes[2];
-  int64_t is_centered;
-  float eps;
-  // Of the update; of the table's rows of EMBED; of the logits of PREDICT, which are then bounded to softcap * tanh(logit /
-  // softcap), unless that is 0.
-  float factor, softcap;
-  // CLIP: output = input, bounded to it on both sides. ACTIVATE by CLAMPED_SWIGLU: of gates, above, and of ups, on both
-  // sides; the sigmoid is of gates times `factor`.
-  float limit;
-  // MULTIPLY: output = input W^T + b, or, gated, silu of its first half times its second. PREDICT: the head.
-  linear_layer layer;
-  int64_t is_gated;
-  int64_t function;  // ACTIVATE: output = function(input), or, gated, that of its first half times its second
-  int64_t num_parts;  // ACTIVATE: of the input, each with such halves
-  // ROUTE: output = routes of the input, a router's logits. MULTIPLY_ROUTED: output = products of the input, of tokens
-  // or slots, with `experts`, [num_experts], by `routes`. SUM_SLOTS: output = sums of slots by `routes`. These use a
-  // part of `routing`; GATE: output = input * sigmoid(routes), which are [num_tokens, 1].
-  int64_t routes;
-  expert_routing routing;
-  const linear_layer* experts;
-  // EMBED: output = table[token] * factor + positions[position]. Tables are [rows, width] of an element type; without one the rows are those
-  // of `layer`; positions may be NULL.
-  const void *table, *positions;
-  int64_t table_element, positions_element;
-  // TURN: of heads [num_heads + 2 * num_kv_heads, head_dim], queries, keys and values, the queries and keys are normalized
-  // where there is a weight, [head_dim], and their first `rotary_size` values turned by cos and sin, [positions,
-  // rotary_size], where there are any; queries, times the scale of their position, [positions], where there are any, are the output, keys
-  // and values are stored. ATTEND: over what is stored.
-  const float *query_norm, *key_norm, *cos, *sin, *query_scales;
-  int64_t rotary_size;
-  void *key_cache, *value_cache;
-  int64_t window;      // positions that a query attends to, its own included; 0: all up to its own
-  const float* sinks;  // ATTEND: [num_heads]; NULL: there are none
-} operation;
-
-// `decoder.py` mirrors this structure.
-typedef struct {
-  const operation* operations;
-  int64_t num_operations, num_buffers;
-  const int64_t* widths;  // [num_buffers]
-  int64_t cache_element;  // what the cache holds: HELD_FLOAT and so on
-  // ALL_REDUCE: output = the sum of what all ranks have as input. It sums `exchanged` of the step up, in place, and is called
-  // on the thread that the step was; not 0 if that failed. NULL where there is one rank.
-  int (*all_reduce)(void);
-} decoder;
-
 // Attention over a cache of some element type.
 typedef struct {
   void (*store_head)(const attention_step*, int64_t, int64_t, const float*, const float*, void*, void*);
@@ -90,38 +25,28 @@ DECLARE(float) DECLARE(bfloat16) DECLARE(float16) DECLARE(float8) DECLARE(int8)
 #undef DECLARE
 
 #define FUNCTIONS(cache) {store_head_float_##cache, attend_task_float_##cache, merge_task_float_##cache}
-static const attention_functions ATTENTION_OVER[] = {[HELD_FLOAT] = FUNCTIONS(float),
-                                                     [HELD_BFLOAT16] = FUNCTIONS(bfloat16),
-                                                     [HELD_FLOAT16] = FUNCTIONS(float16),
-                                                     [HELD_FLOAT8] = FUNCTIONS(float8),
-                                                     [HELD_INT8] = FUNCTIONS(int8)};
+static const attention_functions ATTENTION_OVER[] = {[ELEMENT_FLOAT32] = FUNCTIONS(float),
+                                                     [ELEMENT_BFLOAT16] = FUNCTIONS(bfloat16),
+                                                     [ELEMENT_FLOAT16] = FUNCTIONS(float16),
+                                                     [ELEMENT_FLOAT8_E4M3FN] = FUNCTIONS(float8),
+                                                     [ELEMENT_INT8] = FUNCTIONS(int8)};
 #undef FUNCTIONS
 
-// Which of a step's parts takes how long. `decoder.py` mirrors their order.
-enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, RANKS, NUM_PARTS };
-
-static const int PART_OF[] = {[EMBED] = NORMS, [ADD] = NORMS, [NORMALIZE] = NORMS, [NORMALIZE_PARTS] = NORMS,
-                              [MULTIPLY] = PRODUCTS, [ACTIVATE] = PRODUCTS, [ROUTE] = PRODUCTS,
-                              [MULTIPLY_ROUTED] = PRODUCTS, [SUM_SLOTS] = PRODUCTS, [GATE] = PRODUCTS,
-                              [TURN] = ROTARY, [ATTEND] = ATTENTION, [PREDICT] = HEAD, [ALL_REDUCE] = RANKS,
-                              [CLIP] = PRODUCTS};
+static const step_part PART_OF[] = {
+    [OPERATION_EMBED] = PART_NORMS,       [OPERATION_ADD] = PART_NORMS,
+    [OPERATION_NORMALIZE] = PART_NORMS,   [OPERATION_NORMALIZE_PARTS] = PART_NORMS,
+    [OPERATION_MULTIPLY] = PART_PRODUCTS, [OPERATION_ACTIVATE] = PART_PRODUCTS,
+    [OPERATION_ROUTE] = PART_PRODUCTS,    [OPERATION_MULTIPLY_ROUTED] = PART_PRODUCTS,
+    [OPERATION_SUM_SLOTS] = PART_PRODUCTS, [OPERATION_GATE] = PART_PRODUCTS,
+    [OPERATION_TURN] = PART_ROTARY,       [OPERATION_ATTEND_TO] = PART_ATTENTION,
+    [OPERATION_PREDICT] = PART_HEAD,      [OPERATION_ALL_REDUCE] = PART_RANKS,
+    [OPERATION_CLIP] = PART_PRODUCTS};
 
 enum {
   FEW_TOKENS = 8,
   HEADS_PER_TASK = 4,  // that are turned
   LISTS = 2,           // of tasks of an operation: attention's items and their merging, logits and the highest of them
 };
-
-// What a step is given and, beside keys and values, computes. `decoder.py` mirrors this structure.
-typedef struct {
-  const int64_t *token_ids, *positions;  // [num_tokens]
-  const int64_t* logit_rows;             // [num_logits]: which tokens have logits
-  int64_t num_logits;                    // at most num_tokens
-  float* hidden;                         // [num_tokens, width]: what PREDICT reads
-  float* logits;                         // [num_logits, out_size of the head]
-  int64_t* highest;                      // [num_logits]: which logit is, the first of equals; -1: there is a NaN
-  float* exchanged;                      // [num_tokens, width] of every ALL_REDUCE; NULL: there is none
-} decoder_step;
 
 // What all threads of a step share.
 typedef struct {
@@ -139,7 +64,7 @@ typedef struct {
   int64_t expert_rows;                        // the same of which rows experts have
   int64_t raw_logits;                         // the head's product, where the logits are made of it
   int64_t own, own_size;
-  work_list* works;     // [num_operations]: those of ATTEND with equal windows are one
+  work_list* works;     // [num_operations]: those of OPERATION_ATTEND_TO with equal windows are one
   int* work_of;         // [num_operations]: which list
   task_list* lists;     // [num_operations, LISTS]
   int64_t last;         // nanoseconds on the clock
@@ -155,9 +80,9 @@ typedef struct {
   int is_settled;               // whether all threads have met since something was done token by token
 } walk;
 
-INLINE int is_by_tasks(int64_t kind) {
-  return kind == MULTIPLY || kind == MULTIPLY_ROUTED || kind == TURN || kind == ATTEND || kind == PREDICT ||
-         kind == ALL_REDUCE;
+INLINE int is_by_tasks(operation_kind kind) {
+  return kind == OPERATION_MULTIPLY || kind == OPERATION_MULTIPLY_ROUTED || kind == OPERATION_TURN || kind == OPERATION_ATTEND_TO || kind == OPERATION_PREDICT ||
+         kind == OPERATION_ALL_REDUCE;
 }
 
 static int64_t nanoseconds(void) {
@@ -201,24 +126,24 @@ enum { ROW_PART = 256 };
 // output = `size` values of an element type, from the one at `first` on.
 static void widen(const void* values, int64_t element, int64_t first, float* output, int64_t size) {
   switch (element) {
-    case ELEMENT_FLOAT: widen_float((const float*)values + first, output, size); break;
+    case ELEMENT_FLOAT32: widen_float((const float*)values + first, output, size); break;
     case ELEMENT_BFLOAT16: widen_bfloat16((const bfloat16*)values + first, output, size); break;
     default: widen_float16((const float16*)values + first, output, size);
   }
 }
 
 static NOINLINE void embed_token(const operation* o, int64_t id, int64_t position, float* x, int64_t size) {
-  if (!o->table)
-    take_row(&o->layer, id, x);
+  if (!o->table.values)
+    take_row(o->linear, id, x);
   else
-    widen(o->table, o->table_element, id * size, x, size);
+    widen(o->table.values, o->table.element, id * size, x, size);
   if (o->factor != 1.0f)
     for (int64_t i = 0; i < size; i++) x[i] *= o->factor;
-  if (!o->positions) return;
+  if (!o->positions.values) return;
   float position_row[ROW_PART];
   for (int64_t first = 0; first < size; first += ROW_PART) {
     const int64_t num = size - first < ROW_PART ? size - first : ROW_PART;
-    widen(o->positions, o->positions_element, position * size + first, position_row, num);
+    widen(o->positions.values, o->positions.element, position * size + first, position_row, num);
     add_float(x + first, position_row, num);
   }
 }
@@ -241,51 +166,52 @@ static NOINLINE void add_token(const operation* o, float* x, const float* update
 
 static NOINLINE void normalize_parts(const operation* o, const float* x, float* output, int64_t size) {
   int64_t first = 0;
-  for (int part = 0; part < 2; first += o->part_sizes[part++])
-    normalize_float(x + first, o->weight + first, output + first, o->part_sizes[part], o->eps);
+  for (int part = 0; part < 2; first += o->weights[part++].width)
+    normalize_float(x + first, o->weights[part].values, output + first, o->weights[part].width, o->eps);
   memcpy(output + first, x + first, sizeof(float) * (size_t)(size - first));
 }
 
 // Layer normalization (Ba et al., 2016, https://arxiv.org/abs/1607.06450), or that of the root mean square.
 static NOINLINE void normalize_token(const operation* o, float* x, const float* update, float* output, int64_t size) {
+  const float *weight = o->weight.values, *bias = o->bias.values;
   if (update) add_token(o, x, update, size);
   if (!o->is_centered) {
-    normalize_float(x, o->weight, output, size, o->eps);
+    normalize_float(x, weight, output, size, o->eps);
     return;
   }
   const float mean = sum_floats(x, size) / (float)size;
   for (int64_t i = 0; i < size; i++) output[i] = x[i] - mean;
   const float factor = inverse_rms_float(output, size, o->eps);
-  for (int64_t i = 0; i < size; i++) output[i] = output[i] * factor * o->weight[i] + (o->bias ? o->bias[i] : 0.0f);
+  for (int64_t i = 0; i < size; i++) output[i] = output[i] * factor * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
 // x / 2 * (1 + erf(x / sqrt(2))), or its approximation by tanh (Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415).
-INLINE floats gelu(floats x, int64_t function) {
-  const floats inner = function == GELU ? error_function(x * splat(0.70710678118654752f))
+INLINE floats gelu(floats x, activation_function function) {
+  const floats inner = function == FUNCTION_GELU ? error_function(x * splat(0.70710678118654752f))
                                         : hyperbolic_tangent((x * x * x * splat(0.044715f) + x) *
                                                              splat(0.79788456080286536f));
   return splat(0.5f) * x * (splat(1.0f) + inner);
 }
 
-INLINE floats activated(floats x, int64_t function) {
+INLINE floats activated(floats x, activation_function function) {
   switch (function) {
-    case SILU: return x / (splat(1.0f) + exponential(-x));
-    case RELU: return larger(x, splat(0.0f));
+    case FUNCTION_SILU: return x / (splat(1.0f) + exponential(-x));
+    case FUNCTION_RELU: return larger(x, splat(0.0f));
     default: return gelu(x, function);
   }
 }
 
 INLINE floats gated(const operation* o, floats gate, floats up) {
-  if (o->function != CLAMPED_SWIGLU) return activated(gate, o->function) * up;
+  if (o->function != FUNCTION_CLAMPED_SWIGLU) return activated(gate, o->function) * up;
   const floats limit = splat(o->limit);
   gate = choose(gate > limit, limit, gate);
   up = choose(up > limit, limit, choose(up < -limit, -limit, up));
-  return (up + splat(1.0f)) * (gate / (splat(1.0f) + exponential(-gate * splat(o->factor))));
+  return (up + splat(1.0f)) * (gate / (splat(1.0f) + exponential(-gate * splat(o->alpha))));
 }
 
 // input: [size] of the output, or twice that where it is gates and ups.
 static NOINLINE void activate_token(const operation* o, const float* input, float* output, int64_t size) {
-  if (o->is_gated && o->function == SILU) {
+  if (o->is_gated && o->function == FUNCTION_SILU) {
     silu_mul_token_float(input, input + size, output, size);
     return;
   }
@@ -325,9 +251,9 @@ static const void* prepare(walk* w, const linear_layer* layer, const row_groups*
 static void multiply(walk* w, int64_t op, const float* input, float* output) {
   const operation* o = &w->d->model->operations[op];
   const row_groups* groups = &w->d->groups;
-  const void* prepared = prepare(w, &o->layer, groups, input, NULL);
-  const product p = o->is_gated ? gated_product(&o->layer, groups, prepared, output)
-                                : plain_product(&o->layer, groups, prepared, output);
+  const void* prepared = prepare(w, o->linear, groups, input, NULL);
+  const product p = o->is_gated ? gated_product(o->linear, groups, prepared, output)
+                                : plain_product(o->linear, groups, prepared, output);
   run_tasks(w, op, 0, multiply_task, &p);
 }
 
@@ -345,20 +271,21 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
   const attention_step* step = t->d->step;
   const int64_t size = step->head_dim, num_turned = step->num_heads + step->num_kv_heads;
   const int64_t num_all = step->num_tokens * num_turned, end = (task + 1) * HEADS_PER_TASK;
+  const float *cos = o->cos.values, *sin = o->sin.values, *query_scales = o->query_scales.values;
   (void)next;
   for (int64_t i = task * HEADS_PER_TASK; i < end && i < num_all; i++) {
     const int64_t token = i / num_turned, head = i % num_turned;
     const float* source = t->heads + (token * (num_turned + step->num_kv_heads) + head) * size;
-    const float* weight = head < step->num_heads ? o->query_norm : o->key_norm;
+    const float* weight = (head < step->num_heads ? &o->query_norm : &o->key_norm)->values;
     float x[MAX_HEAD_DIM];
     if (weight)
       normalize_float(source, weight, x, size, o->eps);
     else
       memcpy(x, source, sizeof(float) * (size_t)size);
-    const int64_t angle = t->d->tokens->positions[token] * o->rotary_size;
-    if (o->rotary_size) rotate_float(x, o->cos + angle, o->sin + angle, o->rotary_size);
-    if (head < step->num_heads && o->query_scales) {
-      const float scale = o->query_scales[t->d->tokens->positions[token]];
+    const int64_t position = t->d->tokens->positions[token], angle = position * size;
+    if (cos) rotate_float(x, cos + angle, sin + angle, size);
+    if (head < step->num_heads && query_scales) {
+      const float scale = query_scales[position];
       for (int64_t j = 0; j < size; j++) x[j] *= scale;
     }
     if (head < step->num_heads)
@@ -375,7 +302,7 @@ static void multiply_routed(walk* w, int64_t op, const float* input, int64_t in_
                             const float* routes) {
   const decoding* d = w->d;
   const operation* o = &d->model->operations[op];
-  const int64_t num_tokens = d->step->num_tokens, num_chosen = o->routing.num_chosen, in_size = o->experts->in_size;
+  const int64_t num_tokens = d->step->num_tokens, num_chosen = o->routing.num_chosen, in_size = o->linear->in_size;
   float* memory = d->is_few ? w->own : d->memory;
   const expert_rows rows = place_expert_rows(memory + d->expert_rows, o->routing.num_experts, num_tokens * num_chosen);
   if (d->is_few) {
@@ -385,12 +312,12 @@ static void multiply_routed(walk* w, int64_t op, const float* input, int64_t in_
 #pragma omp single
     sort_slots(routes, num_tokens, num_chosen, o->routing.num_experts, &rows);
   }
-  const expert_products p = {o->experts, &rows, memory + d->prepared, output, (int)o->is_gated};
+  const expert_products p = {o->linear, &rows, memory + d->prepared, output, (int)o->is_gated};
   const int64_t stride = in_width == in_size ? 0 : in_size;  // from slot to slot
   FOR_TOKENS(w, num_tokens, for (int64_t i = 0; i < num_chosen; i++)
     prepare_slot(&p, ids_of(routes + token * 2 * num_chosen)[i], token * num_chosen + i,
                  input + token * in_width + i * stride, memory + d->prepared))
-  d->lists[op * LISTS].num_tasks = *rows.num_used * num_expert_tasks(o->experts, (int)o->is_gated);
+  d->lists[op * LISTS].num_tasks = *rows.num_used * num_expert_tasks(o->linear, (int)o->is_gated);
   run_tasks(w, op, 0, multiply_experts_task, &p);
 }
 
@@ -405,7 +332,7 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
   const work_list* list = &d->works[d->work_of[op]];
   attention_step step = *d->step;
   step.window = o->window;
-  step.sinks = o->sinks;
+  step.sinks = o->sinks.values;
   step.query_token_stride = step.num_heads * step.head_dim;
   const attention a = {&step, list, input, o->key_cache, o->value_cache, output};
   const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
@@ -463,17 +390,17 @@ static void predict(walk* w, int64_t op, const float* input) {
   const decoding* d = w->d;
   const operation* o = &d->model->operations[op];
   const decoder_step* tokens = d->tokens;
-  const int64_t size = o->layer.in_size, num_tokens = d->step->num_tokens;
+  const int64_t size = o->linear->in_size, num_tokens = d->step->num_tokens;
   if (!d->is_few || omp_get_thread_num() == 0) {
     FOR_TOKENS(w, num_tokens, memcpy(tokens->hidden + token * size, input + token * size, sizeof(float) * (size_t)size))
   }
   if (!tokens->num_logits) return;
   settle(w);  // logits are of any tokens
-  const void* prepared = prepare(w, &o->layer, &d->head_groups, input, tokens->logit_rows);
+  const void* prepared = prepare(w, o->linear, &d->head_groups, input, tokens->logit_rows);
   float* raw = shapes_logits(o) ? d->memory + d->raw_logits : tokens->logits;
-  const product head = plain_product(&o->layer, &d->head_groups, prepared, raw);
+  const product head = plain_product(o->linear, &d->head_groups, prepared, raw);
   run_tasks(w, op, 0, multiply_task, &head);
-  const highest_search c = {o, tokens, raw, o->layer.out_size};
+  const highest_search c = {o, tokens, raw, o->linear->out_size};
   run_tasks(w, op, 1, highest_task, &c);
 }
 
@@ -487,7 +414,7 @@ static void all_reduce(walk* w, int64_t op, const float* input, float* output, i
 #pragma omp master
   {
     memcpy(d->tokens->exchanged, input, num_bytes);
-    if (d->model->all_reduce()) atomic_store(&d->lost_at, op);
+    if (d->model->all_reduce() != DONE) atomic_store(&d->lost_at, op);
     memcpy(output, d->tokens->exchanged, num_bytes);
     finish_task(tasks, 0);
   }
@@ -504,11 +431,12 @@ static void all_reduce(walk* w, int64_t op, const float* input, float* output, i
 static float* place_output(walk* w, int64_t op) {
   const decoding* d = w->d;
   const operation* o = &d->model->operations[op];
-  if (o->output == NO_BUFFER) return NULL;
-  float* place = !d->is_few              ? d->memory + d->buffer_places[o->output]
+  const int64_t buffer = output_of(o);
+  if (!buffer) return NULL;
+  float* place = !d->is_few             ? d->memory + d->buffer_places[buffer]
                  : is_by_tasks(o->kind) ? d->memory + d->operation_places[op]
-                                         : w->own + d->buffer_places[o->output];
-  return w->places[o->output] = place;
+                                         : w->own + d->buffer_places[buffer];
+  return w->places[buffer] = place;
 }
 
 static void carry_out(walk* w, int64_t op) {
@@ -516,48 +444,48 @@ static void carry_out(walk* w, int64_t op) {
   const operation* o = &d->model->operations[op];
   const decoder_step* tokens = d->tokens;
   const int64_t num_tokens = d->step->num_tokens;
-  float* input = o->input == NO_BUFFER ? NULL : w->places[o->input];
+  float* input = o->input ? w->places[o->input] : NULL;
   float* output = place_output(w, op);
-  const int64_t in_size = input ? d->model->widths[o->input] : 0, size = output ? d->model->widths[o->output] : 0;
-  const float* update = o->update == NO_BUFFER ? NULL : w->places[o->update];
-  const float* routes = o->routes == NO_BUFFER ? NULL : w->places[o->routes];
+  const int64_t in_size = d->model->widths[o->input], size = d->model->widths[output_of(o)];
+  const float* update = o->update ? w->places[o->update] : NULL;
+  const float* routes = o->routes ? w->places[o->routes] : NULL;
   switch (o->kind) {
-    case EMBED:
+    case OPERATION_EMBED:
       FOR_TOKENS(w, num_tokens, embed_token(o, tokens->token_ids[token], tokens->positions[token], output + token * size, size))
       break;
-    case ADD:
+    case OPERATION_ADD:
       FOR_TOKENS(w, num_tokens, add_token(o, input + token * in_size, update + token * in_size, in_size))
       break;
-    case NORMALIZE_PARTS:
+    case OPERATION_NORMALIZE_PARTS:
       FOR_TOKENS(w, num_tokens, normalize_parts(o, input + token * size, output + token * size, size))
       break;
-    case NORMALIZE:
+    case OPERATION_NORMALIZE:
       FOR_TOKENS(w, num_tokens, normalize_token(o, input + token * size, update ? update + token * size : NULL,
                                                 output + token * size, size))
       break;
-    case ACTIVATE:
+    case OPERATION_ACTIVATE:
       FOR_TOKENS(w, num_tokens, for (int64_t part = 0; part < o->num_parts; part++)
         activate_token(o, input + token * in_size + part * (in_size / o->num_parts),
                        output + token * size + part * (size / o->num_parts), size / o->num_parts))
       break;
-    case ROUTE:
+    case OPERATION_ROUTE:
       FOR_TOKENS(w, num_tokens, route_tokens(&o->routing, input + token * in_size, output + token * size))
       break;
-    case MULTIPLY_ROUTED: multiply_routed(w, op, input, in_size, output, routes); break;
-    case SUM_SLOTS:
+    case OPERATION_MULTIPLY_ROUTED: multiply_routed(w, op, input, in_size, output, routes); break;
+    case OPERATION_SUM_SLOTS:
       FOR_TOKENS(w, num_tokens, sum_slots(routes + token * 2 * o->routing.num_chosen, o->routing.num_chosen,
                                           input + token * in_size, output + token * size, size))
       break;
-    case GATE:
-      FOR_TOKENS(w, num_tokens, gate_token(input + token * size, routes[token], output + token * size, size))
+    case OPERATION_GATE:
+      FOR_TOKENS(w, num_tokens, gate_token(input + token * size, w->places[o->gate][token], output + token * size, size))
       break;
-    case CLIP:
+    case OPERATION_CLIP:
       FOR_TOKENS(w, num_tokens, clip_token(o, input + token * size, output + token * size, size))
       break;
-    case MULTIPLY: multiply(w, op, input, output); break;
-    case TURN: turn(w, op, input, output); break;
-    case ATTEND: attend_tokens(w, op, input, output); break;
-    case ALL_REDUCE: all_reduce(w, op, input, output, size); break;
+    case OPERATION_MULTIPLY: multiply(w, op, input, output); break;
+    case OPERATION_TURN: turn(w, op, input, output); break;
+    case OPERATION_ATTEND_TO: attend_tokens(w, op, input, output); break;
+    case OPERATION_ALL_REDUCE: all_reduce(w, op, input, output, size); break;
     default: predict(w, op, input);
   }
 }
@@ -584,13 +512,13 @@ INLINE int64_t aligned(int64_t size) { return (size + 15) / 16 * 16; }
 
 // How much a product's input takes, prepared.
 static int64_t prepared_floats(const decoding* d, const operation* o) {
-  if (o->kind == MULTIPLY_ROUTED) {
+  if (o->kind == OPERATION_MULTIPLY_ROUTED) {
     const int64_t num_slots = d->step->num_tokens * o->routing.num_chosen;
-    return ceil_div(prepared_bytes(activation_kind(o->experts), num_slots, o->experts->in_size), (int64_t)sizeof(float));
+    return ceil_div(prepared_bytes(activation_kind(o->linear), num_slots, o->linear->in_size), (int64_t)sizeof(float));
   }
-  if (o->kind != MULTIPLY && o->kind != PREDICT) return 0;
-  const int64_t num_rows = o->kind == PREDICT ? d->tokens->num_logits : d->step->num_tokens;
-  return ceil_div(prepared_bytes(activation_kind(&o->layer), num_rows, o->layer.in_size), (int64_t)sizeof(float));
+  if (o->kind != OPERATION_MULTIPLY && o->kind != OPERATION_PREDICT) return 0;
+  const int64_t num_rows = o->kind == OPERATION_PREDICT ? d->tokens->num_logits : d->step->num_tokens;
+  return ceil_div(prepared_bytes(activation_kind(o->linear), num_rows, o->linear->in_size), (int64_t)sizeof(float));
 }
 
 // Gives everything its place; returns how many floats that takes.
@@ -606,7 +534,7 @@ static int64_t share_out(decoding* d) {
     const operation* o = &model->operations[op];
     const int64_t size = prepared_floats(d, o);
     prepared = size > prepared ? size : prepared;
-    if (o->kind != MULTIPLY_ROUTED) continue;
+    if (o->kind != OPERATION_MULTIPLY_ROUTED) continue;
     const int64_t words = expert_rows_words(o->routing.num_experts, num_tokens * o->routing.num_chosen);
     rows = words > rows ? words : rows;
   }
@@ -619,10 +547,10 @@ static int64_t share_out(decoding* d) {
   for (int64_t op = 0; op < model->num_operations; op++) {
     const operation* o = &model->operations[op];
     d->operation_places[op] = total;
-    if (d->is_few && is_by_tasks(o->kind) && o->output != NO_BUFFER) total += aligned(model->widths[o->output] * num_tokens);
-    if (o->kind != PREDICT || !shapes_logits(o)) continue;
+    if (d->is_few && is_by_tasks(o->kind) && o->output) total += aligned(model->widths[o->output] * num_tokens);
+    if (o->kind != OPERATION_PREDICT || !shapes_logits(o)) continue;
     d->raw_logits = total;
-    total += aligned(d->tokens->num_logits * o->layer.out_size);
+    total += aligned(d->tokens->num_logits * o->linear->out_size);
   }
   return total;
 }
@@ -632,7 +560,7 @@ static int list_windows(decoding* d) {
   int num_lists = 0;
   for (int64_t op = 0; op < d->model->num_operations; op++) {
     const operation* o = &d->model->operations[op];
-    if (o->kind != ATTEND) continue;
+    if (o->kind != OPERATION_ATTEND_TO) continue;
     int found = 0;
     while (found < num_lists && d->works[found].window != o->window) found++;
     d->work_of[op] = found;
@@ -649,21 +577,21 @@ static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
   const operation* o = &d->model->operations[op];
   const int64_t num_turned = d->step->num_tokens * (d->step->num_heads + d->step->num_kv_heads);
   counts[0] = counts[1] = 0;
-  if (o->kind == MULTIPLY || o->kind == PREDICT) {
-    const row_groups* groups = o->kind == PREDICT ? &d->head_groups : &d->groups;
-    const product p = o->is_gated ? gated_product(&o->layer, groups, NULL, NULL) : plain_product(&o->layer, groups, NULL, NULL);
+  if (o->kind == OPERATION_MULTIPLY || o->kind == OPERATION_PREDICT) {
+    const row_groups* groups = o->kind == OPERATION_PREDICT ? &d->head_groups : &d->groups;
+    const product p = o->is_gated ? gated_product(o->linear, groups, NULL, NULL) : plain_product(o->linear, groups, NULL, NULL);
     counts[0] = num_product_tasks(&p);
-    counts[1] = o->kind == PREDICT ? d->tokens->num_logits : 0;
-  } else if (o->kind == MULTIPLY_ROUTED) {
+    counts[1] = o->kind == OPERATION_PREDICT ? d->tokens->num_logits : 0;
+  } else if (o->kind == OPERATION_MULTIPLY_ROUTED) {
     const int64_t num_slots = d->step->num_tokens * o->routing.num_chosen, num_experts = o->routing.num_experts;
     const int64_t num_used = num_slots < num_experts ? num_slots : num_experts;  // at most
-    counts[0] = num_used * num_expert_tasks(o->experts, (int)o->is_gated);
-  } else if (o->kind == TURN) {
+    counts[0] = num_used * num_expert_tasks(o->linear, (int)o->is_gated);
+  } else if (o->kind == OPERATION_TURN) {
     counts[0] = ceil_div(num_turned, HEADS_PER_TASK);
-  } else if (o->kind == ALL_REDUCE) {
+  } else if (o->kind == OPERATION_ALL_REDUCE) {
     counts[0] = 1;
     return 0;  // other ranks are asked once
-  } else if (o->kind == ATTEND) {
+  } else if (o->kind == OPERATION_ATTEND_TO) {
     const work_list* list = &d->works[d->work_of[op]];
     counts[0] = list->num_items;
     counts[1] = list->partials ? list->num_items : 0;
@@ -709,8 +637,7 @@ static int prepare_step(decoding* d) {
   return d->lists != NULL;
 }
 
-// Whether a layer's first half of outputs can gate the second within the product.
-int is_gateable(const linear_layer* layer) { return can_gate(layer); }
+int64_t is_gateable(const linear_layer* layer) { return can_gate(layer); }
 
 // Multiplications below which a second thread costs more than it saves.
 enum { MIN_PARALLEL_PRODUCTS = 1 << 22 };
@@ -722,26 +649,24 @@ static int64_t count_products(const decoder* model, const attention_step* step, 
     num_positions += step->seq_lens[row] * (step->query_start_loc[row + 1] - step->query_start_loc[row]);
   for (int64_t op = 0; op < model->num_operations; op++) {
     const operation* o = &model->operations[op];
-    const int64_t num_weights = o->layer.in_size * o->layer.out_size;
-    const int64_t num_of_expert = o->kind == MULTIPLY_ROUTED ? o->experts->in_size * o->experts->out_size : 0;
-    num_products += o->kind == MULTIPLY          ? num_weights * step->num_tokens
-                    : o->kind == MULTIPLY_ROUTED ? num_of_expert * o->routing.num_chosen * step->num_tokens
-                    : o->kind == PREDICT         ? num_weights * num_logits
-                    : o->kind == ATTEND          ? 2 * num_positions * step->num_heads * step->head_dim
+    const int64_t num_weights = o->linear ? o->linear->in_size * o->linear->out_size : 0;  // of one expert
+    num_products += o->kind == OPERATION_MULTIPLY          ? num_weights * step->num_tokens
+                    : o->kind == OPERATION_MULTIPLY_ROUTED ? num_weights * o->routing.num_chosen * step->num_tokens
+                    : o->kind == OPERATION_PREDICT         ? num_weights * num_logits
+                    : o->kind == OPERATION_ATTEND_TO          ? 2 * num_positions * step->num_heads * step->head_dim
                                                  : 0;
   }
   return num_products;
 }
 
-// times: [NUM_PARTS] nanoseconds. 0, or 1 if there is no memory, or 2 if ranks could not sum up.
-int decode(const decoder* model, const attention_step* given, const decoder_step* tokens, int64_t* times) {
+int64_t decode(const decoder* model, const attention_step* given, decoder_step* tokens) {
   attention_step own = *given;
   const attention_step* step = &own;
   if (count_products(model, given, tokens->num_logits) < MIN_PARALLEL_PRODUCTS) own.num_threads = 1;
   decoding d = {.model = model, .step = step, .tokens = tokens, .groups = group_rows(step->num_tokens),
-                .head_groups = group_rows(tokens->num_logits), .is_few = step->num_tokens <= FEW_TOKENS, .times = times, .lost_at = -1};
+                .head_groups = group_rows(tokens->num_logits), .is_few = step->num_tokens <= FEW_TOKENS, .times = tokens->times, .lost_at = -1};
   const int is_ready = prepare_step(&d);
-  memset(times, 0, sizeof(int64_t) * NUM_PARTS);
+  memset(tokens->times, 0, sizeof tokens->times);
   if (is_ready) {
 #pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1)
     decode_tokens(&d);
@@ -753,5 +678,5 @@ int decode(const decoder* model, const attention_step* given, const decoder_step
   free(d.buffer_places);
   free(d.lists);
   free(d.memory);
-  return !is_ready ? 1 : d.lost_at < 0 ? 0 : 2;
+  return !is_ready ? NO_MEMORY : d.lost_at < 0 ? DONE : LOST_RANKS;
 }

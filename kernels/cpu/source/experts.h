@@ -4,20 +4,6 @@
 //
 // The *routes* of a token are [2 * num_chosen] words: the ids of its experts, rising, as integers, and their weights.
 
-enum { MAX_EXPERTS = 1024 };  // `decoder.py` mirrors it
-
-enum { SOFTMAX, SIGMOID };  // what logits become
-
-// `decoder.py` mirrors this structure.
-typedef struct {
-  int64_t num_experts, num_chosen;
-  int64_t scoring;       // SOFTMAX or SIGMOID
-  int64_t renormalizes;  // weights are divided by their sum
-  int64_t num_groups, num_chosen_groups;
-  float factor;  // of the weights, in the end
-  const float* correction;  // [num_experts], added to scores for the routing alone; or NULL
-} expert_routing;
-
 static const float MIN_SUM = 1e-20f;
 
 INLINE const int32_t* ids_of(const float* routes) { return (const int32_t*)routes; }
@@ -30,11 +16,11 @@ static void score_experts(const expert_routing* c, const float* logits, float* s
   const floats top = splat(largest_lane(highest));
   for (int64_t i = 0; i < c->num_experts; i += LANES) {
     const floats x = load_float(logits + i);
-    const floats score = c->scoring == SIGMOID ? splat(1.0f) / (splat(1.0f) + exponential(-x)) : exponential(x - top);
+    const floats score = c->scoring == SCORING_SIGMOID ? splat(1.0f) / (splat(1.0f) + exponential(-x)) : exponential(x - top);
     store_float(scores + i, score);
     sums += score;
   }
-  if (c->scoring == SIGMOID) return;
+  if (c->scoring == SCORING_SIGMOID) return;
   const floats sum = splat(sum_lanes(sums));
   for (int64_t i = 0; i < c->num_experts; i += LANES) store_float(scores + i, load_float(scores + i) / sum);
 }
@@ -89,7 +75,7 @@ static NOINLINE void route_tokens(const expert_routing* c, const float* logits, 
     padded[i] = i < c->num_experts ? logits[i] : -INFINITY;
   score_experts(c, padded, scores);
   // The softmax is monotonic, and rounds: logits that differ would be equal.
-  const float* ranked = c->scoring == SOFTMAX && !c->correction ? padded : scores;
+  const float* ranked = c->scoring == SCORING_SOFTMAX && !c->correction ? padded : scores;
   for (int64_t i = 0; i < c->num_experts; i++) {
     const float rank = ranked[i] + (c->correction ? c->correction[i] : 0.0f);
     ranks[i] = isnan(rank) ? INFINITY : rank;  // what is no number is chosen, so that it is seen
@@ -215,12 +201,10 @@ static NOINLINE void sum_slots(const float* routes, int64_t num_chosen, const fl
   }
 }
 
-// x: [num_tokens * rows_of_token, in_size], of tokens (rows_of_token is 1) or slots; ids: [num_tokens, num_chosen], those of
-// a token rising; y: [num_tokens * num_chosen, out_size]. 0, or 1 if there is no memory.
-int multiply_experts(const linear_layer* layers, int64_t num_experts, const int64_t* ids, const float* x,
-                     int64_t rows_of_token, float* y, int64_t num_tokens, int64_t num_chosen, int64_t num_threads) {
+int64_t multiply_experts(const linear_layer* layers, int64_t num_experts, const int64_t* ids, const float* x,
+                         int64_t rows_of_token, float* y, int64_t num_tokens, int64_t num_chosen, int64_t num_threads) {
   const int64_t num_slots = num_tokens * num_chosen, in_size = layers->in_size, kind = activation_kind(layers);
-  if (num_slots == 0) return 0;
+  if (num_slots == 0) return DONE;
   float* routes = calloc((size_t)num_slots, 2 * sizeof(float));
   int32_t* memory = calloc((size_t)expert_rows_words(num_experts, num_slots), sizeof(int32_t));
   void* prepared = aligned_alloc(64, (size_t)ceil_div(prepared_bytes(kind, num_slots, in_size), 64) * 64);
@@ -243,5 +227,5 @@ int multiply_experts(const linear_layer* layers, int64_t num_experts, const int6
   free(routes);
   free(memory);
   free(prepared);
-  return !is_ready;
+  return is_ready ? DONE : NO_MEMORY;
 }

@@ -40,7 +40,7 @@ INLINE void NAME(add)(ELEMENT* x, const ELEMENT* update, int64_t size) {
 }
 
 // x, update, output: [num_tokens, size]. x += update where there is one; output = norm(x).
-void NAME(add_rms_norm)(ELEMENT* x, const ELEMENT* update, const ELEMENT* weight, ELEMENT* output, int64_t num_tokens,
+static void NAME(add_rms_norm)(ELEMENT* x, const ELEMENT* update, const ELEMENT* weight, ELEMENT* output, int64_t num_tokens,
                         int64_t size, float eps, int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_tokens * size >= MIN_PARALLEL_ELEMENTS)
   for (int64_t token = 0; token < num_tokens; token++) {
@@ -65,7 +65,7 @@ INLINE void NAME(silu_mul_token)(const ELEMENT* gates, const ELEMENT* ups, ELEME
 }
 
 // gate_up: [num_tokens, 2 * size], output: [num_tokens, size]
-void NAME(silu_mul)(const ELEMENT* gate_up, ELEMENT* output, int64_t num_tokens, int64_t size, int64_t num_threads) {
+static void NAME(silu_mul)(const ELEMENT* gate_up, ELEMENT* output, int64_t num_tokens, int64_t size, int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_tokens * size >= MIN_PARALLEL_ELEMENTS)
   for (int64_t token = 0; token < num_tokens; token++) {
     const ELEMENT* gates = gate_up + token * 2 * size;
@@ -92,7 +92,7 @@ INLINE void NAME(rotate)(ELEMENT* x, const ELEMENT* cos, const ELEMENT* sin, int
 
 // heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values. Queries and keys are normalized
 // where there is a weight, then rotated, in place. cos, sin: [num_tokens, head_dim].
-void NAME(norm_rope)(ELEMENT* heads, const ELEMENT* query_weight, const ELEMENT* key_weight, const ELEMENT* cos,
+static void NAME(norm_rope)(ELEMENT* heads, const ELEMENT* query_weight, const ELEMENT* key_weight, const ELEMENT* cos,
                      const ELEMENT* sin, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                      float eps, int64_t num_threads) {
   const int64_t token_stride = (num_heads + 2 * num_kv_heads) * head_dim;

@@ -1,16 +1,5 @@
 // Packed weights of integers: how they are made, and read by rows.
 
-// A quantised weight as a loader gives it: `QuantizedWeight` of quantized.py.
-typedef struct {
-  const int8_t* codes;          // [out_size, in_size]
-  const float* scale;           // [out_size, in_size / group_size]
-  const float* minimum;         // the same, or NULL
-  const int8_t* zero;           // the same, or NULL
-  const float* scale_factor;    // [out_size, in_size / 256], or NULL
-  const float* minimum_factor;  // the same, or NULL
-  int64_t group_size;
-} quantized_weight;
-
 // Where a unit has the code of an input of an output, in bytes, and whether it is the upper half of one.
 INLINE int64_t code_place(int64_t bits, int64_t output, int64_t input, int* is_upper) {
   const int64_t step = bits == 8 ? input / 4 : input / 8;
@@ -41,8 +30,8 @@ INLINE float power_of(uint8_t exponent) {
 INLINE void store_scale(int64_t element, char* scales, int64_t index, float value) {
   switch (element) {
     case ELEMENT_INT8: ((int8_t*)scales)[index] = (int8_t)value; break;
-    case ELEMENT_POWER: ((uint8_t*)scales)[index] = exponent_of(value); break;
-    case ELEMENT_FLOAT: ((float*)scales)[index] = value; break;
+    case ELEMENT_FLOAT8_E8M0FNU: ((uint8_t*)scales)[index] = exponent_of(value); break;
+    case ELEMENT_FLOAT32: ((float*)scales)[index] = value; break;
     case ELEMENT_BFLOAT16: ((bfloat16*)scales)[index] = from_value_bfloat16(value); break;
     default: ((float16*)scales)[index] = from_value_float16(value);
   }
@@ -84,8 +73,7 @@ static void pack_unit(const linear_layer* layer, const quantized_weight* weight,
   if (weight->minimum) store_scale(ELEMENT_FLOAT16, panel + factors, PANEL + nth, weight->minimum_factor[block]);
 }
 
-// panels: zeros. The layer's own panels are not looked at.
-void pack_quantized(const linear_layer* layer, const quantized_weight* weight, char* panels, int64_t num_threads) {
+int64_t pack_quantized(const linear_layer* layer, const quantized_weight* weight, void* panels, int64_t num_threads) {
   const int64_t num_units = ceil_div(layer->in_size, UNIT_INPUTS), bytes = weight_bytes(layer, code_bits(layer));
   uint8_t indexes[256] = {0};
   for (int i = 15; i >= 0; i--) indexes[(uint8_t)layer->table[i]] = (uint8_t)i;
@@ -93,11 +81,11 @@ void pack_quantized(const linear_layer* layer, const quantized_weight* weight, c
   for (int64_t panel = 0; panel < ceil_div(layer->out_size, PANEL); panel++)
     for (int64_t output = panel * PANEL; output < layer->out_size && output < (panel + 1) * PANEL; output++)
       for (int64_t unit = 0; unit < num_units; unit++)
-        pack_unit(layer, weight, indexes, output, unit, panels + panel * num_units * bytes);
+        pack_unit(layer, weight, indexes, output, unit, (char*)panels + panel * num_units * bytes);
+  return DONE;
 }
 
-// present[code + 128] = 1 for each code that there is.
-void find_codes(const int8_t* codes, int64_t num, uint8_t* present, int64_t num_threads) {
+int64_t find_codes(const int8_t* codes, int64_t num, uint8_t* present, int64_t num_threads) {
 #pragma omp parallel num_threads((int)num_threads)
   {
     uint8_t own[256] = {0};
@@ -106,6 +94,7 @@ void find_codes(const int8_t* codes, int64_t num, uint8_t* present, int64_t num_
 #pragma omp critical
     for (int i = 0; i < 256; i++) present[i] |= own[i];
   }
+  return DONE;
 }
 
 // A weight by its formula: a product that is rounded, then a difference.
@@ -117,8 +106,8 @@ INLINE float dequantized(float scale, int32_t code, float minimum) {
 INLINE float scale_value(const linear_layer* layer, const char* scales, int64_t index, const float16* factor) {
   switch (layer->scale_element) {
     case ELEMENT_INT8: return (float)((const int8_t*)scales)[index] * value_float16(*factor);
-    case ELEMENT_POWER: return power_of(((const uint8_t*)scales)[index]);
-    case ELEMENT_FLOAT: return ((const float*)scales)[index];
+    case ELEMENT_FLOAT8_E8M0FNU: return power_of(((const uint8_t*)scales)[index]);
+    case ELEMENT_FLOAT32: return ((const float*)scales)[index];
     case ELEMENT_BFLOAT16: return value_bfloat16(((const bfloat16*)scales)[index]);
     default: return value_float16(((const float16*)scales)[index]);
   }

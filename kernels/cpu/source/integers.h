@@ -107,7 +107,7 @@ enum { STEPS = UNIT_INPUTS / 4 };
 INLINE int64_t unit_code_bytes(int64_t bits) { return UNIT_INPUTS * PANEL * bits / 8; }
 INLINE int64_t scale_bytes(const linear_layer* layer) {
   const int64_t element = layer->scale_element;
-  return element == ELEMENT_FLOAT ? 4 : element == ELEMENT_INT8 || element == ELEMENT_POWER ? 1 : 2;
+  return element == ELEMENT_FLOAT32 ? 4 : element == ELEMENT_INT8 || element == ELEMENT_FLOAT8_E8M0FNU ? 1 : 2;
 }
 INLINE int64_t groups_of_unit(const linear_layer* layer) { return layer->group_size == UNIT_INPUTS ? 1 : 2; }
 
@@ -142,8 +142,8 @@ INLINE floats load_powers(const uint8_t* exponents) {
 INLINE floats load_scales(const linear_layer* layer, const char* scales, int64_t index, const float16* factors) {
   switch (layer->scale_element) {
     case ELEMENT_INT8: return load_int8((const int8*)scales + index) * load_float16(factors);
-    case ELEMENT_POWER: return load_powers((const uint8_t*)scales + index);
-    case ELEMENT_FLOAT: return load_float((const float*)scales + index);
+    case ELEMENT_FLOAT8_E8M0FNU: return load_powers((const uint8_t*)scales + index);
+    case ELEMENT_FLOAT32: return load_float((const float*)scales + index);
     case ELEMENT_BFLOAT16: return load_bfloat16((const bfloat16*)scales + index);
     default: return load_float16((const float16*)scales + index);
   }

@@ -26,10 +26,13 @@
 #include "experts.h"
 #include "quantize.h"
 
+#include "plan.h"
 #include "decoder.h"
 
 #include "sampler.h"
 
 #include "batch.h"
+
+#include "typed.h"
 
 const char* variant(void) { return VARIANT; }

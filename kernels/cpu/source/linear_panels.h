@@ -2,7 +2,7 @@
 #include "linear.h"
 
 // weight: [out_size, in_size]. What is missing of the last panel and unit is 0.
-void NAME(pack_linear)(const ELEMENT* weight, ELEMENT* panels, int64_t in_size, int64_t out_size, int64_t num_threads) {
+static void NAME(pack_linear)(const ELEMENT* weight, ELEMENT* panels, int64_t in_size, int64_t out_size, int64_t num_threads) {
   const ELEMENT zero = NAME(from_value)(0.0f);
   const int64_t padded_size = NAME(padded_size)(in_size);
   use_large_pages(panels, ceil_div(out_size, PANEL) * PANEL * padded_size * (int64_t)sizeof(ELEMENT));

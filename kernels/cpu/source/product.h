@@ -3,13 +3,13 @@
 
 INLINE arithmetic layer_arithmetic(const linear_layer* layer) {
 #if defined(HAS_BFLOAT16_DOTS)
-  if (layer->element == ELEMENT_BFLOAT16 && layer->activation == ACTIVATION_BFLOAT16) return pair_arithmetic();
+  if (layer->element == ELEMENT_BFLOAT16 && layer->activation == ELEMENT_BFLOAT16) return pair_arithmetic();
 #endif
   switch (layer->element) {
     case ELEMENT_INT8:
     case ELEMENT_INT4: return integer_arithmetic(layer);
-    case ELEMENT_FLOAT8: return float8_arithmetic(layer);
-    case ELEMENT_FLOAT: return arithmetic_float();
+    case ELEMENT_FLOAT8_E4M3FN: return float8_arithmetic(layer);
+    case ELEMENT_FLOAT32: return arithmetic_float();
     case ELEMENT_BFLOAT16: return arithmetic_bfloat16();
     default: return arithmetic_float16();
   }
@@ -134,7 +134,6 @@ static void multiply_task(const void* context, int64_t task, int64_t next) {
   multiply_panels(context, task, next < 0 ? NULL : context, next);
 }
 
-// Of packed weights of LinearLayer, whose panels are not there yet.
 int64_t packed_bytes(const linear_layer* layer) {
   const arithmetic by = layer_arithmetic(layer);
   return ceil_div(layer->out_size, PANEL) * ceil_div(layer->in_size, by.unit) * by.weight_bytes;
@@ -143,26 +142,25 @@ int64_t packed_bytes(const linear_layer* layer) {
 // A row of packed weights in float32, as an embedding takes it.
 static void take_row(const linear_layer* layer, int64_t index, float* row) {
   switch (layer->element) {
-    case ELEMENT_FLOAT: take_rows_float(layer->panels, &index, row, 1, layer->in_size); break;
+    case ELEMENT_FLOAT32: take_rows_float(layer->panels, &index, row, 1, layer->in_size); break;
     case ELEMENT_BFLOAT16: take_rows_bfloat16(layer->panels, &index, row, 1, layer->in_size); break;
     case ELEMENT_FLOAT16: take_rows_float16(layer->panels, &index, row, 1, layer->in_size); break;
-    case ELEMENT_FLOAT8: take_float8_row(layer, index, row); break;
+    case ELEMENT_FLOAT8_E4M3FN: take_float8_row(layer, index, row); break;
     default: take_quantized_row(layer, index, row);
   }
 }
 
-// output: [num_indexes, in_size]
-void take_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes) {
+int64_t take_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes) {
   for (int64_t n = 0; n < num_indexes; n++) take_row(layer, indexes[n], output + n * layer->in_size);
+  return DONE;
 }
 
-// x: [num_rows, in_size], y: [num_rows, out_size]. 0, or 1 if there is no memory.
-int linear(const linear_layer* layer, const float* x, float* y, int64_t num_rows, int64_t num_threads) {
+int64_t linear(const linear_layer* layer, const float* x, float* y, int64_t num_rows, int64_t num_threads) {
   const row_groups groups = group_rows(num_rows);
   const int64_t kind = activation_kind(layer);
-  if (num_rows == 0) return 0;
+  if (num_rows == 0) return DONE;
   void* prepared = aligned_alloc(64, (size_t)ceil_div(prepared_bytes(kind, num_rows, layer->in_size), 64) * 64);
-  if (!prepared) return 1;
+  if (!prepared) return NO_MEMORY;
   const product p = plain_product(layer, &groups, prepared, y);
   task_list tasks = {.num_tasks = num_product_tasks(&p)};
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
@@ -171,5 +169,5 @@ int linear(const linear_layer* layer, const float* x, float* y, int64_t num_rows
     share_tasks(&tasks, multiply_task, &p);
   }
   free(prepared);
-  return 0;
+  return DONE;
 }

@@ -55,11 +55,12 @@ static float quantize_4(const float* values, int8_t* codes) {
   return scale;
 }
 
-// Scales as they are before they are rounded. A group whose scale is no finite number gets no codes.
-void quantize(const float* values, int64_t num_groups, int64_t bits, int8_t* codes, float* scale, int64_t num_threads) {
+int64_t quantize(const float* values, int64_t num_groups, int64_t bits, int8_t* codes, float* scale,
+                 int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
   for (int64_t group = 0; group < num_groups; group++) {
     const int64_t start = group * QUANTIZED_GROUP;
     scale[group] = bits == 8 ? quantize_8(values + start, codes + start) : quantize_4(values + start, codes + start);
   }
+  return DONE;
 }

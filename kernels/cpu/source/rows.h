@@ -12,23 +12,6 @@ enum {
 #define GROUP_ROWS 6
 #endif
 
-// y = x W^T + b. `linear.py` mirrors this structure.
-typedef struct {
-  const void* panels;  // packed weights of an element type
-  const float* bias;   // [out_size], or NULL
-  int64_t in_size, out_size;
-  int64_t element;     // which type: ELEMENT_FLOAT and so on
-  int64_t activation;  // what the product reads: ACTIVATION_FLOAT and so on
-  int64_t group_size;  // of inputs that share a scale: 16 or 32; of ELEMENT_FLOAT8 a multiple of 16 that divides in_size
-  // Of ELEMENT_INT8 and ELEMENT_INT4 alone.
-  int64_t scale_element;  // of scales and minima: ELEMENT_INT8, which have factors, ELEMENT_POWER, or one of floats
-  int64_t has_minima;
-  int64_t has_zeros;
-  int8_t table[16];  // what 4 bits stand for; products are fastest where that counts upwards from -8 or 0
-} linear_layer;
-
-enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_INT8, ELEMENT_INT4, ELEMENT_FLOAT8, ELEMENT_POWER };
-
 enum {
   PANELS_PER_TASK = 4,  // or one, of products of several rows with fewer than FEW_PANELS
   FEW_PANELS = 16,

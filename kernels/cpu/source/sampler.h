@@ -8,33 +8,8 @@
 // specification says: so the tokens are the same whichever computes them.
 #pragma once
 
+#include "abi.h"
 #include "vector.h"
-
-enum { ROW_CHOSEN, ROW_NAN, ROW_OPEN };  // open: the caller chooses, from logits that are edited already
-
-// Columns have an entry for each row: its own, or where there are `entries` the one that these name. `sampler.py`
-// mirrors this structure.
-typedef struct {
-  float* logits;           // [num_rows, vocab_size], rows logits_stride apart; those of rows with edits are overwritten
-  const int64_t* entries;  // [num_rows], or NULL
-  const int64_t* highest;  // [num_rows] of the logits as they come, -1 where one is NaN; or NULL
-  const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
-  const int32_t *top_k, *sample_indexes, *slots;
-  const int64_t* seeds;
-  const int64_t* num_tokens;          // [num_rows]
-  const int32_t* bias_token_ids;      // [num_rows, max_biases]
-  const float* bias_values;           // [num_rows, max_biases]
-  const int32_t* stop_token_ids;      // [num_rows, max_stops]
-  const int32_t* min_num_tokens;      // [num_rows]
-  const uint32_t* masks;              // [number of lines, mask_stride]: a bit for each token, 1 if allowed; or NULL
-  const int32_t* mask_lines;          // [num_rows], -1: all tokens
-  const int32_t* history;             // [num_slots, history_stride]: the tokens of rows with penalties; or NULL
-  const int64_t* num_prompt_tokens;   // [num_slots]
-  int64_t num_rows, vocab_size, logits_stride, max_biases, max_stops, mask_stride, history_stride, num_threads;
-  float* scratch;      // [num_threads, 2, padded_vocab_size(vocab_size)]
-  int64_t* token_ids;  // [num_rows] out; 0 where the row is not chosen
-  uint8_t* statuses;   // [num_rows] out
-} sampling_step;
 
 // Bits of a mask's lanes, the first one lowest.
 INLINE uint32_t lane_bits(ints mask) {
@@ -381,12 +356,13 @@ static void sample_row(const sampling_step* step, int64_t row, float* scratch) {
   step->statuses[row] = ROW_CHOSEN;
 }
 
-void sample(const sampling_step* step) {
+int64_t sample(const sampling_step* step) {
   const int64_t scratch_size = 2 * padded_vocab_size(step->vocab_size);
   const int is_shared = step->num_rows > 1 && step->num_rows * step->vocab_size >= MIN_PARALLEL_ELEMENTS;
 #pragma omp parallel for schedule(dynamic) num_threads(step->num_threads) if (is_shared)
   for (int64_t row = 0; row < step->num_rows; row++)
     sample_row(step, row, step->scratch + omp_get_thread_num() * scratch_size);
+  return DONE;
 }
 
 int64_t sampling_scratch_size(int64_t vocab_size) { return 2 * padded_vocab_size(vocab_size); }

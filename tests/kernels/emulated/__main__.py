@@ -17,7 +17,6 @@ import tests.kernels.conftest
 import tests.kernels.variants
 from pagewire.kernels.cpu import library
 from tests.kernels.emulated import aarch64
-from tests.kernels.emulated.library import EmulatedLibrary
 
 TESTS = (
     "tests/kernels/test_cpu_products.py",
@@ -50,8 +49,8 @@ def main() -> int:
 def pretend(processor: str) -> None:
     """Lets everybody who loads kernels in this process load those of an emulated processor."""
 
-    def load_library(build: library.Build) -> EmulatedLibrary:
-        return aarch64.load_emulated(library.choose_variant(build.variant), processor).library
+    def load_library(build: library.Build) -> library.Library:
+        return aarch64.open_emulated(library.choose_variant(build.variant), processor)
 
     library._features = lambda: aarch64.PROCESSORS[processor]
     for module in (library, pagewire.kernels.cpu, tests.kernels.conftest, tests.kernels.variants):

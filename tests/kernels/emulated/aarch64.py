@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pagewire.kernels.cpu import CpuKernels
-from pagewire.kernels.cpu.library import VARIANTS, build_library, flags_of
+from pagewire.kernels.cpu.library import VARIANTS, Library, build_library, flags_of
 from tests.kernels.emulated.library import EmulatedLibrary
 from worker_service.startup.cpu_kernels import environment_build
 
@@ -33,8 +33,13 @@ def missing_tools() -> str | None:
     return f"there is no {', '.join(missing)}: apt-get install {PACKAGES}" if missing else None
 
 
-@functools.cache
 def load_emulated(variant: str, processor: str) -> CpuKernels:
+    """Raises what `open_emulated` does."""
+    return CpuKernels(open_emulated(variant, processor))
+
+
+@functools.cache
+def open_emulated(variant: str, processor: str) -> Library:
     """Raises ValueError if the processor would not run the variant, BuildError if it cannot be built."""
     lacking = set(VARIANTS[variant]) - PROCESSORS[processor]
     if lacking:
@@ -42,7 +47,7 @@ def load_emulated(variant: str, processor: str) -> CpuKernels:
     build = replace(environment_build(), compiler=COMPILER)
     path = build_library(build, flags_of(variant, MACHINE))
     command = [EMULATOR, "-cpu", processor, "-L", str(SYSTEM_ROOT), str(_build_guest()), str(path)]
-    return CpuKernels(EmulatedLibrary(command))  # type: ignore[arg-type]
+    return Library(EmulatedLibrary(command), path)
 
 
 @functools.cache

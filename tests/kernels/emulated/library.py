@@ -1,12 +1,14 @@
-"""A library of another architecture, called by way of qemu as `ctypes.CDLL` calls one of this."""
+"""A library of another architecture, called by way of qemu as cffi calls one of this."""
 
-import ctypes
+import functools
 import os
 import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pagewire.kernels.cpu.abi import POINTER, ffi
 
 # As `guest.c` has them.
 _PAGE, _CHANGED, _DONE = range(3)
@@ -18,24 +20,26 @@ _ATTEMPTS = 50
 
 
 class EmulatedLibrary:
-    """Its functions have `argtypes` and `restype` as those of ctypes have."""
+    """The functions of abi.h."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """`command` runs `guest.c` over the library."""
         self._memory = os.open("/proc/self/mem", os.O_RDWR)
-        self._functions: dict[str, _Function] = {}
         for _ in range(_ATTEMPTS):
             self._guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self.call("variant", True, [], [])
+            self.variant()
             if _are_apart(self._guest.pid):
                 return
             self.close()
         raise RuntimeError(f"{command[0]} was started {_ATTEMPTS} times, each time too near to this process's memory")
 
-    def __getattr__(self, name: str) -> "_Function":
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._functions.setdefault(name, _Function(self, name))
+        return functools.partial(self._call, name)
+
+    def variant(self) -> Any:
+        return ffi.new("char[]", self._request("variant", True, [], []))
 
     def close(self) -> None:
         """The guest ends where it cannot be asked any more."""
@@ -43,7 +47,13 @@ class EmulatedLibrary:
         self._guest.stdin.close()
         self._guest.wait()
 
-    def call(self, name: str, is_text: bool, integers: Sequence[int], reals: Sequence[bytes]) -> int | bytes:
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Of a function all of whose numbers that have a point are float, and which returns an int64_t."""
+        reals = [struct.pack("<f4x", argument) for argument in arguments if isinstance(argument, float)]
+        rest = [argument for argument in arguments if not isinstance(argument, float)]
+        return self._request(name, False, [_word(argument) for argument in rest], reals)
+
+    def _request(self, name: str, is_text: bool, integers: Sequence[int], reals: Sequence[bytes]) -> Any:
         assert self._guest.stdin is not None
         padded = [*integers, *[0] * (_NUM_INTEGERS - len(integers))]
         padded_reals = b"".join(reals).ljust(8 * _NUM_REALS, b"\0")
@@ -77,25 +87,8 @@ class EmulatedLibrary:
         return found
 
 
-class _Function:
-    argtypes: Sequence[Any] = ()
-    restype: Any = ctypes.c_int
-
-    def __init__(self, library: EmulatedLibrary, name: str) -> None:
-        self._library, self._name = library, name
-
-    def __call__(self, *arguments: int | float | None) -> int | bytes | None:
-        integers, reals = [], []
-        for kind, argument in zip(self.argtypes, arguments, strict=True):
-            if kind is ctypes.c_float:
-                reals.append(struct.pack("<f4x", argument))
-            else:
-                integers.append(int(argument or 0))
-        is_text = self.restype is ctypes.c_char_p
-        result = self._library.call(self._name, is_text, integers, reals)
-        if isinstance(result, bytes) or self.restype is None:
-            return result if is_text else None
-        return self.restype(result).value
+def _word(argument: Any) -> int:
+    return argument if isinstance(argument, int) else int(ffi.cast("intptr_t", ffi.cast(POINTER, argument)))
 
 
 def _are_apart(pid: int) -> bool:

@@ -1,0 +1,201 @@
+// What follows from a decoder's operations: how wide its buffers are, and that what each reads fits. All tensors are dense.
+#include <stdarg.h>
+#include <stdio.h>
+
+// How many experts the tokens of a buffer of routes have, of how many.
+typedef struct {
+  int64_t num_chosen, num_experts;
+} routed;
+
+// Says why the operations are no model: the first reason counts.
+__attribute__((format(printf, 2, 3))) static void refuse(decoder* m, const char* format, ...) {
+  va_list values;
+  if (m->misfit[0]) return;
+  va_start(values, format);
+  vsnprintf(m->misfit, sizeof m->misfit, format, values);
+  va_end(values);
+}
+
+#define LONG(value) ((long long)(value))
+
+static const char* name_of_element(int64_t element) {
+  static const char* const NAMES[] = {[ELEMENT_FLOAT32] = "float32",       [ELEMENT_BFLOAT16] = "bfloat16",
+                                      [ELEMENT_FLOAT16] = "float16",       [ELEMENT_FLOAT8_E4M3FN] = "float8_e4m3fn",
+                                      [ELEMENT_INT8] = "int8",             [ELEMENT_INT4] = "int4",
+                                      [ELEMENT_FLOAT8_E8M0FNU] = "float8_e8m0fnu"};
+  return NAMES[element];
+}
+
+static void describe_shape(int64_t num_rows, int64_t width, char text[64]) {
+  if (num_rows == 1)
+    snprintf(text, 64, "(%lld,)", LONG(width));
+  else
+    snprintf(text, 64, "(%lld, %lld)", LONG(num_rows), LONG(width));
+}
+
+static void refuse_tensor(decoder* m, const char* name, const tensor* t, int64_t num_rows, int64_t width) {
+  char found[64], wanted[64];
+  describe_shape(t->num_rows, t->width, found);
+  describe_shape(num_rows, width, wanted);
+  refuse(m, "%s is torch.%s %s; it must be torch.float32 %s", name, name_of_element(t->element), found, wanted);
+}
+
+// Of one that may be left out, float32 [width].
+static void check_row(decoder* m, const char* name, const tensor* t, int64_t width) {
+  if (t->values && (t->element != ELEMENT_FLOAT32 || t->num_rows != 1 || t->width != width))
+    refuse_tensor(m, name, t, 1, width);
+}
+
+// The same of [any, width].
+static void check_table(decoder* m, const char* name, const tensor* t, int64_t width) {
+  if (t->values && (t->element != ELEMENT_FLOAT32 || t->width != width)) refuse_tensor(m, name, t, t->num_rows, width);
+}
+
+// The width of a buffer that is read; `width`: what it must be, or 0.
+static int64_t read_buffer(decoder* m, int64_t buffer, int64_t width) {
+  const int64_t found = m->widths[buffer];
+  const char* name = m->names[buffer];
+  if (!found)
+    refuse(m, "buffer %s is not written; something is read from it", name);
+  else if (width && width != found)
+    refuse(m, "buffer %s is %lld; %lld is read from it", name, LONG(found), LONG(width));
+  return found;
+}
+
+static void write_buffer(decoder* m, int64_t buffer, int64_t width) {
+  if (!m->widths[buffer]) m->widths[buffer] = width;
+  if (m->widths[buffer] != width)
+    refuse(m, "buffer %s is %lld wide and %lld elsewhere", m->names[buffer], LONG(m->widths[buffer]), LONG(width));
+}
+
+static int64_t plan_embed(decoder* m, const operation* o) {
+  const int64_t width = o->linear ? o->linear->in_size : o->table.width;
+  if (o->positions.values && o->positions.width != width)
+    refuse(m, "positions are %lld wide and tokens %lld", LONG(o->positions.width), LONG(width));
+  if (o->table.element > ELEMENT_FLOAT16 || o->positions.element > ELEMENT_FLOAT16)
+    refuse(m, "a table of torch.%s has no rows of floats",
+           name_of_element(o->table.element > ELEMENT_FLOAT16 ? o->table.element : o->positions.element));
+  return width;
+}
+
+static int64_t plan_parts(decoder* m, const operation* o) {
+  const int64_t width = read_buffer(m, o->input, 0), first = o->weights[0].width, second = o->weights[1].width;
+  check_row(m, "weights[0]", &o->weights[0], first);
+  check_row(m, "weights[1]", &o->weights[1], second);
+  if (first + second > width)
+    refuse(m, "parts of %lld and %lld are normalized of %lld values", LONG(first), LONG(second), LONG(width));
+  return width;
+}
+
+static int64_t plan_activation(decoder* m, const operation* o) {
+  const int64_t width = read_buffer(m, o->input, 0) / (1 + o->is_gated);
+  if (width % o->num_parts)
+    refuse(m, "buffer %s does not have %lld parts of one width", m->names[o->input], LONG(o->num_parts));
+  return width;
+}
+
+// An id and a weight for each expert of a token.
+static int64_t plan_routes(decoder* m, operation* o, routed* found) {
+  expert_routing* c = &o->routing;
+  c->num_experts = read_buffer(m, o->input, 0);
+  c->correction = o->correction.values;
+  if (c->num_chosen < 1 || c->num_chosen > c->num_experts || c->num_experts > MAX_EXPERTS)
+    refuse(m, "%lld of %lld experts cannot be chosen; 1 to %d can", LONG(c->num_chosen), LONG(c->num_experts), MAX_EXPERTS);
+  if (c->num_groups < 1 || c->num_experts % c->num_groups || c->num_chosen_groups < 1 || c->num_chosen_groups > c->num_groups)
+    refuse(m, "%lld of %lld groups of %lld experts cannot be chosen", LONG(c->num_chosen_groups), LONG(c->num_groups),
+           LONG(c->num_experts));
+  check_row(m, "correction", &o->correction, c->num_experts);
+  found[o->routes] = (routed){c->num_chosen, c->num_experts};
+  return 2 * c->num_chosen;
+}
+
+// Of what is computed of slots.
+static int64_t plan_slots(decoder* m, operation* o, const routed* found) {
+  const int64_t width = read_buffer(m, o->input, 0), num_chosen = found[o->routes].num_chosen;
+  const char* input = m->names[o->input];
+  o->routing.num_chosen = num_chosen;
+  o->routing.num_experts = found[o->routes].num_experts;
+  if (!num_chosen) {
+    refuse(m, "buffer %s is read as routes, which nothing has written to it", m->names[o->routes]);
+    return 0;
+  }
+  if (o->kind == OPERATION_SUM_SLOTS) {
+    if (width % num_chosen) refuse(m, "buffer %s is %lld wide: not %lld slots of one width", input, LONG(width), LONG(num_chosen));
+    return width / num_chosen;
+  }
+  if (o->num_linears != o->routing.num_experts)
+    refuse(m, "there are %lld weights of %lld experts", LONG(o->num_linears), LONG(o->routing.num_experts));
+  if (width != o->linear->in_size && width != num_chosen * o->linear->in_size)
+    refuse(m, "buffer %s is %lld wide; %lld inputs are read of each slot", input, LONG(width), LONG(o->linear->in_size));
+  return num_chosen * (o->linear->out_size / (1 + o->is_gated));
+}
+
+// All heads are of one size, and as many of keys as of values.
+static int64_t plan_heads(decoder* m, const operation* o) {
+  const int64_t width = read_buffer(m, o->input, 0), size = o->head_dim, num_others = size ? width / size - m->num_heads : 0;
+  if (!m->head_dim) m->head_dim = size, m->num_kv_heads = num_others / 2;
+  if (num_others < 2 || num_others % 2 || width % size || size != m->head_dim || num_others / 2 != m->num_kv_heads)
+    refuse(m, "heads are %lld wide; %lld query heads and %lld KV heads of %lld need %lld", LONG(width), LONG(m->num_heads),
+           LONG(m->num_kv_heads), LONG(m->head_dim), LONG((m->num_heads + 2 * m->num_kv_heads) * m->head_dim));
+  check_row(m, "query_norm", &o->query_norm, size);
+  check_row(m, "key_norm", &o->key_norm, size);
+  check_table(m, "cos", &o->cos, size);
+  check_table(m, "sin", &o->sin, size);
+  check_row(m, "query_scales", &o->query_scales, o->query_scales.width);
+  return m->num_heads * size;
+}
+
+static int64_t plan_sums(decoder* m, const operation* o) {
+  const int64_t width = read_buffer(m, o->input, 0);
+  if (!m->all_reduce)
+    refuse(m, "ranks are to sum up widths of %lld, and there are none", LONG(width));
+  else if (m->exchanged_width && m->exchanged_width != width)
+    refuse(m, "ranks are to sum up widths of %lld and %lld; one can be", LONG(m->exchanged_width), LONG(width));
+  m->exchanged_width = width;
+  return width;
+}
+
+// Returns the width of the operation's output.
+static int64_t plan_operation(decoder* m, operation* o, routed* found) {
+  int64_t width;
+  switch (o->kind) {
+    case OPERATION_EMBED: return plan_embed(m, o);
+    case OPERATION_ADD: return read_buffer(m, o->update, read_buffer(m, o->input, 0));
+    case OPERATION_NORMALIZE:
+      width = read_buffer(m, o->input, 0);
+      check_row(m, "weight", &o->weight, width);
+      check_row(m, "bias", &o->bias, width);
+      if (o->update) read_buffer(m, o->update, width);
+      return width;
+    case OPERATION_NORMALIZE_PARTS: return plan_parts(m, o);
+    case OPERATION_MULTIPLY:
+      read_buffer(m, o->input, o->linear->in_size);
+      return o->linear->out_size / (1 + o->is_gated);
+    case OPERATION_ACTIVATE: return plan_activation(m, o);
+    case OPERATION_ROUTE: return plan_routes(m, o, found);
+    case OPERATION_MULTIPLY_ROUTED:
+    case OPERATION_SUM_SLOTS: return plan_slots(m, o, found);
+    case OPERATION_GATE:
+      read_buffer(m, o->gate, 1);
+      return read_buffer(m, o->input, 0);
+    case OPERATION_TURN: return plan_heads(m, o);
+    case OPERATION_ATTEND_TO:
+      check_row(m, "sinks", &o->sinks, m->num_heads);
+      return read_buffer(m, o->input, 0);
+    case OPERATION_PREDICT: return read_buffer(m, o->input, o->linear->in_size);
+    case OPERATION_ALL_REDUCE: return plan_sums(m, o);
+    default: return read_buffer(m, o->input, 0);
+  }
+}
+
+INLINE int64_t output_of(const operation* o) { return o->kind == OPERATION_ROUTE ? o->routes : o->output; }
+
+int64_t plan_decoder(decoder* m) {
+  routed found[MAX_BUFFERS] = {{0}};
+  for (int64_t op = 0; op < m->num_operations && !m->misfit[0]; op++) {
+    operation* o = &m->operations[op];
+    const int64_t width = plan_operation(m, o, found);
+    if (output_of(o)) write_buffer(m, output_of(o), width);
+  }
+  return DONE;
+}
