@@ -14,10 +14,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# Objects made beyond those freed before the youngest are looked at; collections of the younger generations before the
-# older is looked at too. Where as many old objects are freed as new ones are made, many more are made before that:
-# small thresholds bound what is in sight, and cost no more, since each collection looks at less.
-THRESHOLDS = (100, 5, 1)
 # A collection takes up to half a microsecond for each object.
 MAX_IN_SIGHT = 3_000  # after a full collection
 MAX_LOOKED_AT = 8_000  # in any collection but one of all that lives
@@ -88,7 +84,12 @@ def discount(count_remembered: Callable[[], int]) -> None:
 
 
 def keep_short() -> None:
-    """Begins to keep collections short. It is to be called once in a process, when all that it needs is imported."""
-    gc.set_threshold(*THRESHOLDS)
+    """Begins to keep collections short. It is to be called once in a process, when all that it needs is imported: that
+    stays, and is hidden unseen, as looking at it would take a tenth of a second."""
+    gc.freeze()
+    # Objects made beyond those freed before the youngest are looked at; collections of the younger generations before
+    # the older is looked at too. Where as many old objects are freed as new ones are made, many more are made before
+    # that: small thresholds bound what is in sight, and cost no more, since each collection looks at less.
+    gc.set_threshold(100, 5, 1)
     gc.callbacks.append(_hidden.watch)
-    collect_hidden()
+    gc.collect()  # of nothing: from it Python reckons when the next full collection is due

@@ -83,6 +83,21 @@ assert most < 10_000, most
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
+def test_a_service_looks_at_nothing_that_was_imported_as_it_starts() -> None:
+    program = """
+import gc
+from pagewire.common import garbage_collection
+sizes = []
+def count(phase, info):
+    if phase == "start":
+        sizes.append(sum(len(gc.get_objects(generation)) for generation in range(info["generation"] + 1)))
+gc.callbacks.append(count)
+garbage_collection.keep_short()
+assert max(sizes) < 100, sizes
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def run_in_service(program: str) -> None:
     """In a process of its own, with calls as a library leaves them: cycles, the last of which are in use."""
     calls = """
