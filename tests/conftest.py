@@ -85,6 +85,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(5_000, 20, 100)  # each of hundreds of full collections would look at what tests import
         atexit.register(gc.unfreeze)  # or libraries would call it leaked
 
 
