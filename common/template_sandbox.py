@@ -237,8 +237,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = self.budget
+        budget.take_items(left)
         if operator == "+":
-            budget.take_items(left)
             budget.take_items(right)
         elif operator == "%" and isinstance(left, str):
             _check_format(budget, left, right)

@@ -125,7 +125,12 @@ ENDLESS = [
     growing("{% set ns.s = {'a': ns.s, 'b': ns.s} %}", "1", "{{ ns.s.items() }}"),
     *[
         BIG + step + "{% endfor %}"
-        for step in ("{% set t = s[:] %}", "{% set t = s.upper() %}", "{% if 'y' in s %}{% endif %}")
+        for step in (
+            "{% set t = s[:] %}",
+            "{% set t = s.upper() %}",
+            "{% set t = s % () %}",
+            "{% if 'y' in s %}{% endif %}",
+        )
     ],
 ]
 
@@ -191,6 +196,34 @@ def test_each_filter_and_method_is_paid_for_before_it_runs() -> None:
     assert len(answers) == len(COSTLY), (ended.returncode, COSTLY[len(answers)], ended.stderr)
     assert [template for template, answer in done.items() if not answer.startswith("refused")] == []
     assert not [answer for answer in answers if "MemoryError" in answer], "it was refused by the limit, not by its cost"
+
+
+# How often an expression pays for a text: for what it reads, what it makes, and how often it compares all of it with
+# another. It is a hundredth of the steps that 6400 characters take beyond those of none.
+PRICES = {
+    "s | length": 0, "s | first": 0, "s[0]": 0, "[s] | list": 0, "[s] | map('upper')": 0, "{'a': s}.items()": 0,
+    "s.find('a')": 1, "s.find('b', 3)": 1, "s.partition('aa')": 1, "s == 'b'": 1, "'b' in s": 1, "s ~ 'b'": 1,
+    "s + 'b'": 1, "'b' + s": 1, "s[:10]": 1, "{s: 1}": 1, "s % ()": 1, "[s].copy()": 1, "[s].count('b')": 1,
+    "(s,).count('b')": 1, "{'a': s}.get('a')": 1, "s is string": 1, "s | truncate(9)": 1, "s | default('b')": 1,
+    "s.split('b')": 1, "s.split('a', 0)": 1, "s.rsplit('a', maxsplit=0)": 2, "s.split()": 1.01, "s.splitlines()": 1.01,
+    "s.upper()": 2, "s.format(1)": 2, "'%s' % s": 2, "s.expandtabs(64)": 2, "s | upper": 2, "s | string": 2,
+    "s | indent(4)": 2, "s | center(640)": 2, "s | striptags": 2, "[s, s] | sort": 2, "[s] | map('upper') | list": 2,
+    "s.rfind('b')": 2, "s.rfind('bb')": 3, "s.strip()": 3, "s.strip('bc')": 4, "s.rpartition('aa')": 3,
+    "s.replace('b', 'bc')": 3, "s.replace('a', 'bc')": 6, "s | replace('a', 'bc')": 6, "s.join('bbb')": 6,
+    "[s, s] | join('bc')": 6, "s * 2": 3, "2 * s": 2, "s | tojson": 3, "s | trim": 3, "s | trim('bcd')": 5,
+    "s | wordcount": 65, "s | batch(3)": 65, "s | list": 129, "s.split('a')": 129,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", PRICES)
+def test_a_text_costs_what_is_done_with_it(expression: str) -> None:
+    template = Template(f"{{% set made = {expression} %}}")
+
+    def steps(text: str) -> int:
+        template.render({"s": text})
+        return MAX_STEPS - template._environment.budget._num_left
+
+    assert steps("a" * 6400) - steps("") == pytest.approx(100 * PRICES[expression], abs=10)
 
 
 def test_nothing_comes_unseen() -> None:
