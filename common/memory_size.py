@@ -8,7 +8,7 @@ def parse_memory(flag: str, text: str, least: int = 1) -> int:
     """Read the bytes of a text such as "4GiB", "512MiB" or "1000000". Raises ValueError that names the flag."""
     number = text.strip().rstrip("abceghikmtABCEGHIKMT ")
     unit = text.strip()[len(number) :].strip().lower()
-    units = {"": 1, **{name.lower(): size for name, size in _UNITS.items() if size > 1}}
+    units = {"": 1, **{name.lower(): size for name, size in _UNITS.items()}}
     try:
         num_bytes = int(float(number) * units[unit])
     except (ValueError, KeyError, OverflowError):

@@ -139,8 +139,6 @@ def _excludes_nothing(name: str, value: Any, schema: dict[str, Any], root: Any) 
             return value == 0
         case "maxLength" | "maxItems" | "maxProperties":
             return isinstance(value, int) and value >= _MANY
-        case "deprecated" | "contentSchema":
-            return True
     return False
 
 

@@ -36,7 +36,7 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        4_686,
+        4_685,
         "29 architectures, GGUF, transport, tracing, refusals, limits, lost folders, grammars, templates, file watches",
     ),
     "pagewire": Ceiling(
