@@ -1,8 +1,10 @@
 """What holds for every call of both clients: names, timeouts, errors of what is given, closing."""
 
 import asyncio
+import contextlib
 import gc
 import inspect
+import itertools
 import threading
 import warnings
 from collections.abc import Iterator
@@ -364,6 +366,29 @@ def test_what_is_not_taken_is_not_read_without_end() -> None:
     assert not ended.wait(0.05)
     assert list(items) == list(range(1, 10 * background_loop.MAX_READ_AHEAD))
     assert ended.is_set()
+
+
+def test_reading_goes_on_once_half_of_what_waits_is_taken() -> None:
+    made: list[int] = []
+
+    async def numbers() -> Any:
+        for number in itertools.count():
+            made.append(number)
+            yield number
+
+    def num_made() -> int:
+        background_loop.run(lambda: asyncio.sleep(0))  # what the loop was told to do is done before
+        return len(made)
+
+    with contextlib.closing(background_loop.iterate(numbers())) as items:
+        next(items)
+        full = num_made()
+        assert full in (background_loop.MAX_READ_AHEAD, background_loop.MAX_READ_AHEAD + 1)
+        for _ in range(full - 1 - background_loop.MAX_READ_AHEAD // 2 - 1):
+            next(items)
+            assert num_made() == full
+        next(items)
+        assert num_made() == full + background_loop.MAX_READ_AHEAD // 2
 
 
 def test_a_client_that_is_dropped_closes_its_connection() -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,10 +121,13 @@ def test_a_child_that_cannot_have_any_says_so(url: str, case: str) -> None:
 
 
 def test_what_calls_leave_late_is_collected_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a call's last object becomes garbage after its channel was closed, and holds gRPC's threads."""
+    """On a busy machine a call's last object becomes garbage after its channel was closed, and holds gRPC's threads,
+    which then take a while to end."""
     collected: list[None] = []
+    slept: list[float] = []
     monkeypatch.setattr(channels.gc, "collect", lambda: collected.append(None))
-    monkeypatch.setattr(channels, "_is_awake", lambda: len(collected) < 3)
+    monkeypatch.setattr(channels, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
+    monkeypatch.setattr(channels, "_is_awake", lambda: len(collected) < 3 or sum(slept) < 0.95)
     monkeypatch.setattr(channels, "_has_opened", True)
     monkeypatch.setattr(channels, "_open_connections", set())
     channels._before_fork()

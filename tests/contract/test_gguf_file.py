@@ -124,7 +124,7 @@ def test_a_broken_beginning_is_named(tmp_path: Path, at: int, content: bytes, te
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"split__count": ("uint16", 3)}, r"x\.gguf is one of 3 parts of a model: join them first, with llama-gguf"),
+        ({"split__count": ("uint16", 2)}, r"x\.gguf is one of 2 parts of a model: join them first, with llama-gguf"),
         ({"general__type": ("string", "adapter")}, r"x\.gguf holds no model: general\.type is 'adapter'"),
         ({"general__alignment": ("uint32", 48)}, r"general\.alignment is 48, not a power of two"),
         ({"general__alignment": ("uint32", 0)}, r"general\.alignment is 0, not a power of two"),
@@ -135,6 +135,19 @@ def test_a_broken_beginning_is_named(tmp_path: Path, at: int, content: bytes, te
 def test_what_is_no_whole_model_is_refused(tmp_path: Path, values: dict[str, Any], text: str) -> None:
     with pytest.raises(GgufError, match=text):
         GgufFile.open(written(tmp_path / "x.gguf", **values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"split__count": ("uint16", 0)},
+        {"split__count": ("uint16", 1)},
+        {"general__type": ("string", "model")},
+        {"general__alignment": ("uint32", 1)},
+    ],
+)
+def test_what_says_that_it_is_a_whole_model_is_read(tmp_path: Path, values: dict[str, Any]) -> None:
+    GgufFile.open(written(tmp_path / "x.gguf", **values))
 
 
 def test_a_type_that_is_not_served_is_named_with_those_that_are(tmp_path: Path) -> None:

@@ -335,7 +335,7 @@ def test_ends_of_turns_and_defaults_of_sampling(tmp_path: Path) -> None:
             "general.sampling.top_p": 0.95,
             "general.sampling.mirostat": 2,
             "general.sampling.xtc_probability": 0.0,
-            "tokenizer.ggml.suppress_tokens": [5, 3, 1 << 20],
+            "tokenizer.ggml.suppress_tokens": [5, 0, -1, 1 << 20],
         },
     )
     info: ModelInfo = read_model_info(str(path))
@@ -346,7 +346,7 @@ def test_ends_of_turns_and_defaults_of_sampling(tmp_path: Path) -> None:
     assert info.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     defaults = info.sampling_defaults
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
-    assert defaults.logit_bias_token_ids == (3, 5)
+    assert defaults.logit_bias_token_ids == (0, 5)
     (warning,) = info.warnings()
     assert warning.endswith("general.sampling.mirostat (2)")
 

@@ -5,9 +5,10 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -260,6 +261,9 @@ def test_masks_of_several_are_those_of_each(compiler: GrammarCompiler, tokenizer
     jobs = [MaskJob(matcher, (), MASK_BYTES) for matcher in matchers]
     for job in jobs:
         queue.put(job)
+    if has_threads:  # which wait for nobody to need the masks
+        with queue._is_done:
+            assert queue._is_done.wait_for(lambda: all(job.is_done for job in jobs), 20)
     queue.finish(jobs, None)
     queue.close()
     assert all(job.is_done and job.us and job.error is None for job in jobs)
@@ -364,6 +368,15 @@ def test_a_process_that_was_killed_is_started_again(trials: Trials) -> None:
     assert not trials.run("regex", "a+", (END,))
 
 
-def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_an_error_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: Any, **options: Any) -> "subprocess.Popen[str]":
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(GrammarError):
         Trials("{}", VOCAB_SIZE, (END,))
+    assert [process.returncode is not None for process in started] == [True]

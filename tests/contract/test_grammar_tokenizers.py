@@ -4,6 +4,7 @@ scheduler has made text of it, what the grammar says; and those that the library
 import json
 import random
 import re
+import string
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pagewire.common.grammars.literals import literals_of
 from pagewire.common.grammars.trial import Trials
 from scheduler_service.serving.tokenizer import IncrementalDecoder, Tokenizer
 from tests.contract.spelled_grammars import NAMES, TEXTS, Speller, random_output
-from tests.contract.tokenizer_shapes import CHARACTERS, END, SHAPES, SPECIAL, Shape, unigram
+from tests.contract.tokenizer_shapes import CHARACTERS, END, SHAPES, SPECIAL, Shape, byte_level, unigram
 
 SCHEMA = {
     "type": "object",
@@ -125,6 +126,15 @@ def test_a_tag_takes_a_token_whose_name_no_others_spell(tmp_path: Path) -> None:
     matcher.copy().consume([a, call, b, a, call, b, END])
     with pytest.raises(GrammarError):
         matcher.consume([a, made_of.token_to_id("<")])
+
+
+def test_a_character_is_spelled_by_its_bytes_if_all_have_tokens(tmp_path: Path) -> None:
+    path = Shape(lambda: byte_level([*string.ascii_letters, "Ã", "©"])).write(tmp_path)  # the bytes of "é"
+    made_of = HuggingFaceTokenizer.from_file(str(path))
+    compiler = GrammarCompiler(path.read_text(encoding="utf-8"), made_of.get_vocab_size())
+    compiler.compile("regex", "é", (END,)).consume([*map(made_of.token_to_id, "Ã©"), END])
+    with pytest.raises(GrammarError, match="the tokenizer has no tokens for 'è'"):
+        compiler.compile("regex", "è", (END,))
 
 
 def test_the_texts_of_a_grammar_are_found() -> None:

@@ -107,6 +107,30 @@ def test_a_line_longer_than_the_queue_is_written_too() -> None:
     pipe.close()
 
 
+@pytest.mark.parametrize("ends_at_loss", [False, True])
+def test_a_queue_takes_all_its_bytes_and_none_beyond(ends_at_loss: bool) -> None:
+    """And where a line is of no use without those before it, no line after the first that was lost."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def write(block: bytes) -> None:
+        begun.set()
+        goes_on.wait()
+
+    writer = QueuedWriter(write, notice, max_waiting_bytes=MAX_BYTES, ends_at_loss=ends_at_loss)
+    writer.put(b"being written\n")
+    assert begun.wait(20)
+    writer.put(b"x" * (MAX_BYTES - 6) + b"\n")
+    writer.put(b"last\n")
+    assert writer.num_dropped == 0
+    writer.put(b"\n")
+    assert writer.num_dropped == 1
+    goes_on.set()
+    assert writer.flush(20)
+    writer.put(b"late\n")
+    assert writer.num_dropped == 1 + ends_at_loss
+    writer.close()
+
+
 def test_a_reader_that_has_gone_costs_the_lines_alone() -> None:
     pipe = Pipe()
     os.close(pipe.read_end)

@@ -239,6 +239,16 @@ async def test_nothing_runs_of_a_shared_call_that_was_closed() -> None:
         assert tasks_of_calls() == []
 
 
+async def test_nothing_runs_of_a_shared_call_that_has_ended() -> None:
+    with serving(ScriptedScheduler()) as url:
+        connection = Connection(grpc.aio.insecure_channel(url), url, ())
+        async with asyncio.timeout(DEADLINE):
+            with pytest.raises(channels.NotShared):
+                await anext(connection.responses(pb.GenerateRequest(), None))
+            await asyncio.gather(*tasks_of_calls(), return_exceptions=True)
+        await connection.close()
+
+
 async def test_a_request_alone_has_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     scheduler = CountingScheduler()

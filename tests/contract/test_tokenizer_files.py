@@ -72,6 +72,9 @@ def assert_same(files: TokenizerFiles, ours: Tokenizer, theirs: Any) -> None:
                     decoded = ours.decode(ids, skip_special_tokens=skips)
                     assert decoded == theirs.decode(ids, skip_special_tokens=skips)
     assert ours.get_vocab_size() == len(theirs)
+    models = (json.loads(each.to_str())["model"] for each in (ours, theirs.backend_tokenizer))
+    mine, other = ({name: value or None for name, value in model.items()} for model in models)
+    assert mine == other, "also where no text here tells"
     named = files.settings.texts()
     assert named == theirs.special_tokens_map
     rendered = theirs.apply_chat_template(QUESTION, chat_template=TEMPLATE, tokenize=False)
@@ -221,6 +224,11 @@ def test_the_classes_are_those_of_transformers() -> None:
         ),
         ("tokenizer_config.json", {"extra_special_tokens": "a"}, 'extra_special_tokens is "a", but must be a list'),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}, "must be an object of tokens by"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"100000000": {"content": "a"}}},
+            "must be an object of tokens by",
+        ),
         (
             "tokenizer_config.json",
             {"added_tokens_decoder": {"900": {"content": "a<"}}},

@@ -102,6 +102,8 @@ async def test_a_worker_of_another_model_is_a_warning(checkpoint: Path, lines: L
     async with scheduling(checkpoint, worker.port):
         told = await lines.next("no session with the worker: the worker serves another model")
         assert told.levelno == logging.WARNING
+        here = read_model_info(str(checkpoint)).digest.hex()[:16]
+        assert f" (digest {b'another'.hex()}, here {here}); start both with the same --model" in told.getMessage()
     await worker.kill()
 
 
