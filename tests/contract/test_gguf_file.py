@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from pagewire.common.gguf import (
+    ARCHITECTURES,
     GgufError,
     GgufFile,
+    TensorInfo,
     config_json,
     generation_config_json,
     is_gguf,
@@ -148,6 +150,68 @@ def test_what_is_no_whole_model_is_refused(tmp_path: Path, values: dict[str, Any
 )
 def test_what_says_that_it_is_a_whole_model_is_read(tmp_path: Path, values: dict[str, Any]) -> None:
     GgufFile.open(written(tmp_path / "x.gguf", **values))
+
+
+# What every file says, and what config.json says of one that says nothing else.
+REQUIRED = {
+    "embedding_length": 64, "attention.head_count": 4, "feed_forward_length": 128, "block_count": 2,
+    "context_length": 256, "attention.layer_norm_rms_epsilon": 1e-6,
+}  # fmt: skip
+PLAIN = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+    "tie_word_embeddings": True, "dtype": "float32", "rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e4},
+    "eos_token_id": [],
+}  # fmt: skip
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}
+GEMMA3 = GEMMA | {
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_local_base_freq": 1e4,
+}  # fmt: skip
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "told"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"attention.sliding_window": 8}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}),
+        ("qwen2", {}, {}),
+        ("qwen3", {}, {}),
+        (
+            "qwen3moe",
+            EXPERTS,
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        ),
+        (
+            "gemma2",
+            {"attention.key_length": 16},
+            GEMMA | {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        ),
+        ("gemma3", {"attention.key_length": 16}, GEMMA3 | {"sliding_window": None, "sliding_window_pattern": 1}),
+        (
+            "gemma3",
+            {"attention.key_length": 16, "attention.sliding_window": 8},
+            GEMMA3 | {"sliding_window": 8, "sliding_window_pattern": 6},
+        ),
+        ("phi3", {}, {"sliding_window": None, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+        (
+            "gpt-oss",
+            EXPERTS | {"attention.sliding_window": 8},
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8},
+        ),
+    ],
+)
+def test_what_a_file_leaves_out_is_as_in_llama_cpp(architecture: str, keys: Any, told: dict[str, Any]) -> None:
+    metadata = {f"{architecture}.{key}": value for key, value in (REQUIRED | keys).items()}
+    metadata |= {
+        "general.architecture": architecture,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b"],
+    }
+    tensors = {"token_embd.weight": TensorInfo((2, 64), 0, 0)}
+    named = {"architectures": [ARCHITECTURES[architecture].in_config], "model_type": architecture}
+    assert config_json(GgufFile(Path("x.gguf"), metadata, tensors, b"")) == PLAIN | named | told
 
 
 def test_a_type_that_is_not_served_is_named_with_those_that_are(tmp_path: Path) -> None:

@@ -294,6 +294,22 @@ def trials() -> Iterator[Trials]:
     trials.close()
 
 
+@pytest.fixture
+def _leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: Any, **options: Any) -> "subprocess.Popen[str]":
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    yield
+    assert started
+    assert [process.args for process in started if process.returncode is None] == []
+
+
+@pytest.mark.usefixtures("_leaves_no_process")
 @pytest.mark.parametrize("answer", ["\\xff\\n", "no JSON\\n", "5\\n", '"cut', "x" * 1000, ""])
 def test_whatever_the_process_prints_is_an_answer_or_none(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = f"import sys; sys.stdout.buffer.write(b'{answer}' * 1000)"
@@ -368,15 +384,7 @@ def test_a_process_that_was_killed_is_started_again(trials: Trials) -> None:
     assert not trials.run("regex", "a+", (END,))
 
 
-def test_a_tokenizer_that_cannot_be_read_is_an_error_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: Any, **options: Any) -> "subprocess.Popen[str]":
-        started.append(popen(*arguments, **options))
-        return started[-1]
-
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", start)
+@pytest.mark.usefixtures("_leaves_no_process")
+def test_a_tokenizer_that_cannot_be_read_is_an_error() -> None:
     with pytest.raises(GrammarError):
         Trials("{}", VOCAB_SIZE, (END,))
-    assert [process.returncode is not None for process in started] == [True]
