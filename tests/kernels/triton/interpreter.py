@@ -14,6 +14,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 # Types that numpy does not have, as integers of their size.
@@ -27,6 +28,7 @@ TORCH_DTYPES = {
 
 _make_block_type = tl.block_type.__init__
 _reduce = interpreter.ReduceOps.generic_reduce
+_broadcast = TritonSemantic.broadcast_impl_value
 POINTER = np.dtype(np.uint64)
 
 
@@ -82,6 +84,13 @@ def make_block_type(kind: tl.block_type, element: tl.dtype, shape: Sequence[Supp
     kind.element_ty, kind.name = element, f"<{name}, {element}>"
 
 
+def broadcast(semantic: TritonSemantic, one: tl.tensor, other: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Triton compares the sizes of each dimension, where most of the operands of an operation are of one shape."""
+    if one.shape is other.shape:
+        return one, other
+    return _broadcast(semantic, one, other)
+
+
 def reduce(operation: interpreter.ReduceOps, given: tuple[tl.tensor, ...]) -> list[tl.tensor]:
     """By a function of a kernel, which is associative: of all neighbours at a time, until one is left along the axis,
     where Triton's interpreter calls it for each element."""
@@ -109,6 +118,7 @@ def repair() -> None:
     interpreter.InterpretedFunction.__call__ = call
     interpreter.ReduceOps.generic_reduce = reduce
     tl.tensor.__init__, tl.block_type.__init__ = make_tensor, make_block_type
+    TritonSemantic.broadcast_impl_value = broadcast
     # What it finds is thrown away: assertions are not on.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
