@@ -41,13 +41,19 @@ def results_of(output: Path) -> dict[str, list[dict]]:
     return {name: part["results"] for name, part in json.loads(output.read_text())["parts"].items()}
 
 
-def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_kept(tmp_path: Path) -> None:
+def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "results" / "gpu_check.json"
+    # Each slice's process imports transformers, which takes seconds.
+    monkeypatch.setattr(check, "CASES_PER_SLICE", 16)
+    assert len(check.slices_of("graphs")) == 2
     assert rehearse(output, "sampling", "graphs") == 0
     before = results_of(output)
     (sampled,) = before["sampling"]
     assert sampled["sequences"] == 16
     assert all("needs --device cuda" in result["unavailable"] for result in before["graphs"])
+    monkeypatch.setattr(check, "CASES_PER_SLICE", 32)
     assert rehearse(output, "graphs") == 0
     assert results_of(output)["sampling"] == before["sampling"]
 
