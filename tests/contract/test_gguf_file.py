@@ -4,6 +4,7 @@ import math
 import random
 import struct
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from pagewire.common.gguf import (
     config_json,
     generation_config_json,
     is_gguf,
+    model_file,
     tokenizer_config_json,
 )
+from pagewire.common.gguf import file as gguf_file
 from scheduler_service.serving.tokenizer import load_tokenizer
 from testing.checkpoints.gguf_files import write_gguf
 
@@ -253,6 +256,13 @@ def test_rows_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
     patched(path, at, struct.pack("<QQI", 33, 3, 8))
     with pytest.raises(GgufError, match=r"tensor x\.weight is Q8_0 with rows of 33 elements, but blocks of this type"):
         GgufFile.open(path).check_tensors()
+
+
+@pytest.mark.parametrize("shown", [gguf_file.shown, model_file.shown])
+def test_a_value_of_a_hundred_characters_is_shown_whole(shown: Callable[[object], str]) -> None:
+    text = "x" * 98  # between quotes
+    assert shown(text)[1:-1] == text
+    assert shown(text + "y")[1:] == f"{text}y..."
 
 
 def test_what_is_a_gguf_file(bundled: Path, tmp_path: Path) -> None:

@@ -279,9 +279,10 @@ def test_a_cache_compiles_once_and_forgets_what_was_used_longest_ago(compiler: G
             return compiler.compile(kind, text, end_token_ids)
 
     cache = GrammarCache(CountingCompiler("", 0), max_bytes=600_000)  # two small ones
-    for text in ("a", "b", "a", "c", "a", "b"):
+    long = "c" * 5_000  # as large as two small ones
+    for text in ("a", "b", "a", "c", "a", "b", long, "a", long):
         assert allowed(cache.get("regex", text, (END,)))
-    assert compiled == ["a", "b", "c", "b"]
+    assert compiled == ["a", "b", "c", "b", long, "a", long]
 
 
 # Trials

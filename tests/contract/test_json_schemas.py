@@ -129,7 +129,13 @@ TYPES: list[tuple[Any, Any]] = [
     (dict[Colour, int], {Colour.RED: 1}),
     (dict[Annotated[str, Field(pattern="^a")], int], {"a": 1}),
 ]
-MATTERS = r"uniqueItems|propertyNames|look-around|oneOf"  # and llguidance has it not
+# Those whose schemas have a keyword that matters, and that the library has not.
+MATTERS: list[tuple[Any, str]] = [
+    (dict[uuid.UUID, int], "propertyNames"),
+    (dict[Colour, int], "propertyNames"),
+    (set[int], "uniqueItems"),
+    (frozenset[str], "uniqueItems"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -170,15 +176,16 @@ def wrapped(kind: Any, value: Any) -> list[tuple[Any, Any]]:
 def test_what_pydantic_writes_is_served_unless_a_keyword_matters(
     number: int, matches: Any, compiler: GrammarCompiler
 ) -> None:
+    keyword = next((keyword for kind, keyword in MATTERS if kind == TYPES[number][0]), "")
     for kind, value in wrapped(*TYPES[number]):
         model = pydantic.create_model("M", field=(kind, Field(description="what it is")))
         schema = model.model_json_schema()
         output = model.model_construct(field=value).model_dump_json(warnings=False)
         refusal = refusal_of(compiler, "json_schema", json.dumps(schema))
-        if refusal:
-            assert re.search(MATTERS, refusal), (schema, refusal)
+        if keyword:
+            assert f'"{keyword}"' in refusal, (schema, refusal)
         else:
-            assert matches(schema, output), (schema, output)
+            assert matches(schema, output), (schema, refusal, output)
 
 
 def test_there_are_200_models() -> None:
@@ -298,6 +305,7 @@ def test_what_asks_for_nothing_is_dropped_and_nothing_else(index: int, matches: 
         ({"properties": {"a": {"items": [{"anyOf": [{"uniqueItems": True}]}]}}}, "uniqueItems"),
         ({"propertyNames": {"$ref": "#/$defs/short"}, "$defs": {"short": {"maxLength": 3}}}, "propertyNames"),
         ({"propertyNames": {"$ref": "#/$defs/none"}}, "propertyNames"),
+        ({"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "propertyNames"),
     ],
 )
 def test_what_excludes_something_is_refused_by_name(schema: Any, keyword: str, compiler: GrammarCompiler) -> None:

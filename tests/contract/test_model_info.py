@@ -174,7 +174,10 @@ def test_a_top_p_of_0_keeps_the_most_likely_token_alone(tmp_path: Path, value: f
         ({"do_sample": "no"}, r"do_sample is \"no\", but must be true or false"),
         ({"top_k": -2}, "top_k is -2"),
         ({"top_p": -0.1}, "top_p is -0.1"),
-        ({"suppress_tokens": "all"}, 'suppress_tokens is "all", but must be a token id'),
+        (
+            {"suppress_tokens": "all"},
+            'suppress_tokens is "all", but must be a token id from 0 to 2147483647 or a list of them$',
+        ),
         ({"suppress_tokens": [1, -1]}, "suppress_tokens is .* but must be a token id"),
     ],
 )

@@ -292,6 +292,13 @@ def test_what_fails_says_why_and_where(template: str, reason: str) -> None:
     assert "\n" not in str(failed.value)
 
 
+def test_what_has_no_length_is_joined_by_a_short_text_alone() -> None:
+    template = Template("{{ separator.join(['a', 'b'] | map('upper')) }}")
+    assert template.render({"separator": "-" * 64}) == f"A{'-' * 64}B"
+    with pytest.raises(TemplateFailure, match="a separator of 65 characters for what has no length"):
+        template.render({"separator": "-" * 65})
+
+
 def test_a_failure_leaves_nothing_behind() -> None:
     template = Template("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{{ n }}")
     for _ in range(2):
