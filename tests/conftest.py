@@ -45,6 +45,9 @@ if not any(device for pattern in DEVICES for device in Path("/dev").glob(pattern
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs())
+    if hasattr(config, "workerinput"):
+        # After all else that is done at the end: to free a million objects one by one takes seconds of a processor.
+        atexit.register(os._exit, 0)
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if is_whole and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         # All processes would wait for the first that needs the library.
