@@ -1,6 +1,5 @@
 """What C declares, read from `source/abi.h`: constants, and structures filled in by the names of their members."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -41,6 +40,23 @@ def address_of(tensor: Tensor | None) -> Any:
     return ffi.NULL if tensor is None else ffi.cast(POINTER, tensor.data_ptr())
 
 
+def check(
+    name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], *, is_strided: bool = False
+) -> None:
+    """Raises ValueError unless the tensor is what the kernels read. None, of one that may be left out, passes.
+
+    `is_strided`: what the first dimension has may lie at any distance, such as tokens, but not their heads.
+    """
+    if tensor is None:
+        return
+    dense = tensor[:1] if is_strided else tensor
+    if tensor.shape != shape or tensor.dtype != dtype or not dense.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
+            f"it must be {dtype} {shape}, {'each token' if is_strided else 'all'} contiguous, on the CPU"
+        )
+
+
 class Structure:
     """A structure in memory, at `at`. It names tensors and holds none of them."""
 
@@ -50,21 +66,19 @@ class Structure:
         self._pointers = _pointers(name)
         self.put(**values)
 
-    def take(self, values: Any) -> None:
-        """Fill in what a dataclass has."""
-        self.put(**{field.name: getattr(values, field.name) for field in dataclasses.fields(values)})
-
     def put(self, **values: Any) -> None:
-        """Fill members in. Raises ValueError if a tensor is not dense, or of another dtype."""
+        """Fill members in: numbers, and pointers by tensors, by what cffi made, or by addresses. Raises ValueError if a
+        tensor is not dense, or of another dtype."""
         for name, value in values.items():
-            if name not in self._pointers or not isinstance(value, Tensor):
-                setattr(self.at, name, ffi.NULL if value is None else value)
+            word, dtype = self._pointers.get(name, (None, None))
+            if word is None or isinstance(value, ffi.CData):
+                setattr(self.at, name, value)
                 continue
-            word, dtype = self._pointers[name]
-            if not (value.is_contiguous() and value.is_cpu and (dtype is None or value.dtype is dtype)):
-                found = f"{value.dtype} {tuple(value.shape)} with strides {value.stride()} on {value.device}"
-                raise ValueError(f"{name} is {found}; make it {dtype or 'anything'}, dense, on the CPU")
-            self._words[word] = value.data_ptr()
+            if isinstance(value, Tensor):
+                if not (value.is_contiguous() and value.is_cpu and (dtype is None or value.dtype is dtype)):
+                    check(name, value, dtype or value.dtype, tuple(value.shape))
+                value = value.data_ptr()
+            self._words[word] = value or 0
 
 
 @functools.cache

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import head_dim_of
-from pagewire.kernels.cpu.abi import Structure, address_of, constants, element_of, ffi
+from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, element_of, ffi
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
-from pagewire.kernels.cpu.paged import NO_ROWS, PagedRows, cache_step, check, put_rows
+from pagewire.kernels.cpu.paged import PagedRows, cache_step, put_rows
 from pagewire.kernels.experts import ExpertRouting
 
 
@@ -240,32 +240,38 @@ class DecoderKernel:
         self._held: list[Any] = []  # what the structures point to
         self._operations = ffi.new("operation[]", len(self._model))
         for at, operation in zip(self._operations, self._model, strict=True):
-            self._fill(at, operation)
+            kind = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(operation).__name__)
+            at.kind = getattr(constants, f"OPERATION_{kind.upper()}")
+            self._put_fields(at, operation)
         if len(self._numbers) > constants.MAX_BUFFERS:
             raise ValueError(f"there are {len(self._numbers) - 1} buffers; {constants.MAX_BUFFERS - 1} fit")
-        self._exchange = None if all_reduce is None else _Exchange(all_reduce)
-        sizes = {"num_operations": len(self._model), "num_heads": num_heads, "num_buffers": len(self._numbers)}
-        self._decoder = Structure("decoder", operations=self._operations, **sizes)
         names = [ffi.new("char[]", name.encode()) for name in self._numbers]
-        self._held += [ffi.new("char *[]", names), names, ffi.new("int64_t[]", len(names))]
-        self._decoder.put(names=self._held[-3], widths=self._held[-1])
-        self._decoder.put(all_reduce=None if self._exchange is None else self._exchange.callback)
+        self._held += [names, ffi.new("char *[]", names), ffi.new("int64_t[]", len(names))]
+        # An error of ranks waits until the step has ended.
+        self._errors: list[BaseException] = []
+        self._callback = ffi.callback(
+            "int64_t(void)",
+            self._sum_up,
+            error=constants.LOST_RANKS,
+            onerror=lambda *error: self._errors.append(error[1]),
+        )
+        self._all_reduce, self._exchanged = all_reduce, torch.empty(0)
+        self._decoder = Structure(
+            "decoder",
+            operations=self._operations,
+            num_operations=len(self._model),
+            num_heads=num_heads,
+            num_buffers=len(names),
+            names=self._held[-2],
+            widths=self._held[-1],
+            all_reduce=self._callback if all_reduce else ffi.NULL,
+        )
         kernels.library.plan_decoder(self._decoder.at)
         if misfit := ffi.string(self._decoder.at.misfit):
             raise ValueError(misfit.decode())
-        self._kv_cache: Sequence[LayerCache] | None = None
-        self._scorings: Sequence[Scoring] = ()
+        self._cache: tuple[Sequence[LayerCache], Sequence[Scoring]] = [], []  # that of the last step
         self._step = Structure("attention_step")  # over that cache
         self._tokens = Structure("decoder_step")
-
-    def _fill(self, at: Any, operation: Operation) -> None:
-        """Says all of an operation."""
-        name = type(operation).__name__
-        at.kind = getattr(constants, "OPERATION_" + re.sub("(?<=[a-z])(?=[A-Z])", "_", name).upper())
-        try:
-            self._put_fields(at, operation)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
 
     def _put_fields(self, at: Any, values: Any) -> None:
         """Each by what it is: texts name buffers, or what C has a number for."""
@@ -279,10 +285,10 @@ class DecoderKernel:
                 case str(text):
                     setattr(at, name, self._numbers.setdefault(text, len(self._numbers)))
                 case Tensor() as tensor:
-                    _put_tensor(getattr(at, name), name, tensor)
-                case (Tensor() as first, Tensor() as second):
-                    _put_tensor(getattr(at, name)[0], name, first)
-                    _put_tensor(getattr(at, name)[1], name, second)
+                    _put_tensor(getattr(at, name), f"{type(values).__name__}'s {name}", tensor)
+                case (Tensor(), Tensor()) as parts:
+                    for place, part in zip(getattr(at, name), parts, strict=True):
+                        _put_tensor(place, name, part)
                 case ExpertRouting() as routing:
                     self._put_fields(getattr(at, name), routing)
                 case PackedLinear(layer=layer):
@@ -331,16 +337,30 @@ class DecoderKernel:
         hidden = torch.empty(num_tokens, self._head.in_size)
         logits = torch.empty(num_logits, self._head.out_size)
         highest = torch.empty(num_logits, dtype=torch.int64)
-        self._tokens.put(token_ids=token_ids, positions=positions, logit_rows=logit_rows, num_logits=num_logits)
-        self._tokens.put(hidden=hidden, logits=logits, highest=highest)
-        if self._exchange is not None:
-            self._tokens.put(exchanged=self._exchange.begin(num_tokens, self._decoder.at.exchanged_width))
+        self._tokens.put(
+            token_ids=token_ids,
+            positions=positions,
+            logit_rows=logit_rows,
+            num_logits=num_logits,
+            hidden=hidden,
+            logits=logits,
+            highest=highest,
+        )
+        if self._all_reduce:
+            self._exchanged = torch.empty(num_tokens, self._decoder.at.exchanged_width)
+            self._tokens.put(exchanged=self._exchanged)
         status = self._decode(self._decoder.at, self._step.at, self._tokens.at)
         if status == constants.NO_MEMORY:
             raise MemoryError(f"no memory for a step of {num_tokens} tokens")
-        if self._exchange is not None:
-            self._exchange.end(status == constants.LOST_RANKS)
+        if status == constants.LOST_RANKS:
+            raise self._errors.pop()
         return hidden, logits, highest
+
+    def _sum_up(self) -> int:
+        """Called by C."""
+        assert self._all_reduce is not None
+        self._exchanged.copy_(self._all_reduce(self._exchanged))
+        return constants.DONE
 
     def times(self) -> dict[str, int]:
         """Nanoseconds of the last step by part, `PARTS`, without what ranks take to sum up; activations are a part of
@@ -349,60 +369,25 @@ class DecoderKernel:
 
     def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring]) -> None:
         """Points the operations to a cache. Raises ValueError if its layers differ in dtype, shape or strides."""
-        if kv_cache is self._kv_cache:
+        if kv_cache is self._cache[0]:
             return
         first_key, first_value = kv_cache[0]
         heads = [self._decoder.at.num_kv_heads, self._decoder.at.head_dim]
         held = [first_key.shape[2], head_dim_of(first_key)]
         if heads not in ([0, 0], held):
             raise ValueError(f"there are {heads[0]} KV heads of {heads[1]}, and a cache for {held[0]} of {held[1]}")
-        for key, value in kv_cache:
-            found = (key.shape, key.stride(), value.shape, value.stride(), key.dtype, value.dtype)
-            first = (first_key.shape, first_key.stride(), first_value.shape, first_value.stride())
-            if found != (*first, first_key.dtype, first_key.dtype) or key.dtype not in _CACHES:
-                raise ValueError(
-                    f"caches of {key.dtype} {tuple(key.shape)} with strides {key.stride()} and of {first_key.dtype} "
-                    f"{tuple(first_key.shape)} with strides {first_key.stride()}: all layers have one shape, in one of "
-                    f"{', '.join(map(str, _CACHES))}"
-                )
+        forms = {(*cache.shape, cache.stride(), cache.dtype) for layer in kv_cache for cache in layer}
+        if len(forms) > 1 or first_key.dtype not in _CACHES:
+            found = " and ".join(map(str, sorted(forms, key=str)))
+            raise ValueError(f"caches are {found}: all layers have one shape, in one of {', '.join(map(str, _CACHES))}")
         for at, operation in zip(self._operations, self._model, strict=True):
             if isinstance(operation, Turn | AttendTo):
                 at.key_cache, at.value_cache = map(address_of, kv_cache[operation.layer])
                 at.window = scorings[operation.layer].window
         self._decoder.put(cache_element=element_of(first_key.dtype))
         # The stride of queries is the operation's, and rows are put in at each step.
-        self._step = cache_step(NO_ROWS, scorings[0], 0, self._decoder.at.num_heads, 0, first_key, first_value)
-        self._kv_cache, self._scorings = kv_cache, scorings
-
-
-class _Exchange:
-    """What C calls to have ranks sum up. The error of one that could not waits until the step has ended."""
-
-    def __init__(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
-        self.callback = ffi.callback("int64_t(void)", self._sum_up)
-        self._all_reduce = all_reduce
-        self._exchanged = torch.empty(0)
-        self._error: BaseException | None = None
-
-    def begin(self, num_tokens: int, width: int) -> Tensor:
-        """Return what a step exchanges."""
-        self._exchanged = torch.empty(num_tokens, width)
-        return self._exchanged
-
-    def end(self, is_lost: bool) -> None:
-        """Raises what kept ranks from summing up."""
-        error, self._error = self._error, None
-        if is_lost:
-            assert error is not None
-            raise error
-
-    def _sum_up(self) -> int:
-        try:
-            self._exchanged.copy_(self._all_reduce(self._exchanged))
-        except BaseException as error:
-            self._error = error
-            return constants.LOST_RANKS
-        return constants.DONE
+        self._step = cache_step(scorings[0], self._decoder.at.num_heads, 0, first_key, first_value)
+        self._cache = kv_cache, scorings
 
 
 def _put_tensor(place: Any, name: str, tensor: Tensor) -> None:

@@ -32,17 +32,6 @@ class QuantizedPanels:
     has_zeros: bool = False
 
 
-def code_table(codes: Sequence[int]) -> tuple[int, ...]:
-    """A table of 16 that holds these different codes, in ascending order; empty if there are more. It counts upwards
-    from -8 or 0 if such a table can hold them: that needs no looking up."""
-    if len(codes) > 16:
-        return ()
-    for table in (range(-8, 8), range(16)):
-        if all(code in table for code in codes):
-            return tuple(table)
-    return (*codes, *[codes[-1]] * (16 - len(codes)))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """A weight [out_size, in_size] in panels, and its bias [out_size] float32. `CpuKernels.pack_linear` makes it.
@@ -66,16 +55,28 @@ class PackedLinear:
     layer: Any = field(init=False, repr=False)  # what C reads, which points into the tensors
 
     def __post_init__(self) -> None:
-        layer = Structure("linear_layer", panels=self.panels, bias=self.bias, in_size=self.in_size)
-        layer.put(out_size=self.out_size, activation=element_of(self.activation))
-        if self.float8_unit:
-            layer.put(element=element_of(torch.float8_e4m3fn), group_size=self.float8_unit)
-        elif self.quantized is None:
-            layer.put(element=element_of(self.panels.dtype))
-        else:
+        # Of codes, whose element depends on their bits, any.
+        dtype = torch.float8_e4m3fn if self.float8_unit else torch.int8 if self.quantized else self.panels.dtype
+        layer = Structure(
+            "linear_layer",
+            panels=self.panels,
+            bias=self.bias,
+            in_size=self.in_size,
+            out_size=self.out_size,
+            element=element_of(dtype),
+            activation=element_of(self.activation),
+            group_size=self.float8_unit,
+        )
+        if self.quantized is not None:
             bits, group_size, scale_dtype, has_minima, table, has_zeros = astuple(self.quantized)
-            layer.put(element=getattr(constants, f"ELEMENT_INT{bits}"), scale_element=element_of(scale_dtype))
-            layer.put(group_size=group_size, has_minima=has_minima, table=table, has_zeros=has_zeros)
+            layer.put(
+                element=getattr(constants, f"ELEMENT_INT{bits}"),
+                group_size=group_size,
+                scale_element=element_of(scale_dtype),
+                has_minima=has_minima,
+                has_zeros=has_zeros,
+                table=table,
+            )
         object.__setattr__(self, "layer", layer.at)
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
-from pagewire.kernels.cpu.abi import Structure, address_of, constants, element_of, ffi
+from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, element_of, ffi
 from pagewire.kernels.cpu.library import Library
-from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, QuantizedPanels, code_table
-from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
+from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, QuantizedPanels
+from pagewire.kernels.cpu.paged import PagedRows, paged_step
 from pagewire.kernels.float8 import Float8Weight, unit_size
 from pagewire.kernels.quantized import BITS, GROUP_SIZE, QuantizedWeight, round_scale
 
@@ -79,8 +79,7 @@ class CpuKernels:
         """
         step = paged_step(rows, scoring, query, key, value, key_cache, value_cache)
         output = torch.empty(query.shape, dtype=query.dtype)
-        elements = query.dtype, key_cache.dtype
-        self._call("attend", *elements, step.at, query, key, value, key_cache, value_cache, output)
+        self._call("attend", query.dtype, key_cache.dtype, step.at, query, key, value, key_cache, value_cache, output)
         return output
 
     # Matrix products
@@ -123,14 +122,13 @@ class CpuKernels:
             ValueError: shapes, strides or dtypes do not fit.
         """
         out_size, in_size = weight.codes.shape
-        for name, values in weight.parts().items():
-            check(name, values, values.dtype, tuple(values.shape))
         check("bias", bias, torch.float32, (out_size,))
         if not _is_narrow(weight):
             weight = weight.without_factors()
-        quantized = self._choose_panels(weight)
-        empty = PackedLinear(torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, torch.int8, quantized)
         source = Structure("quantized_weight", group_size=weight.group_size, **weight.parts())
+        empty = PackedLinear(
+            torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, torch.int8, self._choose_panels(weight)
+        )
         return self._fill("pack_quantized", empty, source)
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
@@ -158,13 +156,12 @@ class CpuKernels:
         check("values", weight.values, torch.float8_e4m3fn, (out_size, in_size))
         check("scale", weight.scale, torch.float32, (out_size, -(-in_size // weight.block_size)))
         check("bias", bias, torch.float32, (out_size,))
-        unit = unit_size(weight.block_size, in_size)
-        if not unit:
+        if not (unit := unit_size(weight.block_size, in_size)):
             raise ValueError(f"blocks of {weight.block_size} of {in_size} inputs have no panels")
-        nothing = torch.empty(0, dtype=torch.uint8)
-        empty = PackedLinear(nothing, bias, in_size, out_size, torch.bfloat16, float8_unit=unit)
-        source = Structure("float8_weight")
-        source.take(weight)
+        empty = PackedLinear(
+            torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, torch.bfloat16, float8_unit=unit
+        )
+        source = Structure("float8_weight", values=weight.values, scale=weight.scale, block_size=weight.block_size)
         return self._fill("pack_float8", empty, source)
 
     def _fill(self, pack: str, empty: PackedLinear, source: Structure) -> PackedLinear:
@@ -174,18 +171,16 @@ class CpuKernels:
         return replace(empty, panels=panels)
 
     def _choose_panels(self, weight: QuantizedWeight) -> QuantizedPanels:
-        present = torch.zeros(256, dtype=torch.uint8)
-        codes = weight.codes
-        self._call("find_codes", codes, codes.numel(), present, torch.get_num_threads())
-        table = code_table([code - 128 for code in present.nonzero().flatten().tolist()])
+        table, codes = torch.zeros(16, dtype=torch.int8), weight.codes
+        bits = self.library.find_codes(address_of(codes), codes.numel(), address_of(table), torch.get_num_threads())
         floats = [values for values in (weight.scale, weight.minimum) if values is not None]
         dtypes = _FLOAT_SCALES if weight.scale_factor is None else (torch.int8,)
         return QuantizedPanels(
-            bits=4 if table else 8,
+            bits=bits,
             group_size=16 if weight.group_size % 32 else 32,
             scale_dtype=next(dtype for dtype in dtypes if all(_holds(dtype, values) for values in floats)),
             has_minima=weight.minimum is not None,
-            table=table,
+            table=tuple(table.tolist()) if bits == 4 else (),
             has_zeros=weight.zero is not None,
         )
 
@@ -221,8 +216,18 @@ class CpuKernels:
         num_rows = num_tokens if len(x) == num_tokens else ids.numel()
         check("x", x, torch.float32, (num_rows, experts.in_size))
         output = torch.empty(ids.numel(), experts.out_size)
-        source = (experts.layers, len(experts.linears), ids, x, num_rows // max(num_tokens, 1))
-        self._call("multiply_experts", *source, output, num_tokens, num_chosen, torch.get_num_threads())
+        self._call(
+            "multiply_experts",
+            experts.layers,
+            len(experts.linears),
+            ids,
+            x,
+            num_rows // max(num_tokens, 1),
+            output,
+            num_tokens,
+            num_chosen,
+            torch.get_num_threads(),
+        )
         return output
 
     def take_rows(self, packed: PackedLinear, indexes: Tensor) -> Tensor:
@@ -292,9 +297,21 @@ class CpuKernels:
             check(name, table, heads.dtype, (num_tokens, head_dim))
         for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
             check(name, weight, heads.dtype, (head_dim,))
-        tables = (query_weight, key_weight, cos, sin)
-        sizes = (num_tokens, num_heads, num_kv_heads, head_dim)
-        self._call("norm_rope", heads.dtype, heads, *tables, *sizes, eps, torch.get_num_threads())
+        self._call(
+            "norm_rope",
+            heads.dtype,
+            heads,
+            query_weight,
+            key_weight,
+            cos,
+            sin,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            eps,
+            torch.get_num_threads(),
+        )
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         return query, key, value
 

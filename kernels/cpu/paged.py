@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS, head_dim_of
-from pagewire.kernels.cpu.abi import Structure, constants
+from pagewire.kernels.cpu.abi import Structure, check, constants
 
 MAX_HEAD_DIM: int = constants.MAX_HEAD_DIM
 # Of tables, what they are by row.
@@ -48,32 +48,17 @@ class PagedRows:
         )
 
 
-NO_ROWS = PagedRows.of([0], [], torch.empty(0, 0), torch.empty(0))
-
-
 def put_rows(step: Structure, rows: PagedRows, num_tokens: int) -> None:
     """Points a step to its rows, which it does not hold."""
-    step.put(query_start_loc=rows.query_start_loc, seq_lens=rows.seq_lens, slot_mapping=rows.slot_mapping)
-    num_rows, max_blocks = rows.block_tables.shape
-    step.put(block_tables=rows.block_tables, num_rows=num_rows, max_blocks=max_blocks)
-    step.put(num_tokens=num_tokens, num_threads=torch.get_num_threads())
-
-
-def check(
-    name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], *, is_strided: bool = False
-) -> None:
-    """Raises ValueError unless the tensor is what the kernels read. None, of one that may be left out, passes.
-
-    `is_strided`: what the first dimension has may lie at any distance, such as tokens, but not their heads.
-    """
-    if tensor is None:
-        return
-    dense = tensor[:1] if is_strided else tensor
-    if tensor.shape != shape or tensor.dtype != dtype or not dense.is_contiguous() or tensor.device.type != "cpu":
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
-            f"it must be {dtype} {shape}, {'each token' if is_strided else 'all'} contiguous, on the CPU"
-        )
+    step.at.num_rows, step.at.max_blocks = rows.block_tables.shape
+    step.put(
+        query_start_loc=rows.query_start_loc,
+        seq_lens=rows.seq_lens,
+        slot_mapping=rows.slot_mapping,
+        block_tables=rows.block_tables,
+        num_tokens=num_tokens,
+        num_threads=torch.get_num_threads(),
+    )
 
 
 def paged_step(
@@ -90,7 +75,8 @@ def paged_step(
     is_any = query.dtype == torch.float32 or key_cache.dtype in EIGHT_BITS
     dtype = query.dtype if is_any else key_cache.dtype
     check("query", query, dtype, (num_tokens, num_heads, head_dim_of(key_cache)), is_strided=True)
-    step = cache_step(rows, scoring, num_tokens, num_heads, query.stride(0), key_cache, value_cache)
+    step = cache_step(scoring, num_heads, query.stride(0), key_cache, value_cache)
+    put_rows(step, rows, num_tokens)
     shape = (len(rows.slot_mapping), key_cache.shape[2], head_dim)
     check("key", key, query.dtype, shape, is_strided=True)
     check("value", value, query.dtype, shape, is_strided=True)
@@ -99,15 +85,9 @@ def paged_step(
 
 
 def cache_step(
-    rows: PagedRows,
-    scoring: Scoring,
-    num_tokens: int,
-    num_heads: int,
-    query_token_stride: int,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    scoring: Scoring, num_heads: int, query_token_stride: int, key_cache: Tensor, value_cache: Tensor
 ) -> Structure:
-    """`paged_step` for queries that are not there yet, and without fresh keys and values."""
+    """`paged_step` without rows, fresh keys and values."""
     block_size, num_kv_heads = key_cache.shape[1:3]
     head_dim = head_dim_of(key_cache)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -121,13 +101,21 @@ def cache_step(
             f"{num_heads} query heads of {head_dim} over {num_kv_heads} KV heads; a multiple of the KV heads and at "
             f"most {MAX_HEAD_DIM} fit"
         )
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
-    step = Structure("attention_step", query_token_stride=query_token_stride, **sizes)
-    step.take(scoring)
-    put_rows(step, rows, num_tokens)
-    for name, cache in (("key", key_cache), ("value", value_cache)):
-        strides = zip(("block", "position", "head"), cache.stride(), strict=False)
-        step.put(**{f"{name}_{part}_stride": stride for part, stride in strides})
+    step = Structure(
+        "attention_step",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        query_token_stride=query_token_stride,
+        key_strides=key_cache.stride()[:3],
+        value_strides=value_cache.stride()[:3],
+        window=scoring.window,
+        scale=scoring.scale,
+        softcap=scoring.softcap,
+        alibi_slopes=scoring.alibi_slopes,
+        sinks=scoring.sinks,
+    )
     for name in ("alibi_slopes", "sinks"):
         check(name, getattr(scoring, name), torch.float32, (num_heads,))
     return step
@@ -166,9 +154,16 @@ class TableFlattener:
         self._inputs = {name: torch.zeros(num_slots, dtype=dtype) for name, dtype in _INPUTS.items()}
         self._places = [place.numpy() for place in self._inputs.values()]
         self._rows = torch.empty(num_slots, dtype=torch.int64)  # sampling indices
-        self._batch = Structure("table_batch", block_size=block_size, sampling_indices=self._rows, **self._inputs)
-        self._batch.put(token_ids=torch.from_numpy(token_ids), token_stride=token_ids.shape[1])
-        self._batch.put(block_tables=torch.from_numpy(block_tables), block_stride=block_tables.shape[1])
+        self._batch = Structure(
+            "table_batch",
+            token_ids=torch.from_numpy(token_ids),
+            token_stride=token_ids.shape[1],
+            block_tables=torch.from_numpy(block_tables),
+            block_stride=block_tables.shape[1],
+            block_size=block_size,
+            sampling_indices=self._rows,
+            **self._inputs,
+        )
         self._sizes: tuple[int, int, int] | None = None
         self._flat: FlatRows | None = None
 
@@ -206,9 +201,16 @@ class TableFlattener:
             torch.empty(num_rows, num_blocks, dtype=torch.int32),
             slot_mapping,
         )
-        self._batch.put(flat_token_ids=token_ids, positions=positions, flat_tables=paged.block_tables)
-        self._batch.put(query_start_loc=paged.query_start_loc, seq_lens=paged.seq_lens, slot_mapping=slot_mapping)
-        self._batch.put(num_rows=num_rows, max_blocks=num_blocks)
+        self._batch.put(
+            flat_token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            query_start_loc=paged.query_start_loc,
+            seq_lens=paged.seq_lens,
+            flat_tables=paged.block_tables,
+            num_rows=num_rows,
+            max_blocks=num_blocks,
+        )
         self._sizes = num_tokens, num_rows, num_blocks
         self._flat = FlatRows(token_ids, positions, paged, self._rows[:0])
         return self._flat

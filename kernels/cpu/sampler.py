@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.cpu.abi import Structure, address_of, constants
-from pagewire.kernels.cpu.paged import check
+from pagewire.kernels.cpu.abi import Structure, check, constants
 from pagewire.kernels.noise import gumbel_noise, noise_keys
 from pagewire.kernels.sampling import (
     DTYPES,
@@ -268,17 +267,20 @@ class _Kernel:
 
     def run(self, step: Structure, logits: Tensor, highest: Tensor | None) -> None:
         """Choose tokens by a step in which all else is filled in. Raises ValueError if the logits do not fit."""
-        num_rows, vocab_size = logits.shape
-        stride, last_stride = logits.stride()
+        step.at.num_rows, step.at.vocab_size = num_rows, vocab_size = logits.shape
+        step.at.logits_stride, last_stride = logits.stride()
         if logits.dtype != torch.float32 or last_stride != 1:
             raise ValueError(f"the logits are {list(logits.shape)} of {logits.dtype}; make them dense rows of float32")
         check("highest", highest, torch.int64, (num_rows,))
-        num_threads = min(torch.get_num_threads(), max(num_rows, 1))
+        step.at.num_threads = num_threads = min(torch.get_num_threads(), max(num_rows, 1))
         num_floats = num_threads * self._scratch_size(vocab_size)
-        if len(self._scratch) < num_floats:
+        if self._scratch.numel() < num_floats:
             self._scratch = torch.empty(num_floats)
-        step.put(logits=address_of(logits), logits_stride=stride, highest=highest, scratch=self._scratch)
-        step.put(num_rows=num_rows, vocab_size=vocab_size, num_threads=num_threads)
+        step.put(
+            logits=logits.data_ptr(),
+            scratch=self._scratch.data_ptr(),
+            highest=None if highest is None else highest.data_ptr(),
+        )
         self._sample(step.at)
 
 
@@ -347,12 +349,13 @@ class TableSampler:
             ValueError: the arguments do not fit each other.
         """
         num_rows = len(slots)
-        if len(logits) != num_rows or len(num_tokens) != num_rows:
+        if logits.shape[0] != num_rows or len(num_tokens) != num_rows:
             raise ValueError(f"{num_rows} slots come with {len(logits)} logits and {len(num_tokens)} lengths")
         self._slots[:num_rows], self._num_tokens[:num_rows] = slots, num_tokens
-        lines, mask_lines = (None, None) if masks is None else map(torch.from_numpy, masks)
-        check("mask_lines", mask_lines, torch.int32, (num_rows,))
-        self._step.put(masks=lines, mask_lines=mask_lines, mask_stride=0 if lines is None else lines.shape[1])
+        if masks is not None or self._step.at.masks:
+            lines, mask_lines = (None, None) if masks is None else map(torch.from_numpy, masks)
+            check("mask_lines", mask_lines, torch.int32, (num_rows,))
+            self._step.put(masks=lines, mask_lines=mask_lines, mask_stride=0 if lines is None else lines.shape[1])
         self._kernel.run(self._step, logits, highest)
         token_ids, statuses = self._token_ids[:num_rows].copy(), self._statuses[:num_rows]
         left = statuses == constants.ROW_OPEN
@@ -370,11 +373,16 @@ def _step(columns: SamplingColumns, history: TokenHistory, num_tokens: Tensor) -
     """The step of these columns and nothing else."""
     for name in _COLUMNS:
         check(name, getattr(columns, name), DTYPES[name], (len(columns.seeds),))
-    step = Structure("sampling_step", num_tokens=num_tokens, **{name: getattr(columns, name) for name in _COLUMNS})
     tokens, num_prompt_tokens = map(torch.from_numpy, history)
     check("num_prompt_tokens", num_prompt_tokens, torch.int64, (len(tokens),))
-    step.put(history=tokens, history_stride=tokens.shape[1], num_prompt_tokens=num_prompt_tokens)
-    return step
+    return Structure(
+        "sampling_step",
+        num_tokens=num_tokens,
+        history=tokens,
+        history_stride=tokens.shape[1],
+        num_prompt_tokens=num_prompt_tokens,
+        **{name: getattr(columns, name) for name in _COLUMNS},
+    )
 
 
 def _outputs(step: Structure, num_rows: int) -> tuple[Indexes, NDArray[np.uint8]]:

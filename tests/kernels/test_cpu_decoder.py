@@ -83,9 +83,9 @@ def test_what_does_not_fit_is_refused(cpu_kernels, step, message):
     ("changed", "message"),
     [
         ({"head_dim": 4}, "buffer heads is 64 wide and 32 elsewhere"),
-        ({"embedding": torch.ones(VOCAB, HIDDEN, dtype=torch.float64)}, "^Embed: torch.float64 has no kernels"),
+        ({"embedding": torch.ones(VOCAB, HIDDEN, dtype=torch.float64)}, "^torch.float64 has no kernels"),
         ({"embedding": torch.ones(VOCAB, HIDDEN, dtype=torch.int8)}, "a table of torch.int8 has no rows of floats"),
-        ({"embedding": torch.ones(HIDDEN, VOCAB).t()}, "^Embed: table is .* contiguous"),
+        ({"embedding": torch.ones(HIDDEN, VOCAB).t()}, "^Embed's table is .* contiguous"),
         ({"norm": torch.ones(HIDDEN).half()}, r"weight is torch.float16 \(32,\); it must be torch.float32 \(32,\)"),
         ({"norm": torch.ones(HIDDEN - 1)}, r"weight is torch.float32 \(31,\); it must be torch.float32 \(32,\)"),
         ({"sinks": torch.ones(NUM_KV_HEADS)}, r"sinks is .*must be torch.float32 \(4,\)"),

@@ -29,8 +29,7 @@ typedef struct {
   const float* alibi_slopes;       // [num_heads], or NULL
   const float* sinks;              // [num_heads], or NULL
   int64_t num_tokens, num_rows, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
-  int64_t key_block_stride, key_position_stride, key_head_stride;
-  int64_t value_block_stride, value_position_stride, value_head_stride;
+  int64_t key_strides[3], value_strides[3];  // of a block, a position, a head
   int64_t query_token_stride, fresh_key_token_stride, fresh_value_token_stride;
   int64_t window, num_threads;
   float scale, softcap;
@@ -225,8 +224,9 @@ int64_t pack_linear(int64_t element, const void* weight, void* panels, int64_t i
 // panels: zeros. The layer's own panels are not looked at.
 int64_t pack_quantized(const linear_layer* layer, const quantized_weight* weight, void* panels, int64_t num_threads);
 int64_t pack_float8(const linear_layer* layer, const float8_weight* weight, void* panels, int64_t num_threads);
-// present[code + 128] = 1 for each code that there is.
-int64_t find_codes(const int8_t* codes, int64_t num, uint8_t* present, int64_t num_threads);
+// A table that holds the different codes in ascending order, and counts upwards from -8 or 0 if such a one can hold them,
+// which needs no looking up. Returns how many bits a code takes: 4, or, where there are more of them than 16, 8.
+int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t num_threads);
 // Scales as they are before they are rounded. A group whose scale is no finite number gets no codes.
 int64_t quantize(const float* values, int64_t num_groups, int64_t bits, int8_t* codes, float* scale,
                  int64_t num_threads);

@@ -163,10 +163,10 @@ SHARED void PAGED(store_head)(const attention_step* step, int64_t token, int64_t
   const int64_t slot = step->slot_mapping[token];
   if (slot < 0) return;
   const int64_t block = slot / step->block_size, offset = slot % step->block_size;
-  CACHE* keys = (CACHE*)key_cache + block * step->key_block_stride + offset * step->key_position_stride;
-  CACHE* values = (CACHE*)value_cache + block * step->value_block_stride + offset * step->value_position_stride;
-  PAGED(store_elements)(key, keys + head * step->key_head_stride, step->head_dim);
-  PAGED(store_elements)(value, values + head * step->value_head_stride, step->head_dim);
+  CACHE* keys = (CACHE*)key_cache + block * step->key_strides[0] + offset * step->key_strides[1];
+  CACHE* values = (CACHE*)value_cache + block * step->value_strides[0] + offset * step->value_strides[1];
+  PAGED(store_elements)(key, keys + head * step->key_strides[2], step->head_dim);
+  PAGED(store_elements)(value, values + head * step->value_strides[2], step->head_dim);
 }
 
 static void PAGED(store_kv)(const attention_step* step, const ELEMENT* key, const ELEMENT* value, CACHE* key_cache,

@@ -85,7 +85,8 @@ int64_t pack_quantized(const linear_layer* layer, const quantized_weight* weight
   return DONE;
 }
 
-int64_t find_codes(const int8_t* codes, int64_t num, uint8_t* present, int64_t num_threads) {
+int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t num_threads) {
+  uint8_t present[256] = {0};
 #pragma omp parallel num_threads((int)num_threads)
   {
     uint8_t own[256] = {0};
@@ -94,7 +95,18 @@ int64_t find_codes(const int8_t* codes, int64_t num, uint8_t* present, int64_t n
 #pragma omp critical
     for (int i = 0; i < 256; i++) present[i] |= own[i];
   }
-  return DONE;
+  int lowest = INT8_MAX, highest = INT8_MIN, num_codes = 0;
+  for (int code = INT8_MIN; code <= INT8_MAX; code++) {
+    if (!present[code + 128]) continue;
+    lowest = code < lowest ? code : lowest;
+    highest = code;
+    if (num_codes++ < 16) table[num_codes - 1] = (int8_t)code;
+  }
+  if (num_codes > 16) return 8;
+  const int is_next = (lowest >= -8 && highest < 8) || (lowest >= 0 && highest < 16);
+  const int first = lowest >= -8 && highest < 8 ? -8 : 0;
+  for (int i = is_next ? 0 : num_codes; i < 16; i++) table[i] = (int8_t)(is_next ? first + i : highest);
+  return 4;
 }
 
 // A weight by its formula: a product that is rounded, then a difference.

@@ -245,15 +245,15 @@ static void NAME(find_places)(const attention_step* step, const item* work, int6
   const int32_t* table = step->block_tables + work->row * step->max_blocks;
   int begin, end;
   bound_tile(work, first, &begin, &end);
-  key_cache += work->kv_head * step->key_head_stride;
-  value_cache += work->kv_head * step->value_head_stride;
+  key_cache += work->kv_head * step->key_strides[2];
+  value_cache += work->kv_head * step->value_strides[2];
   for (int j = begin; j < end;) {
     const int64_t block = table[(first + j) / step->block_size];
-    const ELEMENT* key_block = key_cache + block * step->key_block_stride;
-    const ELEMENT* value_block = value_cache + block * step->value_block_stride;
+    const ELEMENT* key_block = key_cache + block * step->key_strides[0];
+    const ELEMENT* value_block = value_cache + block * step->value_strides[0];
     for (int64_t offset = (first + j) % step->block_size; offset < step->block_size && j < end; offset++, j++) {
-      found->keys[j] = key_block + offset * step->key_position_stride;
-      found->values[j] = value_block + offset * step->value_position_stride;
+      found->keys[j] = key_block + offset * step->key_strides[1];
+      found->values[j] = value_block + offset * step->value_strides[1];
     }
   }
 }
@@ -262,8 +262,8 @@ static void NAME(find_places)(const attention_step* step, const item* work, int6
 static void NAME(move_places)(const attention_step* step, const tile* t, const NAME(places)* at,
                               NAME(places)* after) {
   for (int j = t->begin; j < t->end; j++) {
-    after->keys[j] = at->keys[j] + step->key_head_stride;
-    after->values[j] = at->values[j] + step->value_head_stride;
+    after->keys[j] = at->keys[j] + step->key_strides[2];
+    after->values[j] = at->values[j] + step->value_strides[2];
   }
 }
 
