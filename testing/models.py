@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from worker_service.models.decoder import Decoder
 from worker_service.models.loading import prepare_model
-from worker_service.models.model import Model
 from worker_service.models.weights import TensorProgress
 
 
-def load_model(path: Path, *, progress: TensorProgress | None = None, **options: Any) -> Model:
+def load_model(path: Path, *, progress: TensorProgress | None = None, **options: Any) -> Decoder:
     """Load a model, or one rank's part of it, ready to run.
 
     Args:

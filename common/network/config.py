@@ -42,6 +42,19 @@ class RopeConfig:
         """Return how many values of a head are turned."""
         return int(head_dim * self.rotary_share)
 
+    def head_order(self, head_dim: int) -> list[int] | None:
+        """Return which value of a checkpoint's head each value of ours is, such that pairs are (i, i + head_dim / 2)
+        and those that are turned come first; None: they are so already.
+
+        Queries and keys in one order have the products that they had before.
+        """
+        size = self.rotary_size(head_dim)
+        turned = [*range(0, size, 2), *range(1, size, 2)] if self.is_interleaved else list(range(size))
+        if size == head_dim and not self.is_interleaved:
+            return None
+        middle = (size + head_dim) // 2
+        return [*turned[: size // 2], *range(size, middle), *turned[size // 2 :], *range(middle, head_dim)]
+
     def serving(self, max_model_len: int) -> "RopeConfig":
         """Return what turns sequences that are at most so long. One list of divisors serves all of them, however short
         they are, since a key that is cached was turned before it is known how long its sequence becomes."""

@@ -6,206 +6,20 @@ a model by `worker_service/host/decoder.py`.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pagewire.common.network.expert_routing import ExpertRouting
+from pagewire.common.network.operations import AttendPaged, QkNormRopeStore
 from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import head_dim_of
 from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, element_of, ffi
 from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import PagedRows, cache_step, put_rows
-from pagewire.kernels.experts import ExpertRouting
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Embed:
-    """output = table[token] * factor + positions[position]."""
-
-    output: str
-    table: Tensor | PackedLinear  # [vocab_size, width] of any dtype that kernels know, or what has such a weight
-    positions: Tensor | None = None  # [number of positions, width] of any dtype that kernels know
-    factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Add:
-    """input += update * factor."""
-
-    input: str
-    update: str
-    factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Normalize:
-    """input += update * factor, where there is one; then output = input / rms(input) * weight; or, centered, layer
-    normalization: (input - mean) / deviation * weight + bias."""
-
-    input: str
-    output: str
-    weight: Tensor  # [width] float32
-    eps: float
-    update: str | None = None
-    bias: Tensor | None = None
-    is_centered: bool = False
-    factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NormalizeParts:
-    """output = input, of which the first values, and those behind them, are each divided by their rms and multiplied
-    with a weight."""
-
-    input: str
-    output: str
-    weights: tuple[Tensor, Tensor]  # float32, as long as the parts
-    eps: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Multiply:
-    """output = input W^T + b; gated, silu of its first half times its second (`can_gate`)."""
-
-    input: str
-    output: str
-    linear: PackedLinear
-    is_gated: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Activate:
-    """output = f(input); gated, that of the first half of the input times the second. The input may have several parts
-    as wide as one another, each with such halves: the slots of a token.
-
-    `clamped_swiglu` is gated: (up + 1) * gate * sigmoid(alpha * gate), of gates up to a limit, and ups up to it on both
-    sides.
-    """
-
-    input: str
-    output: str
-    function: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
-    is_gated: bool = False
-    num_parts: int = 1
-    alpha: float = 1.0
-    limit: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """The experts of each token and their weights, which others read as `routes`: see `route_tokens` in
-    `kernels/experts.py`, whose words are used here."""
-
-    input: str  # [T, num_experts], a router's logits
-    routes: str
-    routing: ExpertRouting
-    correction: Tensor | None = None  # [num_experts] float32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MultiplyRouted:
-    """output = x W^T + b of each slot, with the weight and bias of its expert; gated as `Multiply`."""
-
-    input: str  # [T, in_size] of tokens, or [T, num_chosen * in_size] of slots
-    output: str  # [T, num_chosen * out_size]
-    routes: str
-    linears: Sequence[PackedLinear]  # of each expert: of the same sizes, and over inputs of one kind
-    is_gated: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SumSlots:
-    """output = the slots of each token, times the weights of their experts, summed up in the order of the experts."""
-
-    input: str  # [T, num_chosen * width]
-    output: str  # [T, width]
-    routes: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Gate:
-    """output = input * sigmoid(gate)."""
-
-    input: str
-    gate: str  # [T, 1]
-    output: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """Of heads (queries, then keys, then values), normalizes those of queries and keys where there is a weight, turns
-    them by their position where there are cosines, gives the queries, and stores keys and values."""
-
-    input: str  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
-    output: str  # [T, num_heads * head_dim]
-    layer: int
-    head_dim: int
-    query_norm: Tensor | None = None  # [head_dim] float32
-    key_norm: Tensor | None = None
-    eps: float = 0.0
-    cos: Tensor | None = None  # [positions, head_dim] float32, as `CpuKernels.norm_rope` takes them
-    sin: Tensor | None = None
-    query_scales: Tensor | None = None  # [positions] float32, of queries that are turned
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttendTo:
-    """Queries to all that a layer has stored of their row."""
-
-    input: str
-    output: str
-    layer: int
-    sinks: Tensor | None = None  # [num_heads] float32; see `Scoring`
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Clip:
-    """output = input, bounded to -limit and limit; NaN stays."""
-
-    input: str
-    output: str
-    limit: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Predict:
-    """The input is the final hidden states, and the head's product of it, times a factor, the logits; with a softcap
-    they are bounded to softcap * tanh(logit / softcap)."""
-
-    input: str
-    head: PackedLinear
-    factor: float = 1.0
-    softcap: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AllReduce:
-    """output = the sum of what all ranks have as input."""
-
-    input: str
-    output: str
-
-
-Operation: TypeAlias = (
-    Embed
-    | Add
-    | Normalize
-    | NormalizeParts
-    | Multiply
-    | Activate
-    | Route
-    | MultiplyRouted
-    | SumSlots
-    | Gate
-    | Turn
-    | AttendTo
-    | Predict
-    | AllReduce
-    | Clip
-)
 
 # What a step's time goes to, but for what ranks take to sum up.
 PARTS = ("norms", "products", "rotary", "attention", "head")
@@ -221,21 +35,21 @@ class DecoderKernel:
     def __init__(
         self,
         kernels: CpuKernels,
-        operations: Sequence[Operation],
-        num_heads: int,
+        operations: Sequence[Any],
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """
         Args:
-            operations: one of them predicts, the last.
-            num_heads: those of queries.
+            operations: of `pagewire.common.network.operations`, and in place of each weight what it is computed with: a
+                tensor (float32, but of tables), a pair of them for a rope (cosines and sines of all positions), a
+                `PackedLinear`, or one of each expert. The last one is the head.
             all_reduce: gives the sum of what all ranks pass, [T, width] float32; for `AllReduce`.
 
         Raises ValueError if a weight does not fit, or a buffer is read that nothing has written.
         """
         self._decode = kernels.library.decode
         self._model = tuple(operations)
-        (self._head,) = [operation.head for operation in operations if isinstance(operation, Predict)]
+        self._head: PackedLinear = self._model[-1].head
         self._numbers = {"nothing": 0}  # of buffers
         self._held: list[Any] = []  # what the structures point to
         self._operations = ffi.new("operation[]", len(self._model))
@@ -260,7 +74,6 @@ class DecoderKernel:
             "decoder",
             operations=self._operations,
             num_operations=len(self._model),
-            num_heads=num_heads,
             num_buffers=len(names),
             names=self._held[-2],
             widths=self._held[-1],
@@ -381,7 +194,7 @@ class DecoderKernel:
             found = " and ".join(map(str, sorted(forms, key=str)))
             raise ValueError(f"caches are {found}: all layers have one shape, in one of {', '.join(map(str, _CACHES))}")
         for at, operation in zip(self._operations, self._model, strict=True):
-            if isinstance(operation, Turn | AttendTo):
+            if type(operation) in (QkNormRopeStore, AttendPaged):
                 at.key_cache, at.value_cache = map(address_of, kv_cache[operation.layer])
                 at.window = scorings[operation.layer].window
         self._decoder.put(cache_element=element_of(first_key.dtype))

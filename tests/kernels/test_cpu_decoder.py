@@ -3,19 +3,18 @@
 import pytest
 import torch
 
-from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.cpu import (
+from pagewire.common.network.operations import (
     Activate,
-    AttendTo,
+    AttendPaged,
     Clip,
-    DecoderKernel,
     Embed,
+    LmHead,
     Multiply,
     Normalize,
-    PagedRows,
-    Predict,
-    Turn,
+    QkNormRopeStore,
 )
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import DecoderKernel, PagedRows
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 32, 4, 2, 8, 50
 
@@ -29,8 +28,11 @@ def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=N
     return [
         Normalize("x", "normed", torch.ones(HIDDEN), 1e-6, update),
         Multiply("normed", "heads", packed((NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, HIDDEN)),
-        Turn("heads", "queries", number, head_dim, torch.ones(norm_dim), torch.ones(norm_dim), 1e-6, angles, angles),
-        AttendTo("queries", "attended", number, sinks),
+        QkNormRopeStore(
+            *("heads", "queries", number, NUM_HEADS, head_dim, 16),
+            *(torch.ones(norm_dim), torch.ones(norm_dim), 1e-6, (angles, angles)),
+        ),
+        AttendPaged("queries", "attended", number, sinks),
         Multiply("attended", "update", packed(HIDDEN, NUM_HEADS * head_dim)),
         Normalize("x", "normed", torch.ones(HIDDEN), 1e-6, "update"),
         Multiply("normed", "gate_up", packed(96, HIDDEN)),
@@ -48,9 +50,9 @@ def decoder(cpu_kernels, *, embedding=None, norm=None, head=None, is_tied=False,
         *layer(cpu_kernels, 0),
         *layer(cpu_kernels, 1, **changed),
         Normalize("x", "normed", torch.ones(HIDDEN) if norm is None else norm, 1e-6, "update"),
-        Predict("normed", head),
+        LmHead("normed", head),
     ]
-    return DecoderKernel(cpu_kernels, operations, NUM_HEADS)
+    return DecoderKernel(cpu_kernels, operations)
 
 
 def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, logit_rows=(0, 1, 2), head_dim=HEAD_DIM):
@@ -90,7 +92,7 @@ def test_what_does_not_fit_is_refused(cpu_kernels, step, message):
         ({"norm": torch.ones(HIDDEN - 1)}, r"weight is torch.float32 \(31,\); it must be torch.float32 \(32,\)"),
         ({"sinks": torch.ones(NUM_KV_HEADS)}, r"sinks is .*must be torch.float32 \(4,\)"),
         ({"norm_dim": 4}, r"query_norm is .*must be torch.float32 \(8,\)"),
-        ({"angles": torch.ones(16, 2 * HEAD_DIM)}, r"cos is .*must be torch.float32 \(16, 8\)"),
+        ({"angles": torch.ones(16, 2 * HEAD_DIM)}, r"cosines is .*must be torch.float32 \(16, 8\)"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(cpu_kernels, changed, message):
@@ -124,7 +126,7 @@ def test_sinks_beside_which_all_else_is_nothing_leave_nothing_of_a_layer(cpu_ker
 def test_projections_are_clipped(cpu_kernels):
     table = torch.tensor([[-3.0, 0.5, torch.nan, 2.0], [torch.inf, -torch.inf, 1.0, -1.0]])
     head = cpu_kernels.pack_linear(torch.eye(4))
-    kernel = DecoderKernel(cpu_kernels, [Embed("x", table), Clip("x", "clipped", 1.0), Predict("clipped", head)], 1)
+    kernel = DecoderKernel(cpu_kernels, [Embed("x", table), Clip("x", "clipped", 1.0), LmHead("clipped", head)])
     rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
     caches = [(torch.zeros(2, 16, 1, 4),) * 2]
     step = torch.arange(2), torch.arange(2), torch.empty(0, dtype=torch.int64), rows, [Scoring(1.0)], caches
@@ -144,12 +146,12 @@ def test_gates_are_clamped(cpu_kernels, num_parts):
     operations = [
         Embed("x", table.flatten(1)),
         Activate("x", "activated", "clamped_swiglu", is_gated=True, num_parts=num_parts, alpha=alpha, limit=limit),
-        Predict("activated", cpu_kernels.pack_linear(torch.eye(num_parts * size))),
+        LmHead("activated", cpu_kernels.pack_linear(torch.eye(num_parts * size))),
     ]
     rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
     caches = [(torch.zeros(2, 16, 1, 4),) * 2]
     step = torch.arange(2), torch.arange(2), torch.empty(0, dtype=torch.int64), rows, [Scoring(1.0)], caches
-    actual = DecoderKernel(cpu_kernels, operations, 1).forward(*step)[0]
+    actual = DecoderKernel(cpu_kernels, operations).forward(*step)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 

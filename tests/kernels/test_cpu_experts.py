@@ -2,29 +2,25 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.cpu import (
+from pagewire.common.network.operations import (
     Activate,
-    CpuKernels,
-    DecoderKernel,
+    CombineExperts,
     Embed,
     Gate,
+    LmHead,
     Multiply,
     MultiplyRouted,
-    Operation,
-    PackedExperts,
-    PackedLinear,
-    PagedRows,
-    Predict,
-    Route,
-    SumSlots,
+    RouteTopK,
 )
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedExperts, PackedLinear, PagedRows
 from pagewire.kernels.cpu.library import VARIANTS
 from pagewire.kernels.experts import ExpertRouting, multiply_routed, route_tokens, sum_slots
 from pagewire.kernels.float8 import Float8Weight
@@ -50,12 +46,10 @@ def variant(request) -> CpuKernels:
     return load_variant(request.param)
 
 
-def run(
-    kernels: CpuKernels, operations: list[Operation], table: Tensor, token_ids: Tensor, read: str, width: int
-) -> Tensor:
+def run(kernels: CpuKernels, operations: list[Any], table: Tensor, token_ids: Tensor, read: str, width: int) -> Tensor:
     """What a buffer holds in the end, [T, width]; the buffer x begins with rows of the table."""
     head = kernels.pack_linear(torch.zeros(1, width))
-    kernel = DecoderKernel(kernels, [Embed("x", table), *operations, Predict(read, head)], 1)
+    kernel = DecoderKernel(kernels, [Embed("x", table), *operations, LmHead(read, head)])
     num_tokens = len(token_ids)
     cache = (torch.zeros(num_tokens, 1, 1, 1),) * 2
     rows = PagedRows.of([0, num_tokens], [num_tokens], torch.zeros(1, num_tokens), torch.arange(num_tokens))
@@ -68,7 +62,7 @@ def run(
 
 def check_routing(kernels, logits, routing, correction=None):
     rows = torch.arange(len(logits))
-    route = Route("x", "routes", routing, correction)
+    route = RouteTopK("x", "routes", routing, correction)
     found = run(kernels, [route], logits, rows, "routes", 2 * routing.num_chosen)
     ids, weights = route_tokens(logits, routing, correction)
     assert torch.equal(found[:, : routing.num_chosen].contiguous().view(torch.int32), ids.int())
@@ -111,7 +105,7 @@ def test_what_is_no_number_is_seen(variant, routing):
     logits = torch.randn(9, NUM_EXPERTS, generator=torch.Generator().manual_seed(3))
 
     def routes(of):
-        return run(variant, [Route("x", "routes", routing)], of, torch.arange(9), "routes", 2 * routing.num_chosen)
+        return run(variant, [RouteTopK("x", "routes", routing)], of, torch.arange(9), "routes", 2 * routing.num_chosen)
 
     spoilt = logits.clone()
     spoilt[4, NUM_EXPERTS - 1] = torch.nan
@@ -231,9 +225,9 @@ class Layer:
         numbers = range(NUM_EXPERTS)
         self.ups = [packed_weight(kernels, kind, 2 * INNER, HIDDEN, number) for number in numbers]
         self.downs = [packed_weight(kernels, kind, HIDDEN, INNER, 100 + number) for number in numbers]
-        self.operations: list[Operation] = [
+        self.operations: list[Any] = [
             Multiply("x", "logits", kernels.pack_linear(self.router)),
-            Route("logits", "routes", routing),
+            RouteTopK("logits", "routes", routing),
         ]
         if is_fused:
             self.operations += [MultiplyRouted("x", "activated", "routes", self.ups, is_gated=True)]
@@ -242,7 +236,7 @@ class Layer:
             self.operations += [MultiplyRouted("x", "ups", "routes", self.ups), activate]
         self.operations += [
             MultiplyRouted("activated", "slots", "routes", self.downs),
-            SumSlots("slots", "y", "routes"),
+            CombineExperts("slots", "y", "routes"),
         ]
 
     def compute(self, token_ids: Tensor) -> Tensor:
@@ -298,23 +292,23 @@ def test_a_shared_expert_is_gated(variant):
         torch.testing.assert_close(found, x * (x @ weight.T).sigmoid(), rtol=1e-5, atol=1e-6)
 
 
-def refused_operations(kernels: CpuKernels) -> dict[str, list[Operation]]:
+def refused_operations(kernels: CpuKernels) -> dict[str, list[Any]]:
     """By a part of the message."""
 
     def linears(number: int, out_size: int = 4, in_size: int = 8) -> list[PackedLinear]:
         return [kernels.pack_linear(torch.ones(out_size, in_size))] * number
 
-    route = Route("x", "routes", ExpertRouting(2))
+    route = RouteTopK("x", "routes", ExpertRouting(2))
     return {
-        "9 of 8 experts cannot be chosen": [Route("x", "routes", ExpertRouting(9))],
-        "0 of 8 experts cannot be chosen": [Route("x", "routes", ExpertRouting(0))],
-        "1 of 3 groups of 8 experts cannot be chosen": [Route("x", "routes", ExpertRouting(1, num_groups=3))],
-        r"correction is .*\(8,\)": [Route("x", "routes", ExpertRouting(1), torch.ones(7))],
+        "9 of 8 experts cannot be chosen": [RouteTopK("x", "routes", ExpertRouting(9))],
+        "0 of 8 experts cannot be chosen": [RouteTopK("x", "routes", ExpertRouting(0))],
+        "1 of 3 groups of 8 experts cannot be chosen": [RouteTopK("x", "routes", ExpertRouting(1, num_groups=3))],
+        r"correction is .*\(8,\)": [RouteTopK("x", "routes", ExpertRouting(1), torch.ones(7))],
         "buffer x is read as routes": [MultiplyRouted("x", "slots", "x", linears(8))],
         "there are 7 weights of 8 experts": [route, MultiplyRouted("x", "slots", "routes", linears(7))],
         "buffer x is 8 wide; 3 inputs are read": [route, MultiplyRouted("x", "y", "routes", linears(8, 4, 3))],
         "experts have weights": [route, MultiplyRouted("x", "y", "routes", [*linears(7), *linears(1, 5)])],
-        "not 3 slots of one width": [Route("x", "routes", ExpertRouting(3)), SumSlots("x", "y", "routes")],
+        "not 3 slots of one width": [RouteTopK("x", "routes", ExpertRouting(3)), CombineExperts("x", "y", "routes")],
         "does not have 3 parts": [Activate("x", "y", "silu", num_parts=3)],
         "buffer x is 8; 1 is read": [Gate("x", "x", "y")],
     }

@@ -29,27 +29,27 @@ MAX_STATEMENTS = {
         9_171, "a core that simulators drive, and doors for gRPC, vLLM's protocol, front ends and tenants"
     ),
     "worker_service": Ceiling(
-        6_551, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
+        6_294, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
     ),
     "pagewire/kernels": Ceiling(
-        3_761,
+        3_678,
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        4_685,
-        "29 architectures, GGUF, transport, tracing, refusals, limits, lost folders, grammars, templates, file watches",
+        5_021,
+        "29 architectures, the operations of their models, GGUF, transport, tracing, limits, grammars, templates",
     ),
     "pagewire": Ceiling(
         5_754,
         "client, commands, their completion, files that hide modules, `LLM`, what runs services, benchmarks",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(343, "a noun each, what C and Python share of the CPU kernels the last")
+MAX_MODULES_IN_ALL = Ceiling(345, "a noun each, operations, their composition and rewrites the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     48, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
 )
-MAX_PROTOCOLS = Ceiling(16, "what has several implementations, or fakes that tests name")
+MAX_PROTOCOLS = Ceiling(15, "what has several implementations, or fakes that tests name")
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 20  # of a folder
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from testing.models import load_model
 from tests.compiler import skip_without_compiler
 from worker_service.attention import AttentionBatch, create_backend
-from worker_service.host.decoder import LayeredModel, host_model
+from worker_service.host.decoder import host_model
 from worker_service.host.operations import create_host_operations
+from worker_service.models.decoder import Decoder
 from worker_service.models.linear import ExpertLinear, Linear
-from worker_service.models.model import Model
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import attention_shape
 
@@ -43,7 +43,7 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
     """Logits at every position of one sequence, computed chunk by chunk: [sum(chunks), vocab_size]."""
     config = model.config
     is_fused = getattr(model, "is_fused", False)
-    host = host_model(model, create_attention(config)) if is_fused else LayeredModel(model)
+    host = host_model(model, create_attention(config)) if is_fused else model
     num_blocks = -(-sum(chunks) // block_size)
     shape = (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
     storage = torch.full(shape, float("nan"), dtype=dtype)
@@ -94,6 +94,6 @@ def edited(path, **changes):
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-def load(path: Path, quantization: str | None = None) -> Model:
+def load(path: Path, quantization: str | None = None) -> Decoder:
     operations = create_host_operations(load_cpu_kernels())
     return load_model(path, dtype=torch.float32, device=CPU, operations=operations, quantization=quantization)

@@ -11,9 +11,8 @@ from worker_service.device.kernels import Sampler
 from worker_service.engine import LoadedWorker
 from worker_service.grammars import EpochGrammars
 from worker_service.host.computation import HostComputation
-from worker_service.host.decoder import LayeredModel
 from worker_service.models.communicator import SingleRank
-from worker_service.models.model import Model
+from worker_service.models.decoder import Decoder
 from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.runner import ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels
@@ -22,7 +21,7 @@ from worker_service.streams import Device
 
 
 def host_runner(
-    model: Model,
+    model: Decoder,
     cache: CacheEngine,
     backend: AttentionBackend,
     limits: TableLimits,
@@ -32,12 +31,12 @@ def host_runner(
     gates_grammars: bool = False,
 ) -> ModelRunner:
     table = SequenceTable(limits, gates_grammars=gates_grammars)
-    computation = HostComputation(LayeredModel(model), cache.layers, backend, table, load_cpu_kernels())
+    computation = HostComputation(model, cache.layers, backend, table, load_cpu_kernels())
     return ModelRunner(computation, cache, SingleRank(), splits_steps, grammars)
 
 
 def device_runner(
-    model: Model,
+    model: Decoder,
     cache: CacheEngine,
     backend: AttentionBackend,
     sampler: Sampler,

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from pagewire.common.network.blocks import compose
+from pagewire.common.network.operations import QkNormRopeStore, num_elements
+from pagewire.common.network.shard import Shard
 from pagewire.common.network.source import load_config
-from pagewire.kernels.cpu import Turn
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.models import load_model
@@ -21,7 +23,6 @@ from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.decoder import Decoder
 from worker_service.models.linear import Linear
 from worker_service.models.loading import prepare_model
-from worker_service.models.shard import Shard, model_size
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 CPU = torch.device("cpu")
@@ -50,8 +51,8 @@ def test_arithmetic_counts_what_the_model_is_made_of(tmp_path: Path, family: str
     for rank, num_ranks in ((0, 1), (0, 2), (1, 2), (0, 4), (3, 4)):
         unloaded = prepare_model(path, dtype=torch.float32, device=CPU, communicator=Rank(rank, num_ranks))
         built = [*unloaded.model.parameters(), *unloaded.model.buffers()]
-        size = model_size(Shard.of(config, rank, num_ranks))
-        assert size.num_bytes(4, is_tied=unloaded.is_tied) == sum(tensor.nbytes for tensor in built)
+        listed = compose(Shard.of(config, rank, num_ranks))
+        assert 4 * num_elements(listed, is_tied=unloaded.is_tied) == sum(tensor.nbytes for tensor in built)
 
 
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
@@ -96,8 +97,8 @@ def test_a_fused_decoder_reads_the_tables_of_angles_that_were_counted(
     assert isinstance(model, Decoder)
     assert kernels is not None
     counted = {buffer.data_ptr() for buffer in model.buffers()}
-    turns = [operation for operation in CpuDecoder(model, kernels)._kernel._model if isinstance(operation, Turn)]
-    read = {table.data_ptr() for turn in turns for table in (turn.cos, turn.sin) if table is not None}
+    turns = [turn for turn in CpuDecoder(model, kernels)._kernel._model if isinstance(turn, QkNormRopeStore)]
+    read = {table.data_ptr() for turn in turns for table in turn.rope}
     assert read == counted
     assert {rows.dtype for rope in model.ropes for rows in rope(torch.arange(3))} == {dtype}
 

@@ -1,6 +1,7 @@
 """The grammars of an epoch: prepared on a thread of their own, reported once, to the session that added them."""
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -174,6 +175,7 @@ def test_a_defect_fails_the_one_grammar_and_the_thread_goes_on(
 def test_a_grammar_that_takes_long_is_told_of_in_the_log(
     epochs: Epochs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(grammars, "_LONG_S", math.inf)
     epochs.ready(regex(1))
     assert caplog.messages == []
     monkeypatch.setattr(grammars, "_LONG_S", 0)

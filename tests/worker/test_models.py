@@ -38,7 +38,7 @@ from tests.worker.model_logits import (
     use_kernels,
 )
 from worker_service.attention import AttentionBatch
-from worker_service.host.decoder import CpuDecoder, LayeredModel, host_model
+from worker_service.host.decoder import CpuDecoder, host_model
 from worker_service.host.operations import create_host_operations
 from worker_service.models.linear import Linear
 from worker_service.startup.cpu_kernels import load_cpu_kernels
@@ -379,7 +379,7 @@ def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
         path = make_checkpoint(tmp_path / f"{family}-{dtype}-{expected}", family, seed=22)
         model = models.load_model(path, dtype=dtype, device=CPU, operations=operations)
         assert isinstance(host_model(model, create_attention(model.config)), CpuDecoder) == expected
-        assert isinstance(host_model(model, create_attention(model.config, "torch")), LayeredModel)
+        assert host_model(model, create_attention(model.config, "torch")) is model
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -9,6 +9,7 @@ from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
 
+
 from pagewire.kernels import scaled  # noqa: E402
 from testing.checkpoints.families import make_checkpoint  # noqa: E402
 from testing.checkpoints.gguf_files import write_gguf  # noqa: E402
@@ -23,9 +24,9 @@ from worker_service.device.triton_operations import (  # noqa: E402
     RoundedProduct,
     TritonOperations,
 )
+from worker_service.models.decoder import Decoder  # noqa: E402
 from worker_service.models.linear import ExpertLinear, Linear  # noqa: E402
 from worker_service.models.loading import prepare_model  # noqa: E402
-from worker_service.models.model import Model  # noqa: E402
 from worker_service.models.operations import DenseProduct, Operations  # noqa: E402
 
 # Made for inputs that are rounded, in blocks and in rows.
@@ -45,7 +46,7 @@ class WideningOperations(Operations):
         return False
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, **options: str) -> Model:
+def load(path: Path, dtype: torch.dtype = torch.float32, **options: str) -> Decoder:
     return load_model(path, dtype=dtype, device=DEVICE, operations=TritonOperations(DEVICE), **options)
 
 

@@ -25,9 +25,9 @@ from tests.worker.model_logits import CPU, compute_logits, load, random_tokens
 from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache
 from worker_service.host.operations import CpuProduct, create_host_operations
+from worker_service.models.decoder import Decoder
 from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.loading import prepare_model
-from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.quantizing import QuantizingTensors
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
@@ -51,12 +51,12 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
 
 
-def logits_of(model: Model, *, is_fused: bool = True) -> torch.Tensor:
+def logits_of(model: Decoder, *, is_fused: bool = True) -> torch.Tensor:
     model.is_fused = is_fused
     return compute_logits(model, random_tokens())
 
 
-def products(model: Model) -> dict[str, Any]:
+def products(model: Decoder) -> dict[str, Any]:
     """Also of each expert, by name."""
     kernels, found = load_cpu_kernels(), {}
     for name, module in model.named_modules():
@@ -218,9 +218,8 @@ def start(path: Path, quantization: str = "int8", **options: Any) -> torch.Tenso
     loaded = load_worker(config, "worker")
     assert (loaded.ready.quantization, loaded.ready.weight_format) == (quantization, quantization)
     operations = loaded.runner.computation._model._kernel._model
-    packed = [
-        getattr(operation, name) for operation in operations for name in ("linear", "head") if hasattr(operation, name)
-    ]
+    named = [(operation, name) for operation in operations for name in ("projection", "head")]
+    packed = [getattr(operation, name) for operation, name in named if hasattr(operation, name)]
     assert len(packed) > 4
     return torch.cat([linear.panels for linear in packed])
 

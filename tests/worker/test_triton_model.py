@@ -22,6 +22,11 @@ from worker_service.device.triton_operations import TritonOperations  # noqa: E4
 from worker_service.models.operations import HeadPreparation, Operations  # noqa: E402
 
 
+def attend_heads(operations, attend, layer, heads, preparation):
+    turned = operations.turn(attend, layer, heads, preparation)
+    return operations.attend_turned(attend, layer, turned, None)
+
+
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
@@ -69,8 +74,8 @@ def test_operations_round_where_those_of_torch_do(dtype):
         sums,
         (triton.silu_mul(gate_up), plain.silu_mul(gate_up)),
         (
-            triton.attend_heads(concatenate, 0, heads.clone(), preparation, None),
-            plain.attend_heads(concatenate, 0, heads.clone(), preparation, None),
+            attend_heads(triton, concatenate, 0, heads.clone(), preparation),
+            attend_heads(plain, concatenate, 0, heads.clone(), preparation),
         ),
     ]
     for actual, expected in pairs:
@@ -113,8 +118,8 @@ def test_one_launch_turns_heads_and_keeps_them_as_two_do(cache_dtype):
     heads = torch.cat(rows.random_qkv(rows.batch.query_start_loc[-1]), dim=1)
     weight, angles = torch.ones(32, device=DEVICE, dtype=dtype) * 1.5, rows.random_qkv(len(heads))[0][:, 0]
     preparation = HeadPreparation(4, weight, None, 1e-6, angles.cos(), angles.sin())
-    actual = operations.attend_heads(attend, 1, heads.clone(), preparation, None)
-    expected = operations.attend_heads(lambda *arguments: attend_apart(*arguments), 1, heads.clone(), preparation, None)
+    actual = attend_heads(operations, attend, 1, heads.clone(), preparation)
+    expected = attend_heads(operations, lambda *arguments: attend_apart(*arguments), 1, heads.clone(), preparation)
     assert torch.equal(actual, expected)
     for actual_layer, expected_layer in zip(rows.kv_cache, apart, strict=True):
         for held, kept in zip(actual_layer, expected_layer, strict=True):

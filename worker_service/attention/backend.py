@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import LayerCache, Scoring
-from worker_service.models.model import Attend
+from worker_service.models.operations import Attend
 
 
 @dataclass(frozen=True, slots=True)

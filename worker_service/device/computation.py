@@ -30,7 +30,7 @@ from worker_service.device.kernels import Sampler
 from worker_service.device.mixed_graphs import MixedGraphs
 from worker_service.device.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing
 from worker_service.device.table import DeviceTable, Edit, PackedSampling
-from worker_service.models.model import Model
+from worker_service.models.decoder import Decoder
 from worker_service.rows import (
     BegunStep,
     PooledChunk,
@@ -56,7 +56,7 @@ class DeviceComputation:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         layers: Sequence[LayerCache],
         backend: AttentionBackend,
         sampler: Sampler,

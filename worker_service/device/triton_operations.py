@@ -16,8 +16,7 @@ from pagewire.kernels.triton import experts, fused, linear, scaled
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.backends.triton import CachedAttend
 from worker_service.models.linear import stack
-from worker_service.models.model import Attend
-from worker_service.models.operations import DenseProduct, ExpertProduct, Float32Product, Operations, Product
+from worker_service.models.operations import Attend, DenseProduct, ExpertProduct, Float32Product, Operations, Product
 
 _MIN_FLOAT8_CAPABILITY = (8, 9)  # of a GPU that converts floats of 8 bits
 
@@ -111,15 +110,16 @@ class TritonOperations(Operations):
             self._assigned = ids, experts.assign(ids, num_experts, dtype)
         return self._assigned[1]
 
-    def attend_heads(
-        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
-    ) -> Tensor:
-        """Attend with rotated queries and keys. Where attention lets it, one launch turns the heads and writes keys and
-        values to the cache."""
+    def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, ...]:
+        """Where attention lets it, one launch turns the heads and writes keys and values to the cache."""
         if not isinstance(attend, CachedAttend):
-            return super().attend_heads(attend, layer, heads, preparation, sinks)
-        query = attend.caching.turn(heads, preparation, *attend.kv_cache[layer])
-        return attend.attend_cached(layer, query, sinks)
+            return super().turn(attend, layer, heads, preparation)
+        return (attend.caching.turn(heads, preparation, *attend.kv_cache[layer]),)
+
+    def attend_turned(self, attend: Attend, layer: int, turned: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
+        if isinstance(attend, CachedAttend) and len(turned) == 1:
+            return attend.attend_cached(layer, *turned, sinks)
+        return super().attend_turned(attend, layer, turned, sinks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

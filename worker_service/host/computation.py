@@ -13,8 +13,9 @@ from pagewire.kernels.cpu import CpuKernels, PagedRows
 from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TokenHistory, TorchSampler, highest_logits
 from worker_service.attention import AttentionBackend, AttentionBatch, CpuAttention, LayerCache
 from worker_service.host.batch import BatchBuilder
-from worker_service.host.decoder import CpuDecoder, LayeredModel
-from worker_service.models.model import Attend
+from worker_service.host.decoder import CpuDecoder
+from worker_service.models.decoder import Decoder
+from worker_service.models.operations import Attend
 from worker_service.rows import (
     BegunStep,
     Pooler,
@@ -39,7 +40,7 @@ class HostComputation:
 
     def __init__(
         self,
-        model: CpuDecoder | LayeredModel,
+        model: CpuDecoder | Decoder,
         layers: Sequence[LayerCache],
         backend: AttentionBackend,
         table: SequenceTable,

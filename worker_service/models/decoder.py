@@ -1,266 +1,169 @@
-"""One decoder for all families: they differ by the flags of `ModelConfig`."""
+"""A model: the weights that a list of operations names, and the functions that carry it out."""
 
 import hashlib
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pagewire.common.network.config import ModelConfig
-from pagewire.kernels.arguments import HeadPreparation
+from pagewire.common.network.blocks import compose
+from pagewire.common.network.config import QueryGrowth, RopeConfig
+from pagewire.common.network.operations import (
+    LmHead,
+    Projection,
+    QkNormRopeStore,
+    Table,
+    Vector,
+    last_uses,
+    weights_of,
+)
+from pagewire.common.network.shard import Shard
 from worker_service.models.communicator import Communicator
-from worker_service.models.linear import Embedding, Linear
-from worker_service.models.mlp import MLP, ExpertMLP
-from worker_service.models.model import Attend
-from worker_service.models.operations import Operations
-from worker_service.models.rope import RotaryEmbedding, head_order, query_scales
-from worker_service.models.shard import vocabulary_share
+from worker_service.models.functions import Step
+from worker_service.models.linear import Embedding, ExpertLinear, Linear
+from worker_service.models.operations import Attend, Operations
+from worker_service.models.rope import RotaryEmbedding, query_scales
 
-# Cosines and sines of a step's positions, [T, head_dim] each.
-Angles = tuple[Tensor, Tensor]
+
+class Outputs(NamedTuple):
+    """The outputs of a model for a step of T tokens, R of which have logits."""
+
+    hidden: Tensor  # [T, hidden_size], final hidden states
+    logits: Tensor  # [R, vocab_size] float32
+    highest: Tensor | None  # [R] int64, as `highest_logits` gives it; None: not looked for
+    times: dict[str, int]  # nanoseconds by part, as `StepParts` names them, as far as they are told apart
 
 
 class Decoder(nn.Module):
-    """Token ids to final hidden states to logits. `config` has the heads and columns of this rank."""
+    """Token ids to final hidden states to logits, of one rank's part of a model.
 
-    def __init__(self, config: ModelConfig, operations: Operations, communicator: Communicator) -> None:
+    Each weight is held by a module of its name; `bind` has them ready to compute once they are loaded. Callers hold
+    `torch.inference_mode`.
+    """
+
+    embedding: Embedding
+    head: Linear
+
+    def __init__(self, shard: Shard, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
-        self.config = config
+        self.config = shard.config
         self.operations = operations
         self.communicator = communicator
-        positions = config.max_position_embeddings
-        self.embedding = Embedding(config.vocab_size, config.hidden_size)
-        self.position_embedding = Embedding(positions, config.hidden_size) if config.has_position_embedding else None
-        self.embedding_norm = Norm(config, operations) if config.embedding_norm else None
-        ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
-        self.ropes = nn.ModuleList(RotaryEmbedding(rope, config.head_dim, positions) for rope in ropes)
-        # Of each layer, the place of its angles among those of the step; None: it has no positions.
-        self.rope_numbers = [None if rope is None else ropes.index(rope) for rope in config.ropes]
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, operations, communicator) for layer in range(config.num_layers)
-        )
-        self.norm = Norm(config, operations)
-        num_logits = vocabulary_share(config.vocab_size, communicator.size)
-        self.head = Linear(config.hidden_size, [num_logits], operations, bias=False, gives_float32=True)
+        self.listed = compose(shard)
+        self.weights = weights_of(self.listed)
+        self.held: dict[str, Any] = {}
+        for name, weight in self.weights.items():
+            _place(self, name, _HOLDERS[type(weight)](weight, operations))
+        turns = [operation for operation in self.listed if type(operation) is QkNormRopeStore]
+        ropes = {turn.rope: (turn.head_dim, turn.num_positions) for turn in turns if turn.rope is not None}
+        self.ropes = nn.ModuleList(RotaryEmbedding(rope, *sizes) for rope, sizes in ropes.items())
+        # What is looked up by position, by what it is made of.
+        self.tables: dict[RopeConfig | QueryGrowth, Any] = {
+            **dict(zip(ropes, self.ropes, strict=True)),
+            **{turn.growth: partial(query_scales, turn.growth) for turn in turns if turn.growth is not None},
+        }
+        *before, head = self.listed
+        assert type(head) is LmHead
+        self._head = head
+        self._released = list(zip(before, last_uses(self.listed), strict=False))  # and the buffers that they leave
+
+    def keep_float32(self) -> None:
+        """Leaves in float32 what is computed in that, whatever the model is."""
+        kept = [(name, weight) for name, weight in self.weights.items() if weight.is_float32]
+        for name, weight in kept:
+            if type(weight) is Vector:
+                self.get_parameter(name).data = self.get_parameter(name).data.float()
+            else:
+                self.get_submodule(name).float()
+
+    def bind(self) -> None:
+        """Has the operations find their weights, which are loaded."""
+        for name, weight in self.weights.items():
+            if type(weight) is not Vector:
+                self.held[name] = self.get_submodule(name)
+                continue
+            values = self.get_parameter(name).data
+            if weight.order:
+                values.copy_(values[torch.tensor(weight.order)])
+            self.held[name] = values.add_(1) if weight.adds_one else values
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See `Model.forward`."""
-        config = self.config
-        x = self.embedding(token_ids)  # [T, hidden_size]
-        if config.embedding_multiplier != 1:
-            x = x * config.embedding_multiplier
-        if self.position_embedding is not None:
-            x = x + self.position_embedding(positions)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x, None)
-        angles = [rope(positions) for rope in self.ropes]
-        growth = None if config.query_growth is None else query_scales(config.query_growth, positions)
-        update = None
-        for layer, number in zip(self.layers, self.rope_numbers, strict=True):
-            update = layer(x, update, None if number is None else angles[number], growth, attend)
-        return self.norm(x, update)
+        """Final hidden states, [T, hidden_size], of a flat batch: token_ids and positions are [T] int64."""
+        step = Step(self, token_ids, positions, attend)
+        for operation, released in self._released:
+            step.carry_out(operation)
+            for buffer in released:
+                del step.buffers[buffer]
+        return step.buffers[self._head.input]
+
+    def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
+        """Compute a step: token_ids and positions are [T] int64, logit_rows the tokens that have logits, [R] int64."""
+        hidden = self.forward(token_ids, positions, attend)
+        began_ns = time.perf_counter_ns()
+        if len(logit_rows):
+            chosen = hidden if len(logit_rows) == len(hidden) else hidden.index_select(0, logit_rows)
+            logits = self.compute_logits(chosen)
+        else:
+            logits = torch.empty(0, self.config.vocab_size)
+        return Outputs(hidden, logits, None, {"head": time.perf_counter_ns() - began_ns})
 
     def tables_digest(self, slopes: Sequence[float]) -> str:
-        """See `Model.tables_digest`."""
+        """Return SHA-256, in hexadecimal, over what was computed of config.json alone while the model loaded: cosines
+        and sines of all positions, slopes of all heads. All ranks have the same."""
         digests = [rope.digest for rope in self.ropes if isinstance(rope, RotaryEmbedding)]
         return hashlib.sha256(b"".join([*digests, *(struct.pack("<d", slope) for slope in slopes)])).hexdigest()
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Model.compute_logits`."""
-        config = self.config
+        """[R, hidden_size] -> [R, vocab_size] float32. `out`: where to write them, dense; None: new memory."""
         if self.communicator.size == 1:
             logits = self.head.multiply_to_float32(hidden, out)
         else:
-            logits = self.communicator.all_gather(self.head.multiply_to_float32(hidden))[:, : config.vocab_size]
+            gathered = self.communicator.all_gather(self.head.multiply_to_float32(hidden))
+            logits = gathered[:, : self.config.vocab_size]
             logits = logits if out is None else out.copy_(logits)
-        if config.logits_multiplier != 1:
-            logits.mul_(config.logits_multiplier)
-        if config.logits_softcap:
-            logits.div_(config.logits_softcap).tanh_().mul_(config.logits_softcap)
+        if self._head.factor != 1:
+            logits.mul_(self._head.factor)
+        if self._head.softcap:
+            logits.div_(self._head.softcap).tanh_().mul_(self._head.softcap)
         return logits
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, operations: Operations, communicator: Communicator) -> None:
-        super().__init__()
-        self.config = config
-        self.attention_norm = Norm(config, operations) if config.pre_norm else None
-        self.attention = Attention(config, layer, operations, communicator)
-        self.attention_post_norm = Norm(config, operations) if config.post_norm else None
-        self.mlp_norm = Norm(config, operations) if config.pre_norm else None
-        self.mlp: MLP | ExpertMLP
-        if config.has_experts(layer):
-            self.mlp = ExpertMLP(config, operations, communicator)
-        else:
-            self.mlp = MLP(config, config.intermediate_size, operations, communicator)
-        self.mlp_post_norm = Norm(config, operations) if config.post_norm else None
-
-    def forward(
-        self, x: Tensor, update: Tensor | None, angles: Angles | None, growth: Tensor | None, attend: Attend
-    ) -> Tensor:
-        """`update` is what the layer before adds to `x`, which is changed in place; returns what this one adds."""
-        attended = self.attention(_add(x, update, self.attention_norm), angles, growth, attend)
-        attended = self._finish(attended, self.attention_post_norm)
-        if not self.config.is_parallel:
-            return self._finish(self.mlp(_add(x, attended, self.mlp_norm)), self.mlp_post_norm)
-        update = self._finish(self.mlp(_add(x, None, self.mlp_norm)), self.mlp_post_norm)
-        x.add_(attended)
-        return update
-
-    def _finish(self, update: Tensor, norm: "Norm | None") -> Tensor:
-        """What becomes of an update before it is added."""
-        if norm is not None:
-            update = norm(update, None)
-        return update if self.config.residual_multiplier == 1 else update * self.config.residual_multiplier
-
-
-def _add(x: Tensor, update: Tensor | None, norm: "Norm | None") -> Tensor:
-    """x += update, where there is one; returns the norm of x, where there is one, else x."""
-    if norm is not None:
-        return norm(x, update)
-    return x if update is None else x.add_(update)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, operations: Operations, communicator: Communicator) -> None:
-        super().__init__()
-        self.config = config
-        self.layer = layer
-        self.operations = operations
-        self.communicator = communicator
-        qkv_sizes = [num * config.head_dim for num in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-        self.qkv = Linear(config.hidden_size, qkv_sizes, operations, bias=config.qkv_bias)
-        self.qkv.row_order = _row_order(config, layer)
-        self.query_norm = HeadNorm(config, layer, config.num_heads)
-        self.key_norm = HeadNorm(config, layer, config.num_kv_heads)
-        self.sinks = nn.Parameter(torch.empty(config.num_heads), requires_grad=False) if config.has_sinks else None
-        self.output = Linear(
-            qkv_sizes[0],
-            [config.hidden_size],
-            operations,
-            bias=config.output_bias,
-            adds_bias=communicator.rank == 0,
+def _hold_projection(projection: Projection, operations: Operations) -> Linear | ExpertLinear:
+    linears = [
+        Linear(
+            *(projection.in_size, projection.out_sizes, operations),
+            bias=projection.has_bias,
+            adds_bias=projection.adds_bias,
+            is_float32=projection.is_float32,
+            gives_float32=projection.gives_float32,
+            row_order=projection.row_order,
         )
-
-    def forward(self, x: Tensor, angles: Angles | None, growth: Tensor | None, attend: Attend) -> Tensor:
-        config = self.config
-        qkv = self.qkv(x)
-        if config.qk_norm == "projection":
-            qkv = self._normalize_projections(qkv)
-        if config.qkv_limit:
-            qkv = qkv.clamp(-config.qkv_limit, config.qkv_limit)
-        heads = qkv.unflatten(1, (-1, config.head_dim))  # [T, all heads, head_dim]
-        if growth is not None:
-            heads[:, : config.num_heads] *= growth[:, None, None].to(heads.dtype)
-        attended = self._attend(heads, angles, attend)
-        return self.communicator.all_reduce(self.output(attended.flatten(1)))
-
-    def _attend(self, heads: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        query_weight, key_weight = self.query_norm.weight, self.key_norm.weight
-        if self.config.qk_norm == "projection":
-            query_weight = key_weight = None
-        if angles is None and query_weight is None and key_weight is None:
-            query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-            return attend(self.layer, query, key, value, self.sinks)
-        if angles is None:
-            ones = heads.new_ones(len(heads), self.config.head_dim)
-            angles = ones, torch.zeros_like(ones)
-        preparation = HeadPreparation(num_heads, query_weight, key_weight, self.config.norm_eps, *angles)
-        return self.operations.attend_heads(attend, self.layer, heads, preparation, self.sinks)
-
-    def _normalize_projections(self, qkv: Tensor) -> Tensor:
-        """RMS norm over all heads of queries, and over all of keys, of all ranks."""
-        queries, keys, values = qkv.split(self.qkv.out_sizes, dim=1)
-        assert self.query_norm.weight is not None
-        assert self.key_norm.weight is not None
-        parts = [(queries.contiguous(), self.query_norm.weight), (keys.contiguous(), self.key_norm.weight)]
-        if self.communicator.size == 1:
-            return torch.cat(
-                [*(self.operations.rms_norm(x, weight, self.config.norm_eps) for x, weight in parts), values], dim=1
-            )
-        sums = torch.cat([x.float().square().sum(1, keepdim=True) for x, _ in parts], dim=1)
-        # Where several ranks hold a key head, all are held equally often.
-        means = [
-            total / (self.communicator.size * x.shape[1])
-            for total, (x, _) in zip(self.communicator.all_reduce(sums).split(1, dim=1), parts, strict=True)
-        ]
-        normed = [
-            (x.float() / (mean + self.config.norm_eps).sqrt()).to(weight.dtype) * weight
-            for mean, (x, weight) in zip(means, parts, strict=True)
-        ]
-        return torch.cat([*(x.to(qkv.dtype) for x in normed), values], dim=1)
+        for _ in range(max(1, projection.num_experts))
+    ]
+    return ExpertLinear(linears, operations) if projection.num_experts else linears[0]
 
 
-class HeadNorm(nn.Module):
-    """The weight that heads are normalized with, of one or of all; None: they are not."""
-
-    def __init__(self, config: ModelConfig, layer: int, num_heads: int) -> None:
-        super().__init__()
-        num_normed = {"none": 0, "head": 1, "projection": num_heads}[config.qk_norm]
-        size = num_normed * config.head_dim
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False) if size else None
-        self._adds_one = config.norm_adds_one
-        order = _head_order(config, layer)
-        self._order = None if order is None else _repeated(order, num_normed)
-
-    def finish_loading(self) -> None:
-        if self.weight is None:
-            return
-        if self._adds_one:
-            self.weight.data.add_(1)
-        if self._order is not None:
-            self.weight.data.copy_(self.weight.data[torch.tensor(self._order)])
+# What holds a weight.
+_HOLDERS: dict[type, Callable[[Any, Operations], nn.Module | nn.Parameter]] = {
+    Table: lambda table, operations: Embedding(table.num_rows, table.width),
+    Vector: lambda vector, operations: nn.Parameter(torch.empty(vector.size), requires_grad=False),
+    Projection: _hold_projection,
+}
 
 
-def _head_order(config: ModelConfig, layer: int) -> list[int] | None:
-    rope = config.ropes[layer]
-    return None if rope is None else head_order(rope, config.head_dim)
-
-
-def _row_order(config: ModelConfig, layer: int) -> list[int] | None:
-    """Which row of the checkpoint's queries, keys and values each of ours is; None: they are in that order."""
-    order = _head_order(config, layer)
-    num_heads, num_kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-    if order is None and not config.qkv_by_head:
-        return None
-    heads = _repeated(order or list(range(size)), num_heads + num_kv_heads)
-    rows = [*heads, *range(len(heads), len(heads) + num_kv_heads * size)]
-    if not config.qkv_by_head:
-        return rows
-    # The checkpoint has each head's query, key and value together.
-    return [(row // size % num_heads * 3 + row // size // num_heads) * size + row % size for row in rows]
-
-
-def _repeated(order: list[int], num_heads: int) -> list[int]:
-    """The order of the values of several heads."""
-    return [head * len(order) + value for head in range(num_heads) for value in order]
-
-
-class Norm(nn.Module):
-    """The weight of a normalization: see `Operations.rms_norm`; or that and the bias of a layer normalization (Ba et
-    al., 2016, https://arxiv.org/abs/1607.06450)."""
-
-    def __init__(self, config: ModelConfig, operations: Operations) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if config.norm_bias else None
-        self.config = config
-        self.operations = operations
-
-    def finish_loading(self) -> None:
-        if self.config.norm_adds_one:
-            self.weight.data.add_(1)
-
-    def forward(self, x: Tensor, update: Tensor | None) -> Tensor:
-        """Return the norm of x, to which an update, if there is one, is added first, in place."""
-        eps = self.config.norm_eps
-        if self.config.norm == "layer":
-            x = x if update is None else x.add_(update)
-            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, eps)
-        if update is None:
-            return self.operations.rms_norm(x, self.weight, eps)
-        return self.operations.add_rms_norm(x, update, self.weight, eps)
+def _place(root: nn.Module, name: str, holder: nn.Module | nn.Parameter) -> None:
+    """Adds what holds a weight by its dotted name, and the modules on the way where they are not there."""
+    *path, last = name.split(".")
+    for part, following in pairwise([*path, last]):
+        if not hasattr(root, part):
+            root.add_module(part, nn.ModuleList() if following.isdigit() else nn.Module())
+        root = root.get_submodule(part)
+    if isinstance(holder, nn.Parameter):
+        root.register_parameter(last, holder)
+    else:
+        root.add_module(last, holder)

@@ -23,6 +23,7 @@ class Linear(nn.Module):
     `out_sizes` are the rows of each. `finish_loading` must be called once the weights are in. Of several ranks whose
     outputs are summed one alone `adds_bias`. `is_float32`: whatever the model computes in, and not quantised.
     `gives_float32`: there is `multiply_to_float32`, and no bias.
+    `row_order`: which row of the checkpoint's each row is; none: they are in that order.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Linear(nn.Module):
         adds_bias: bool = True,
         is_float32: bool = False,
         gives_float32: bool = False,
+        row_order: Sequence[int] = (),
     ) -> None:
         super().__init__()
         assert not (bias and gives_float32)
@@ -48,8 +50,7 @@ class Linear(nn.Module):
         self._float32_product: Float32Product | None = None
         # What the weight stays in, where it stays quantised.
         self.quantized_format: QuantizedFormat | Float8Format | None = None
-        # Which row of the checkpoint's each row is; None: they are in that order.
-        self.row_order: list[int] | None = None
+        self._row_order = row_order
         self._parts: list[QuantizedWeight | Float8Weight | Tensor] = []
         self._operations = operations
         self._adds_bias = adds_bias
@@ -95,7 +96,7 @@ class Linear(nn.Module):
         self._parts.append(weight)
 
     def _ordered(self, rows: _Rows) -> _Rows:
-        return rows if self.row_order is None else rows[torch.tensor(self.row_order)]
+        return rows[torch.tensor(self._row_order)] if self._row_order else rows
 
     def _whole(self, dtype: torch.dtype) -> Tensor:
         assert self.weight is not None
@@ -137,19 +138,8 @@ def _join(parts: Sequence[QuantizedWeight | Float8Weight | Tensor]) -> Quantized
 class ExpertLinear(nn.ModuleList):
     """A `Linear` of each expert, of one size, by which slots are multiplied: see `ExpertProduct`."""
 
-    def __init__(
-        self,
-        num_experts: int,
-        in_size: int,
-        out_sizes: Sequence[int],
-        operations: Operations,
-        *,
-        bias: bool,
-        adds_bias: bool = True,
-    ) -> None:
-        super().__init__(
-            Linear(in_size, out_sizes, operations, bias=bias, adds_bias=adds_bias) for _ in range(num_experts)
-        )
+    def __init__(self, linears: Sequence[Linear], operations: Operations) -> None:
+        super().__init__(linears)
         self.product: ExpertProduct | None = None
         self._operations = operations
 

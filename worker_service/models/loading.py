@@ -13,20 +13,19 @@ from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointErro
 from pagewire.common.network.config import ModelConfig
 from pagewire.common.network.families import BY_ARCHITECTURE
 from pagewire.common.network.families.family import Family, Split, Weight
+from pagewire.common.network.shard import Shard
 from pagewire.common.network.source import load_config
 from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import BITS, GROUP_SIZE, QuantizedFormat
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
-from worker_service.models.decoder import Attention, Decoder, HeadNorm, Norm
+from worker_service.models.decoder import Decoder
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
-from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of
 from worker_service.models.quantizing import QuantizingTensors
 from worker_service.models.rope import RotaryEmbedding
-from worker_service.models.shard import Shard
 from worker_service.models.weights import (
     TensorProgress,
     check_weights,
@@ -78,8 +77,8 @@ def prepare_model(
     family = BY_ARCHITECTURE[shard.config.architecture]
     operations = operations or Operations()
     with torch.device("meta"):
-        model = Decoder(shard.config, operations, communicator)
-    table = tuple(_weights(family, shard.config, checkpoint))
+        model = Decoder(shard, operations, communicator)
+    table = tuple(_weights(family, model, checkpoint))
     if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
         linears = [weight.source for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
         checkpoint = QuantizedCheckpoint(checkpoint, formats_of(shard.config.quantization, linears))
@@ -165,17 +164,10 @@ def _quantizing(
 def _keep_float32(model: Decoder, device: torch.device) -> None:
     """Leaves in float32 what is computed in it: routers, sinks, and weights of norms to which one is added. On a CPU
     cosines and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
-    for module in model.modules():
-        if isinstance(module, RotaryEmbedding):
-            if device.type == "cpu":
-                module.keep_float32()
-        elif isinstance(module, Attention):
-            if module.sinks is not None:
-                module.sinks.data = module.sinks.data.float()
-        elif (isinstance(module, Linear) and module.is_float32) or (
-            isinstance(module, Norm | HeadNorm) and model.config.norm_adds_one
-        ):
-            module.float()
+    model.keep_float32()
+    for rope in model.ropes if device.type == "cpu" else ():
+        if isinstance(rope, RotaryEmbedding):
+            rope.keep_float32()
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +273,7 @@ class UnloadedModel:
         self,
         progress: TensorProgress | None = None,
         find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
-    ) -> Model:
+    ) -> Decoder:
         """`progress` is called after each tensor with (tensors loaded, tensors in all); `find_kept` as in
         `load_weights`."""
         model, device = self.model, self.device
@@ -318,11 +310,12 @@ def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
     for module in modules:
         if isinstance(module, Linear | ExpertLinear):
             module.finish_loading(dtype)
-        elif isinstance(module, RotaryEmbedding | Norm | HeadNorm):
+        elif isinstance(module, RotaryEmbedding):
             module.finish_loading()
     for module in modules:
         if isinstance(module, Embedding):
             module.finish_loading(dtype, model.head if is_tied and module is model.embedding else module.rows)
+    model.bind()
 
 
 def _is_whole(module: Linear | Embedding) -> bool:
@@ -330,14 +323,16 @@ def _is_whole(module: Linear | Embedding) -> bool:
     return isinstance(module, Embedding) or module.quantized_format is None
 
 
-def _weights(family: Family, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:
-    """The architecture's table for this model, in the names this checkpoint uses."""
-    tables = [tuple(fill_layers(table, config)) for table in (family.weights, *family.alternatives)]
+def _weights(family: Family, model: Decoder, checkpoint: Tensors) -> Iterator[Weight]:
+    """What the architecture's table has for this model, in the names this checkpoint uses."""
+    tables = [tuple(fill_layers(table, model.config)) for table in (family.weights, *family.alternatives)]
     table = max(tables, key=lambda weights: _num_stored(weights, checkpoint)) if len(tables) > 1 else tables[0]
     prefix = family.optional_prefix
     has_prefix = any(name.startswith(prefix) for name in checkpoint.names)
+    modules = {name for name, _ in model.named_modules()}
     for weight in table:
-        yield weight if has_prefix else replace(weight, source=weight.source.removeprefix(prefix))
+        if weight.target in modules:
+            yield weight if has_prefix else replace(weight, source=weight.source.removeprefix(prefix))
 
 
 def _ignored(family: Family, config: ModelConfig) -> str:

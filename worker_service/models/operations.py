@@ -12,7 +12,6 @@ from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.experts import multiply_routed, route_tokens, sum_slots
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight, quantize
-from worker_service.models.model import Attend
 from worker_service.models.rope import rotate
 
 # oneDNN lays a weight out for a number of rows; small batches are where the layout matters.
@@ -21,6 +20,9 @@ PACKED_NUM_ROWS = 16
 FLOAT32_PRODUCT_DEVICES = ("cuda",)
 
 
+# attend(layer, query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], the layer's `Scoring.sinks`)
+# -> [T, num_heads, head_dim]. Where keys and values are kept, and which tokens belong together, is its own business.
+Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 # A weight [out_size, in_size] and its bias, ready to be multiplied with: x W^T + b, [T, in_size] -> [T, out_size].
 Product = Callable[[Tensor], Tensor]
 # The same without a bias, whose outputs are float32 and come where the second argument lies, if there is one: dense.
@@ -134,20 +136,22 @@ class Operations:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def attend_heads(
-        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
-    ) -> Tensor:
-        """Normalizes each head of queries and keys where it has a weight, turns it by its position, and attends.
+    def turn(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, ...]:
+        """Normalizes each head of queries and keys where it has a weight, and turns it by its position.
 
         Args:
             attend, layer: of the step, and its layer.
-            sinks: of the layer; see `Scoring.sinks`.
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. May be written to.
 
         Returns:
-            What `attend` gives: [T, num_heads, head_dim].
+            What `attend_turned` takes: queries, [T, num_heads, head_dim], and keys and values, if they are not stored.
         """
-        return attend(layer, *self.norm_rope(heads, preparation), sinks)
+        return self.norm_rope(heads, preparation)
+
+    def attend_turned(self, attend: Attend, layer: int, turned: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
+        """What `attend` gives: [T, num_heads, head_dim]. `sinks`: of the layer; see `Scoring.sinks`."""
+        query, key, value = turned
+        return attend(layer, query, key, value, sinks)
 
     def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads, head_dim], ready to attend."""

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), in the half-split layout of Llama.
 
 Checkpoints that turn pairs of neighbours, or a part of each head, are brought to that layout while they are loaded
-(`head_order`), so that one kernel does for all.
+(`RopeConfig.head_order`), so that one kernel does for all.
 """
 
 import hashlib
@@ -74,20 +74,6 @@ class RotaryEmbedding(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns pairs (x[i], x[i + head_dim / 2]) of every head by their angle: [T, num_heads, head_dim]."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
-
-
-def head_order(config: RopeConfig, head_dim: int) -> list[int] | None:
-    """Return which value of a checkpoint's head each value of ours is, such that pairs are (i, i + head_dim / 2) and
-    those that are turned come first; None: they are so already.
-
-    Queries and keys in one order have the products that they had before.
-    """
-    size = config.rotary_size(head_dim)
-    turned = [*range(0, size, 2), *range(1, size, 2)] if config.is_interleaved else list(range(size))
-    if size == head_dim and not config.is_interleaved:
-        return None
-    middle = (size + head_dim) // 2
-    return [*turned[: size // 2], *range(size, middle), *turned[size // 2 :], *range(middle, head_dim)]
 
 
 def query_scales(growth: QueryGrowth, positions: Tensor) -> Tensor:

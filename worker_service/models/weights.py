@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from pagewire.common.network.checkpoint_files import CheckpointError
 from pagewire.common.network.config import ModelConfig
 from pagewire.common.network.families.family import Split, Weight
+from pagewire.common.network.shard import Shard
 from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
-from worker_service.models.shard import Shard
 
 # Of each parameter: its name in the checkpoint, and what is read of it and where it goes.
 Targets = Sequence[tuple[str, Sequence[Piece]]]

@@ -9,6 +9,7 @@ import torch
 from pagewire.common.memory_size import describe_memory
 from pagewire.common.messages import WorkerCapacity
 from pagewire.common.network.config import ModelConfig, RopeConfig
+from pagewire.common.network.shard import Shard
 from pagewire.common.network.source import load_config, model_digest, weights_digest
 from pagewire.common.process import announce_memory
 from pagewire.kernels.cpu import CpuKernels
@@ -27,11 +28,10 @@ from worker_service.engine import LoadedWorker
 from worker_service.grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, SingleRank
+from worker_service.models.decoder import Decoder
 from worker_service.models.loading import UnloadedModel, prepare_model
-from worker_service.models.model import Model
 from worker_service.models.operations import Operations
 from worker_service.models.ranks import RankGroup
-from worker_service.models.shard import Shard
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels, quantized_folder
@@ -259,7 +259,7 @@ class _Assembly:
     """The parts of a runner before it is known how many blocks it gets."""
 
     config: WorkerConfig
-    model: Model
+    model: Decoder
     model_config: ModelConfig  # of this rank
     dtype: torch.dtype
     weight_format: str
@@ -426,7 +426,7 @@ def _packed_cache(
     return PackedCache(folder, kernels, unloaded.dtype, identity)
 
 
-def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCache | None) -> Model:
+def _load_weights(unloaded: UnloadedModel, report: LoadProgress, cache: PackedCache | None) -> Decoder:
     """Raises ValueError if the memory does not hold them after all."""
     kept = None if cache is None or cache.is_empty else cache
     if kept is not None:

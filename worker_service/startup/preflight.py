@@ -8,11 +8,13 @@ from pathlib import Path
 
 from pagewire.common.gguf import is_gguf
 from pagewire.common.memory_size import describe_memory
+from pagewire.common.network.blocks import compose
 from pagewire.common.network.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
 from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.operations import num_elements
+from pagewire.common.network.shard import Shard
 from pagewire.common.network.source import load_config, model_digest, read_headers
 from worker_service.config import WorkerConfig
-from worker_service.models.shard import Shard, model_size
 from worker_service.startup.resources import available_bytes
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # one of them is there where torch can find a GPU
@@ -42,7 +44,7 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
     if config.device == "cpu" or (config.device == "auto" and not any(Path(file).exists() for file in _GPU_FILES)):
         computed = model.dtype if config.dtype == "auto" else config.dtype
         bits = _least_bits({config.quantization or computed, *(header.dtype for header in headers.values())})
-        weights = num_local_ranks * model_size(shard).num_bytes(1, is_tied=model.tie_word_embeddings) * bits // 8
+        weights = num_local_ranks * num_elements(compose(shard), is_tied=model.tie_word_embeddings) * bits // 8
         available = available_bytes()
         if weights > available:
             raise ValueError(

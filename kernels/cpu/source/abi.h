@@ -80,9 +80,9 @@ typedef struct {
 } expert_routing;
 
 typedef enum {
-  OPERATION_EMBED, OPERATION_ADD, OPERATION_NORMALIZE, OPERATION_NORMALIZE_PARTS, OPERATION_MULTIPLY,
-  OPERATION_ACTIVATE, OPERATION_ROUTE, OPERATION_MULTIPLY_ROUTED, OPERATION_SUM_SLOTS, OPERATION_GATE, OPERATION_TURN,
-  OPERATION_ATTEND_TO, OPERATION_PREDICT, OPERATION_ALL_REDUCE, OPERATION_CLIP
+  OPERATION_EMBED, OPERATION_ADD, OPERATION_NORMALIZE, OPERATION_NORMALIZE_PROJECTIONS, OPERATION_MULTIPLY,
+  OPERATION_ACTIVATE, OPERATION_ROUTE_TOP_K, OPERATION_MULTIPLY_ROUTED, OPERATION_COMBINE_EXPERTS, OPERATION_GATE,
+  OPERATION_QK_NORM_ROPE_STORE, OPERATION_ATTEND_PAGED, OPERATION_LM_HEAD, OPERATION_ALL_REDUCE, OPERATION_CLIP
 } operation_kind;
 
 typedef enum { FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_CLAMPED_SWIGLU } activation_function;
@@ -95,14 +95,11 @@ typedef struct {
   // weight + bias, float32 [width]; without `is_centered` the mean counts as 0.
   tensor weight, bias;
   int64_t is_centered;
-  // NORMALIZE_PARTS: output = input, of which the first values and those behind them, as many as the weights have, are
-  // normalized so, each by its own mean square.
-  tensor weights[2];
-  // Factor: of the update; of the table's rows of EMBED; of the logits of PREDICT, which are then bounded to softcap *
+  // Factor: of the update; of the table's rows of EMBED; of the logits of LM_HEAD, which are then bounded to softcap *
   // tanh(logit / softcap), unless that is 0. CLIP: output = input, bounded to the limit on both sides.
   float eps, factor, softcap, limit;
   // EMBED, where there is no table. MULTIPLY: output = input W^T + b, or, gated, silu of its first half times its second.
-  // PREDICT: the head. [num_linears] of MULTIPLY_ROUTED: output = products of the input, of tokens or slots, by `routes`.
+  // LM_HEAD: the head. [num_linears] of MULTIPLY_ROUTED: output = products of the input, of tokens or slots, by `routes`.
   const linear_layer* linear;
   int64_t num_linears;
   int64_t is_gated;
@@ -111,29 +108,33 @@ typedef struct {
   int64_t num_parts;
   activation_function function;
   float alpha;
-  // ROUTE: of the input, a router's logits; `plan_decoder` tells MULTIPLY_ROUTED and SUM_SLOTS a part of it.
+  // ROUTE_TOP_K: of the input, a router's logits; `plan_decoder` tells MULTIPLY_ROUTED and COMBINE_EXPERTS a part of it.
   expert_routing routing;
   tensor correction;  // [num_experts] float32
   // EMBED: output = table[token] * factor + positions[position], both [any, width] of floats of 16 or 32 bits; there may be
   // no positions.
   tensor table, positions;
-  // TURN: of heads [num_heads + 2 * num_kv_heads, head_dim], queries, keys and values, the queries and keys are normalized
-  // where there is a weight, [head_dim], and turned by cos and sin, [positions, head_dim], where there are any; queries,
-  // times the scale of their position, [positions], where there are any, are the output, keys and values are stored.
+  // QK_NORM_ROPE_STORE: of heads [num_heads + 2 * num_kv_heads, head_dim], queries, keys and values, the queries and keys
+  // are normalized where there is a weight, [head_dim], and turned by cosines and sines of the rope, [num_positions,
+  // head_dim], where there are any; queries, times the growth at their position, [num_positions], where there is any, are
+  // the output, keys and values are stored.
   int64_t layer, head_dim;
-  tensor query_norm, key_norm, cos, sin, query_scales;
-  tensor sinks;  // ATTEND_TO, over what is stored: [num_heads] float32
+  int64_t num_heads, num_positions;
+  tensor query_norm, key_norm, rope[2], growth;
+  // NORMALIZE_PROJECTIONS: output = input, of which the first values and those behind them, as many as `query_norm` and
+  // `key_norm` have, are each normalized by their own mean square.
+  tensor sinks;  // ATTEND_PAGED, over what is stored: [num_heads] float32
   void *key_cache, *value_cache;
   int64_t window;  // positions that a query attends to, its own included; 0: all up to its own
 } operation;
 
 typedef struct {
   operation* operations;
-  int64_t num_operations, num_heads;
+  int64_t num_operations;
   int64_t num_buffers;         // with the one that is none
   const char* const* names;    // [num_buffers]
   int64_t* widths;             // [num_buffers], found by `plan_decoder`, as what follows
-  int64_t head_dim, num_kv_heads;  // of the heads that are turned; 0: there are none
+  int64_t head_dim, num_heads, num_kv_heads;  // of all that are turned; 0: there are none
   int64_t exchanged_width;         // of what ranks sum up; 0: nothing
   char misfit[256];                // why it is none
   int64_t cache_element;
@@ -150,7 +151,7 @@ typedef struct {
   const int64_t *token_ids, *positions;  // [num_tokens]
   const int64_t* logit_rows;             // [num_logits]: which tokens have logits
   int64_t num_logits;                    // at most num_tokens
-  float* hidden;                         // [num_tokens, width]: what PREDICT reads
+  float* hidden;                         // [num_tokens, width]: what LM_HEAD reads
   float* logits;                         // [num_logits, out_size of the head]
   int64_t* highest;                      // [num_logits]: which logit is, the first of equals; -1: there is a NaN
   float* exchanged;                      // [num_tokens, exchanged_width]; NULL: there is none

@@ -33,14 +33,22 @@ static const attention_functions ATTENTION_OVER[] = {[ELEMENT_FLOAT32] = FUNCTIO
 #undef FUNCTIONS
 
 static const step_part PART_OF[] = {
-    [OPERATION_EMBED] = PART_NORMS,       [OPERATION_ADD] = PART_NORMS,
-    [OPERATION_NORMALIZE] = PART_NORMS,   [OPERATION_NORMALIZE_PARTS] = PART_NORMS,
-    [OPERATION_MULTIPLY] = PART_PRODUCTS, [OPERATION_ACTIVATE] = PART_PRODUCTS,
-    [OPERATION_ROUTE] = PART_PRODUCTS,    [OPERATION_MULTIPLY_ROUTED] = PART_PRODUCTS,
-    [OPERATION_SUM_SLOTS] = PART_PRODUCTS, [OPERATION_GATE] = PART_PRODUCTS,
-    [OPERATION_TURN] = PART_ROTARY,       [OPERATION_ATTEND_TO] = PART_ATTENTION,
-    [OPERATION_PREDICT] = PART_HEAD,      [OPERATION_ALL_REDUCE] = PART_RANKS,
-    [OPERATION_CLIP] = PART_PRODUCTS};
+    [OPERATION_EMBED] = PART_NORMS,
+    [OPERATION_ADD] = PART_NORMS,
+    [OPERATION_NORMALIZE] = PART_NORMS,
+    [OPERATION_NORMALIZE_PROJECTIONS] = PART_NORMS,
+    [OPERATION_MULTIPLY] = PART_PRODUCTS,
+    [OPERATION_ACTIVATE] = PART_PRODUCTS,
+    [OPERATION_ROUTE_TOP_K] = PART_PRODUCTS,
+    [OPERATION_MULTIPLY_ROUTED] = PART_PRODUCTS,
+    [OPERATION_COMBINE_EXPERTS] = PART_PRODUCTS,
+    [OPERATION_GATE] = PART_PRODUCTS,
+    [OPERATION_CLIP] = PART_PRODUCTS,
+    [OPERATION_QK_NORM_ROPE_STORE] = PART_ROTARY,
+    [OPERATION_ATTEND_PAGED] = PART_ATTENTION,
+    [OPERATION_LM_HEAD] = PART_HEAD,
+    [OPERATION_ALL_REDUCE] = PART_RANKS,
+};
 
 enum {
   FEW_TOKENS = 8,
@@ -64,7 +72,7 @@ typedef struct {
   int64_t expert_rows;                        // the same of which rows experts have
   int64_t raw_logits;                         // the head's product, where the logits are made of it
   int64_t own, own_size;
-  work_list* works;     // [num_operations]: those of OPERATION_ATTEND_TO with equal windows are one
+  work_list* works;     // [num_operations]: those of OPERATION_ATTEND_PAGED with equal windows are one
   int* work_of;         // [num_operations]: which list
   task_list* lists;     // [num_operations, LISTS]
   int64_t last;         // nanoseconds on the clock
@@ -81,8 +89,8 @@ typedef struct {
 } walk;
 
 INLINE int is_by_tasks(operation_kind kind) {
-  return kind == OPERATION_MULTIPLY || kind == OPERATION_MULTIPLY_ROUTED || kind == OPERATION_TURN || kind == OPERATION_ATTEND_TO || kind == OPERATION_PREDICT ||
-         kind == OPERATION_ALL_REDUCE;
+  return kind == OPERATION_MULTIPLY || kind == OPERATION_MULTIPLY_ROUTED || kind == OPERATION_QK_NORM_ROPE_STORE ||
+         kind == OPERATION_ATTEND_PAGED || kind == OPERATION_LM_HEAD || kind == OPERATION_ALL_REDUCE;
 }
 
 static int64_t nanoseconds(void) {
@@ -164,10 +172,10 @@ static NOINLINE void add_token(const operation* o, float* x, const float* update
     for (int64_t i = 0; i < size; i++) x[i] += update[i] * o->factor;
 }
 
-static NOINLINE void normalize_parts(const operation* o, const float* x, float* output, int64_t size) {
-  int64_t first = 0;
-  for (int part = 0; part < 2; first += o->weights[part++].width)
-    normalize_float(x + first, o->weights[part].values, output + first, o->weights[part].width, o->eps);
+static NOINLINE void normalize_projections(const operation* o, const float* x, float* output, int64_t size) {
+  const int64_t num_queries = o->query_norm.width, first = num_queries + o->key_norm.width;
+  normalize_float(x, o->query_norm.values, output, num_queries, o->eps);
+  normalize_float(x + num_queries, o->key_norm.values, output + num_queries, o->key_norm.width, o->eps);
   memcpy(output + first, x + first, sizeof(float) * (size_t)(size - first));
 }
 
@@ -271,7 +279,7 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
   const attention_step* step = t->d->step;
   const int64_t size = step->head_dim, num_turned = step->num_heads + step->num_kv_heads;
   const int64_t num_all = step->num_tokens * num_turned, end = (task + 1) * HEADS_PER_TASK;
-  const float *cos = o->cos.values, *sin = o->sin.values, *query_scales = o->query_scales.values;
+  const float *cos = o->rope[0].values, *sin = o->rope[1].values, *growth = o->growth.values;
   (void)next;
   for (int64_t i = task * HEADS_PER_TASK; i < end && i < num_all; i++) {
     const int64_t token = i / num_turned, head = i % num_turned;
@@ -284,8 +292,8 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
       memcpy(x, source, sizeof(float) * (size_t)size);
     const int64_t position = t->d->tokens->positions[token], angle = position * size;
     if (cos) rotate_float(x, cos + angle, sin + angle, size);
-    if (head < step->num_heads && query_scales) {
-      const float scale = query_scales[position];
+    if (head < step->num_heads && growth) {
+      const float scale = growth[position];
       for (int64_t j = 0; j < size; j++) x[j] *= scale;
     }
     if (head < step->num_heads)
@@ -431,7 +439,7 @@ static void all_reduce(walk* w, int64_t op, const float* input, float* output, i
 static float* place_output(walk* w, int64_t op) {
   const decoding* d = w->d;
   const operation* o = &d->model->operations[op];
-  const int64_t buffer = output_of(o);
+  const int64_t buffer = o->output;
   if (!buffer) return NULL;
   float* place = !d->is_few             ? d->memory + d->buffer_places[buffer]
                  : is_by_tasks(o->kind) ? d->memory + d->operation_places[op]
@@ -446,7 +454,7 @@ static void carry_out(walk* w, int64_t op) {
   const int64_t num_tokens = d->step->num_tokens;
   float* input = o->input ? w->places[o->input] : NULL;
   float* output = place_output(w, op);
-  const int64_t in_size = d->model->widths[o->input], size = d->model->widths[output_of(o)];
+  const int64_t in_size = d->model->widths[o->input], size = d->model->widths[o->output];
   const float* update = o->update ? w->places[o->update] : NULL;
   const float* routes = o->routes ? w->places[o->routes] : NULL;
   switch (o->kind) {
@@ -456,8 +464,8 @@ static void carry_out(walk* w, int64_t op) {
     case OPERATION_ADD:
       FOR_TOKENS(w, num_tokens, add_token(o, input + token * in_size, update + token * in_size, in_size))
       break;
-    case OPERATION_NORMALIZE_PARTS:
-      FOR_TOKENS(w, num_tokens, normalize_parts(o, input + token * size, output + token * size, size))
+    case OPERATION_NORMALIZE_PROJECTIONS:
+      FOR_TOKENS(w, num_tokens, normalize_projections(o, input + token * size, output + token * size, size))
       break;
     case OPERATION_NORMALIZE:
       FOR_TOKENS(w, num_tokens, normalize_token(o, input + token * size, update ? update + token * size : NULL,
@@ -468,11 +476,11 @@ static void carry_out(walk* w, int64_t op) {
         activate_token(o, input + token * in_size + part * (in_size / o->num_parts),
                        output + token * size + part * (size / o->num_parts), size / o->num_parts))
       break;
-    case OPERATION_ROUTE:
+    case OPERATION_ROUTE_TOP_K:
       FOR_TOKENS(w, num_tokens, route_tokens(&o->routing, input + token * in_size, output + token * size))
       break;
     case OPERATION_MULTIPLY_ROUTED: multiply_routed(w, op, input, in_size, output, routes); break;
-    case OPERATION_SUM_SLOTS:
+    case OPERATION_COMBINE_EXPERTS:
       FOR_TOKENS(w, num_tokens, sum_slots(routes + token * 2 * o->routing.num_chosen, o->routing.num_chosen,
                                           input + token * in_size, output + token * size, size))
       break;
@@ -483,8 +491,8 @@ static void carry_out(walk* w, int64_t op) {
       FOR_TOKENS(w, num_tokens, clip_token(o, input + token * size, output + token * size, size))
       break;
     case OPERATION_MULTIPLY: multiply(w, op, input, output); break;
-    case OPERATION_TURN: turn(w, op, input, output); break;
-    case OPERATION_ATTEND_TO: attend_tokens(w, op, input, output); break;
+    case OPERATION_QK_NORM_ROPE_STORE: turn(w, op, input, output); break;
+    case OPERATION_ATTEND_PAGED: attend_tokens(w, op, input, output); break;
     case OPERATION_ALL_REDUCE: all_reduce(w, op, input, output, size); break;
     default: predict(w, op, input);
   }
@@ -516,8 +524,8 @@ static int64_t prepared_floats(const decoding* d, const operation* o) {
     const int64_t num_slots = d->step->num_tokens * o->routing.num_chosen;
     return ceil_div(prepared_bytes(activation_kind(o->linear), num_slots, o->linear->in_size), (int64_t)sizeof(float));
   }
-  if (o->kind != OPERATION_MULTIPLY && o->kind != OPERATION_PREDICT) return 0;
-  const int64_t num_rows = o->kind == OPERATION_PREDICT ? d->tokens->num_logits : d->step->num_tokens;
+  if (o->kind != OPERATION_MULTIPLY && o->kind != OPERATION_LM_HEAD) return 0;
+  const int64_t num_rows = o->kind == OPERATION_LM_HEAD ? d->tokens->num_logits : d->step->num_tokens;
   return ceil_div(prepared_bytes(activation_kind(o->linear), num_rows, o->linear->in_size), (int64_t)sizeof(float));
 }
 
@@ -548,7 +556,7 @@ static int64_t share_out(decoding* d) {
     const operation* o = &model->operations[op];
     d->operation_places[op] = total;
     if (d->is_few && is_by_tasks(o->kind) && o->output) total += aligned(model->widths[o->output] * num_tokens);
-    if (o->kind != OPERATION_PREDICT || !shapes_logits(o)) continue;
+    if (o->kind != OPERATION_LM_HEAD || !shapes_logits(o)) continue;
     d->raw_logits = total;
     total += aligned(d->tokens->num_logits * o->linear->out_size);
   }
@@ -560,7 +568,7 @@ static int list_windows(decoding* d) {
   int num_lists = 0;
   for (int64_t op = 0; op < d->model->num_operations; op++) {
     const operation* o = &d->model->operations[op];
-    if (o->kind != OPERATION_ATTEND_TO) continue;
+    if (o->kind != OPERATION_ATTEND_PAGED) continue;
     int found = 0;
     while (found < num_lists && d->works[found].window != o->window) found++;
     d->work_of[op] = found;
@@ -577,21 +585,21 @@ static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
   const operation* o = &d->model->operations[op];
   const int64_t num_turned = d->step->num_tokens * (d->step->num_heads + d->step->num_kv_heads);
   counts[0] = counts[1] = 0;
-  if (o->kind == OPERATION_MULTIPLY || o->kind == OPERATION_PREDICT) {
-    const row_groups* groups = o->kind == OPERATION_PREDICT ? &d->head_groups : &d->groups;
+  if (o->kind == OPERATION_MULTIPLY || o->kind == OPERATION_LM_HEAD) {
+    const row_groups* groups = o->kind == OPERATION_LM_HEAD ? &d->head_groups : &d->groups;
     const product p = o->is_gated ? gated_product(o->linear, groups, NULL, NULL) : plain_product(o->linear, groups, NULL, NULL);
     counts[0] = num_product_tasks(&p);
-    counts[1] = o->kind == OPERATION_PREDICT ? d->tokens->num_logits : 0;
+    counts[1] = o->kind == OPERATION_LM_HEAD ? d->tokens->num_logits : 0;
   } else if (o->kind == OPERATION_MULTIPLY_ROUTED) {
     const int64_t num_slots = d->step->num_tokens * o->routing.num_chosen, num_experts = o->routing.num_experts;
     const int64_t num_used = num_slots < num_experts ? num_slots : num_experts;  // at most
     counts[0] = num_used * num_expert_tasks(o->linear, (int)o->is_gated);
-  } else if (o->kind == OPERATION_TURN) {
+  } else if (o->kind == OPERATION_QK_NORM_ROPE_STORE) {
     counts[0] = ceil_div(num_turned, HEADS_PER_TASK);
   } else if (o->kind == OPERATION_ALL_REDUCE) {
     counts[0] = 1;
     return 0;  // other ranks are asked once
-  } else if (o->kind == OPERATION_ATTEND_TO) {
+  } else if (o->kind == OPERATION_ATTEND_PAGED) {
     const work_list* list = &d->works[d->work_of[op]];
     counts[0] = list->num_items;
     counts[1] = list->partials ? list->num_items : 0;
@@ -652,9 +660,9 @@ static int64_t count_products(const decoder* model, const attention_step* step, 
     const int64_t num_weights = o->linear ? o->linear->in_size * o->linear->out_size : 0;  // of one expert
     num_products += o->kind == OPERATION_MULTIPLY          ? num_weights * step->num_tokens
                     : o->kind == OPERATION_MULTIPLY_ROUTED ? num_weights * o->routing.num_chosen * step->num_tokens
-                    : o->kind == OPERATION_PREDICT         ? num_weights * num_logits
-                    : o->kind == OPERATION_ATTEND_TO          ? 2 * num_positions * step->num_heads * step->head_dim
-                                                 : 0;
+                    : o->kind == OPERATION_LM_HEAD         ? num_weights * num_logits
+                    : o->kind == OPERATION_ATTEND_PAGED    ? 2 * num_positions * step->num_heads * step->head_dim
+                                                           : 0;
   }
   return num_products;
 }

@@ -46,9 +46,10 @@ static void check_row(decoder* m, const char* name, const tensor* t, int64_t wid
     refuse_tensor(m, name, t, 1, width);
 }
 
-// The same of [any, width].
-static void check_table(decoder* m, const char* name, const tensor* t, int64_t width) {
-  if (t->values && (t->element != ELEMENT_FLOAT32 || t->width != width)) refuse_tensor(m, name, t, t->num_rows, width);
+// The same of [num_rows, width].
+static void check_table(decoder* m, const char* name, const tensor* t, int64_t num_rows, int64_t width) {
+  if (t->values && (t->element != ELEMENT_FLOAT32 || t->num_rows != num_rows || t->width != width))
+    refuse_tensor(m, name, t, num_rows, width);
 }
 
 // The width of a buffer that is read; `width`: what it must be, or 0.
@@ -78,10 +79,10 @@ static int64_t plan_embed(decoder* m, const operation* o) {
   return width;
 }
 
-static int64_t plan_parts(decoder* m, const operation* o) {
-  const int64_t width = read_buffer(m, o->input, 0), first = o->weights[0].width, second = o->weights[1].width;
-  check_row(m, "weights[0]", &o->weights[0], first);
-  check_row(m, "weights[1]", &o->weights[1], second);
+static int64_t plan_projections(decoder* m, const operation* o) {
+  const int64_t width = read_buffer(m, o->input, 0), first = o->query_norm.width, second = o->key_norm.width;
+  check_row(m, "query_norm", &o->query_norm, first);
+  check_row(m, "key_norm", &o->key_norm, second);
   if (first + second > width)
     refuse(m, "parts of %lld and %lld are normalized of %lld values", LONG(first), LONG(second), LONG(width));
   return width;
@@ -105,7 +106,7 @@ static int64_t plan_routes(decoder* m, operation* o, routed* found) {
     refuse(m, "%lld of %lld groups of %lld experts cannot be chosen", LONG(c->num_chosen_groups), LONG(c->num_groups),
            LONG(c->num_experts));
   check_row(m, "correction", &o->correction, c->num_experts);
-  found[o->routes] = (routed){c->num_chosen, c->num_experts};
+  found[o->output] = (routed){c->num_chosen, c->num_experts};
   return 2 * c->num_chosen;
 }
 
@@ -119,7 +120,7 @@ static int64_t plan_slots(decoder* m, operation* o, const routed* found) {
     refuse(m, "buffer %s is read as routes, which nothing has written to it", m->names[o->routes]);
     return 0;
   }
-  if (o->kind == OPERATION_SUM_SLOTS) {
+  if (o->kind == OPERATION_COMBINE_EXPERTS) {
     if (width % num_chosen) refuse(m, "buffer %s is %lld wide: not %lld slots of one width", input, LONG(width), LONG(num_chosen));
     return width / num_chosen;
   }
@@ -132,16 +133,17 @@ static int64_t plan_slots(decoder* m, operation* o, const routed* found) {
 
 // All heads are of one size, and as many of keys as of values.
 static int64_t plan_heads(decoder* m, const operation* o) {
-  const int64_t width = read_buffer(m, o->input, 0), size = o->head_dim, num_others = size ? width / size - m->num_heads : 0;
-  if (!m->head_dim) m->head_dim = size, m->num_kv_heads = num_others / 2;
-  if (num_others < 2 || num_others % 2 || width % size || size != m->head_dim || num_others / 2 != m->num_kv_heads)
+  const int64_t width = read_buffer(m, o->input, 0), size = o->head_dim, num_others = size ? width / size - o->num_heads : 0;
+  if (!m->head_dim) m->head_dim = size, m->num_heads = o->num_heads, m->num_kv_heads = num_others / 2;
+  if (num_others < 2 || num_others % 2 || width % size || size != m->head_dim ||
+      o->num_heads != m->num_heads || num_others / 2 != m->num_kv_heads)
     refuse(m, "heads are %lld wide; %lld query heads and %lld KV heads of %lld need %lld", LONG(width), LONG(m->num_heads),
            LONG(m->num_kv_heads), LONG(m->head_dim), LONG((m->num_heads + 2 * m->num_kv_heads) * m->head_dim));
   check_row(m, "query_norm", &o->query_norm, size);
   check_row(m, "key_norm", &o->key_norm, size);
-  check_table(m, "cos", &o->cos, size);
-  check_table(m, "sin", &o->sin, size);
-  check_row(m, "query_scales", &o->query_scales, o->query_scales.width);
+  check_table(m, "cosines", &o->rope[0], o->num_positions, size);
+  check_table(m, "sines", &o->rope[1], o->num_positions, size);
+  check_row(m, "growth", &o->growth, o->num_positions);
   return m->num_heads * size;
 }
 
@@ -167,35 +169,33 @@ static int64_t plan_operation(decoder* m, operation* o, routed* found) {
       check_row(m, "bias", &o->bias, width);
       if (o->update) read_buffer(m, o->update, width);
       return width;
-    case OPERATION_NORMALIZE_PARTS: return plan_parts(m, o);
+    case OPERATION_NORMALIZE_PROJECTIONS: return plan_projections(m, o);
     case OPERATION_MULTIPLY:
       read_buffer(m, o->input, o->linear->in_size);
       return o->linear->out_size / (1 + o->is_gated);
     case OPERATION_ACTIVATE: return plan_activation(m, o);
-    case OPERATION_ROUTE: return plan_routes(m, o, found);
+    case OPERATION_ROUTE_TOP_K: return plan_routes(m, o, found);
     case OPERATION_MULTIPLY_ROUTED:
-    case OPERATION_SUM_SLOTS: return plan_slots(m, o, found);
+    case OPERATION_COMBINE_EXPERTS: return plan_slots(m, o, found);
     case OPERATION_GATE:
       read_buffer(m, o->gate, 1);
       return read_buffer(m, o->input, 0);
-    case OPERATION_TURN: return plan_heads(m, o);
-    case OPERATION_ATTEND_TO:
+    case OPERATION_QK_NORM_ROPE_STORE: return plan_heads(m, o);
+    case OPERATION_ATTEND_PAGED:
       check_row(m, "sinks", &o->sinks, m->num_heads);
       return read_buffer(m, o->input, 0);
-    case OPERATION_PREDICT: return read_buffer(m, o->input, o->linear->in_size);
+    case OPERATION_LM_HEAD: return read_buffer(m, o->input, o->linear->in_size);
     case OPERATION_ALL_REDUCE: return plan_sums(m, o);
     default: return read_buffer(m, o->input, 0);
   }
 }
-
-INLINE int64_t output_of(const operation* o) { return o->kind == OPERATION_ROUTE ? o->routes : o->output; }
 
 int64_t plan_decoder(decoder* m) {
   routed found[MAX_BUFFERS] = {{0}};
   for (int64_t op = 0; op < m->num_operations && !m->misfit[0]; op++) {
     operation* o = &m->operations[op];
     const int64_t width = plan_operation(m, o, found);
-    if (output_of(o)) write_buffer(m, output_of(o), width);
+    if (o->output) write_buffer(m, o->output, width);
   }
   return DONE;
 }

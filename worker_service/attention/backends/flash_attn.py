@@ -22,7 +22,7 @@ from pagewire.kernels.triton.fused import HeadCaching
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows
 from worker_service.attention.backends.triton import CachedAttend
 from worker_service.attention.capability import Capability
-from worker_service.models.model import Attend
+from worker_service.models.operations import Attend
 
 _CAPABILITY = Capability(
     backend="flash_attn",

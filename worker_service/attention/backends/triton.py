@@ -22,7 +22,7 @@ from pagewire.kernels.triton.paged_attention import PagedAttention
 from pagewire.kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows
 from worker_service.attention.capability import Capability
-from worker_service.models.model import Attend
+from worker_service.models.operations import Attend
 
 _CAPABILITY = Capability(
     backend="triton",

@@ -1,0 +1,204 @@
+"""A function for each kind of operation of a model, on any device: what `Operations` compute, over buffers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagewire.common.network.operations import (
+    Activate,
+    Add,
+    AllReduce,
+    AttendPaged,
+    Clip,
+    CombineExperts,
+    Embed,
+    Gate,
+    Multiply,
+    MultiplyRouted,
+    Normalize,
+    NormalizeProjections,
+    QkNormRopeStore,
+    RouteTopK,
+    Vector,
+)
+from pagewire.kernels.arguments import HeadPreparation
+from worker_service.models.operations import Attend
+
+if TYPE_CHECKING:
+    from worker_service.models.decoder import Decoder
+
+
+@dataclass(slots=True)
+class Step:
+    """What a model computes of T tokens."""
+
+    model: "Decoder"
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # the same
+    attend: Attend
+    # [T, width] by name; routes are ids and weights of experts, and queries what `Operations.turn` gives.
+    buffers: dict[str, Any] = field(default_factory=dict)
+    _looked_up: dict[object, Any] = field(default_factory=dict)
+
+    def carry_out(self, operation: Any) -> None:
+        """Writes what an operation gives to its output; a sum to what is added to."""
+        name = operation.input if type(operation) is Add else operation.output
+        self.buffers[name] = _FUNCTIONS[type(operation)](operation, self)
+
+    def at_positions(self, table: Callable[[Tensor], Any]) -> Any:
+        """Return what a table has of the positions, for which several layers ask."""
+        if table not in self._looked_up:
+            self._looked_up[table] = table(self.positions)
+        return self._looked_up[table]
+
+    def vector(self, vector: Vector | None) -> Any:
+        """Return its values, [size]; None: there is none."""
+        return None if vector is None else self.model.held[vector.name]
+
+
+def _embed(operation: Embed, step: Step) -> Tensor:
+    x = step.model.held[operation.table.name](step.token_ids)
+    if operation.factor != 1:
+        x = x * operation.factor
+    return x if operation.positions is None else x + step.model.held[operation.positions.name](step.positions)
+
+
+def _add(operation: Add, step: Step) -> Tensor:
+    return step.buffers[operation.input].add_(_scaled(step.buffers[operation.update], operation.factor))
+
+
+def _scaled(update: Tensor, factor: float) -> Tensor:
+    return update if factor == 1 else update * factor
+
+
+def _normalize(operation: Normalize, step: Step) -> Tensor:
+    x, weight, operations = step.buffers[operation.input], step.vector(operation.weight), step.model.operations
+    update = None if operation.update is None else _scaled(step.buffers[operation.update], operation.factor)
+    if operation.is_centered:
+        x = x if update is None else x.add_(update)
+        return F.layer_norm(x, x.shape[-1:], weight, step.vector(operation.bias), operation.eps)
+    if update is None:
+        return operations.rms_norm(x, weight, operation.eps)
+    return operations.add_rms_norm(x, update, weight, operation.eps)
+
+
+def _normalize_projections(operation: NormalizeProjections, step: Step) -> Tensor:
+    heads, communicator, eps = step.buffers[operation.input], step.model.communicator, operation.eps
+    norms = operation.query_norm, operation.key_norm
+    sizes, weights = [norm.size for norm in norms], [step.vector(norm) for norm in norms]
+    *parts, values = heads.split([*sizes, heads.shape[1] - sum(sizes)], dim=1)
+    parts = [part.contiguous() for part in parts]
+    if communicator.size == 1:
+        normed = [step.model.operations.rms_norm(x, weight, eps) for x, weight in zip(parts, weights, strict=True)]
+        return torch.cat([*normed, values], dim=1)
+    sums = torch.cat([x.float().square().sum(1, keepdim=True) for x in parts], dim=1)
+    # Where several ranks hold a key head, all are held equally often.
+    totals = communicator.all_reduce(sums).split(1, dim=1)
+    means = [total / (communicator.size * size) for total, size in zip(totals, sizes, strict=True)]
+    normed = [
+        ((x.float() / (mean + eps).sqrt()).to(weight.dtype) * weight).to(heads.dtype)
+        for x, mean, weight in zip(parts, means, weights, strict=True)
+    ]
+    return torch.cat([*normed, values], dim=1)
+
+
+def _multiply(operation: Multiply, step: Step) -> Tensor:
+    x = step.buffers[operation.input]
+    return step.model.held[operation.projection.name](x.float() if operation.projection.is_float32 else x)
+
+
+# Of plain MLPs, or of the first half of gated ones.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _activate(operation: Activate, step: Step) -> Tensor:
+    up = step.buffers[operation.input]
+    if operation.is_gated and operation.function == "silu":
+        return step.model.operations.silu_mul(up)
+    if operation.function == "clamped_swiglu":
+        gate, up = up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=operation.limit), up.clamp(-operation.limit, operation.limit)
+        return (up + 1) * (gate * (gate * operation.alpha).sigmoid())
+    if not operation.is_gated:
+        return _ACTIVATIONS[operation.function](up)
+    gate, up = up.chunk(2, dim=-1)
+    return _ACTIVATIONS[operation.function](gate) * up
+
+
+def _route(operation: RouteTopK, step: Step) -> tuple[Tensor, Tensor]:
+    logits, correction = step.buffers[operation.input], step.vector(operation.correction)
+    return step.model.operations.route_tokens(logits, operation.routing, correction)
+
+
+def _multiply_routed(operation: MultiplyRouted, step: Step) -> Tensor:
+    ids, _ = step.buffers[operation.routes]
+    return step.model.held[operation.projection.name](step.buffers[operation.input], ids)
+
+
+def _combine(operation: CombineExperts, step: Step) -> Tensor:
+    _, weights = step.buffers[operation.routes]
+    return step.model.operations.sum_slots(step.buffers[operation.input], weights)
+
+
+def _gate(operation: Gate, step: Step) -> Tensor:
+    x = step.buffers[operation.input]
+    return (x * step.buffers[operation.gate].sigmoid()).to(x.dtype)
+
+
+def _clip(operation: Clip, step: Step) -> Tensor:
+    return step.buffers[operation.input].clamp(-operation.limit, operation.limit)
+
+
+def _turn(operation: QkNormRopeStore, step: Step) -> tuple[Tensor, ...]:
+    num_heads, tables = operation.num_heads, step.model.tables
+    heads = step.buffers[operation.input].unflatten(1, (-1, operation.head_dim))  # [T, all heads, head_dim]
+    if operation.growth is not None:
+        heads[:, :num_heads] *= step.at_positions(tables[operation.growth])[:, None, None].to(heads.dtype)
+    query_weight, key_weight = step.vector(operation.query_norm), step.vector(operation.key_norm)
+    if operation.rope is not None:
+        angles = step.at_positions(tables[operation.rope])
+    elif query_weight is None and key_weight is None:
+        num_kv_heads = (heads.shape[1] - num_heads) // 2
+        return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    else:
+        ones = heads.new_ones(len(heads), operation.head_dim)
+        angles = ones, torch.zeros_like(ones)
+    preparation = HeadPreparation(num_heads, query_weight, key_weight, operation.eps, *angles)
+    return step.model.operations.turn(step.attend, operation.layer, heads, preparation)
+
+
+def _attend(operation: AttendPaged, step: Step) -> Tensor:
+    turned, sinks = step.buffers[operation.input], step.vector(operation.sinks)
+    return step.model.operations.attend_turned(step.attend, operation.layer, turned, sinks).flatten(1)
+
+
+def _all_reduce(operation: AllReduce, step: Step) -> Tensor:
+    return step.model.communicator.all_reduce(step.buffers[operation.input])
+
+
+_FUNCTIONS: dict[type, Callable[[Any, Step], Any]] = {
+    Embed: _embed,
+    Add: _add,
+    Normalize: _normalize,
+    NormalizeProjections: _normalize_projections,
+    Multiply: _multiply,
+    Activate: _activate,
+    RouteTopK: _route,
+    MultiplyRouted: _multiply_routed,
+    CombineExperts: _combine,
+    Gate: _gate,
+    Clip: _clip,
+    QkNormRopeStore: _turn,
+    AttendPaged: _attend,
+    AllReduce: _all_reduce,
+}
