@@ -224,12 +224,15 @@ async def test_a_collector_that_refuses_is_one_line_until_it_takes_spans(
     monkeypatch.setattr(Collector, "Export", refuse_at_first)
     async with collecting() as (_, endpoint):
         provider = tracer_provider(endpoint, "service", "0")
+        is_full_told = []  # that the queue of spans is full
         for _ in range(6):
             provider.get_tracer("test").start_span("a span").end()
             await asyncio.to_thread(provider.force_flush)
+            is_full_told.append(logging.getLogger("opentelemetry.sdk._shared_internal").isEnabledFor(logging.WARNING))
         await asyncio.to_thread(provider.shutdown)
     lines = [record for record in caplog.records if "export" in record.name or "otlp" in record.name]
     assert [record.levelname for record in lines] == ["ERROR", "INFO", "ERROR", "INFO"]
+    assert is_full_told == [False, False, False, True, False, True]
 
 
 async def test_a_span_stands_in_its_request_though_the_clock_was_set(
