@@ -267,6 +267,7 @@ def test_masks_of_several_are_those_of_each(compiler: GrammarCompiler, tokenizer
     queue.finish(jobs, None)
     queue.close()
     assert all(job.is_done and job.us and job.error is None for job in jobs)
+    assert all(matcher.pace.seconds for matcher in matchers), "what orders the next ones"
     assert [bits(bytes(job.mask)) for job in jobs] == [allowed(matcher) for matcher in matchers]
 
 
