@@ -117,7 +117,9 @@ def test_a_queue_takes_all_its_bytes_and_none_beyond(ends_at_loss: bool) -> None
         goes_on.wait()
 
     writer = QueuedWriter(write, notice, max_waiting_bytes=MAX_BYTES, ends_at_loss=ends_at_loss)
-    writer.put(b"being written\n")
+    with writer._changed:  # so that none is taken before the next one comes
+        writer.put(b"x" * (MAX_BYTES - 6) + b"\n")
+        writer.put(b"last\n")
     assert begun.wait(20)
     writer.put(b"x" * (MAX_BYTES - 6) + b"\n")
     writer.put(b"last\n")
