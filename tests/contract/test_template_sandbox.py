@@ -10,7 +10,7 @@ import pytest
 from jinja2.filters import FILTERS
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pagewire.common.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure
+from pagewire.common.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure, _Budget
 
 MESSAGES = [
     {"role": "system", "content": "Be kind & <short>."},
@@ -176,7 +176,7 @@ COSTLY = [
 # Renders a template whose text it is given, in so much time of a processor and so much memory; says what came of it.
 CHILD = """
 import resource, sys
-from pagewire.common.template_sandbox import Template, TemplateFailure
+from pagewire.common.template_sandbox import Template, TemplateFailure, _Budget
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 for template in sys.stdin.read().split(chr(0)):
@@ -297,6 +297,13 @@ def test_what_has_no_length_is_joined_by_a_short_text_alone() -> None:
     assert template.render({"separator": "-" * 64}) == f"A{'-' * 64}B"
     with pytest.raises(TemplateFailure, match="a separator of 65 characters for what has no length"):
         template.render({"separator": "-" * 65})
+
+
+def test_a_budget_is_spent_to_its_last_step() -> None:
+    budget = _Budget()
+    budget.take(MAX_STEPS)
+    with pytest.raises(Overspent):
+        budget.take()
 
 
 def test_a_failure_leaves_nothing_behind() -> None:
