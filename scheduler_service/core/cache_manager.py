@@ -279,8 +279,10 @@ class CacheManager:
 
     def append_next(self, sequence: Sequence) -> int:
         """Give a row the one block that it begins now."""
-        self.slide(sequence)
-        [block] = self.append(sequence, 1)
+        if self.window:
+            self.slide(sequence)
+        block = self._allocate()
+        sequence.block_table.append(block)
         return block
 
     def shared_tail(self, sequence: Sequence) -> int:
