@@ -61,7 +61,7 @@ def _worker_start() -> Callable[[], bytes]:
 
     from pagewire.common.network.config import RopeConfig
     from worker_service.models.rope import RotaryEmbedding
-    from worker_service.startup.vector_math import begin_vector_math
+    from worker_service.startup.warm_up import begin_vector_math
 
     torch.set_num_threads(1)
     values = torch.linspace(0.001, 0.999, _NUM_POSITIONS * _HEAD_DIM).view(_NUM_POSITIONS, _HEAD_DIM)

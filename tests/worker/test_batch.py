@@ -6,7 +6,7 @@ import torch
 
 from pagewire.common.messages import RowOpening, SamplingParams, StepPlan
 from pagewire.kernels.cpu import FlatRows
-from worker_service.host.batch import BatchBuilder
+from worker_service.host.computation import BatchBuilder
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 

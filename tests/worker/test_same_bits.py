@@ -19,8 +19,7 @@ from tests.compiler import skip_without_compiler
 from tests.worker.model_logits import packed_products
 from tests.worker.shared_steps import CPU, VOCAB, alone, together
 from worker_service.host import create_host_operations
-from worker_service.models.communicator import SingleRank
-from worker_service.models.ranks import RankGroup
+from worker_service.models.communicator import RankGroup, SingleRank
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 # Of computing and of the cache.

@@ -7,9 +7,14 @@ import torch
 
 from pagewire.kernels.arguments import LayerCache
 from pagewire.kernels.cpu import CpuKernels
-from worker_service.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, DeviceRows
+from worker_service.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    DeviceRows,
+    UnavailableError,
+)
 from worker_service.attention.backends.cpu import CpuAttend, CpuAttention
-from worker_service.attention.capability import UnavailableError
 from worker_service.config import ATTENTION_BACKENDS
 
 __all__ = [

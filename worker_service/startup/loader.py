@@ -27,11 +27,10 @@ from worker_service.device import (
 from worker_service.engine import LoadedWorker
 from worker_service.grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
-from worker_service.models.communicator import Communicator, SingleRank
+from worker_service.models.communicator import Communicator, RankGroup, SingleRank
 from worker_service.models.decoder import Decoder
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.operations import Operations
-from worker_service.models.ranks import RankGroup
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels, quantized_folder
@@ -48,8 +47,7 @@ from worker_service.startup.pool_size import PoolSize, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len
 from worker_service.startup.progress import LoadProgress
 from worker_service.startup.resources import available_bytes, num_usable_cpus
-from worker_service.startup.vector_math import begin_vector_math
-from worker_service.startup.warm_up import warm_up
+from worker_service.startup.warm_up import begin_vector_math, warm_up
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from pagewire.common.messages import AddedGrammar, GrammarKind, RowOpening, SamplingParams, StepPlan
 from worker_service.grammars import EpochGrammars
 from worker_service.rows import MAX_LOGITS_POSITIONS, TableLimits
@@ -31,6 +33,12 @@ _SAMPLING = {
     "stop tokens": SamplingParams(**_STOPS),  # type: ignore[arg-type]
     "biases and stop tokens": SamplingParams(**_BIASES, **_STOPS),  # type: ignore[arg-type]
 }
+# Those that torch has MKL compute, each of which looks for its own variant when it is first called.
+_FUNCTIONS = (
+    *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.cosh, torch.sinh, torch.tanh),
+    *(torch.erf, torch.erfc, torch.erfinv, torch.exp, torch.expm1, torch.log, torch.log10, torch.log1p, torch.log2),
+    *(torch.sqrt, torch.rsqrt, torch.sigmoid, torch.nn.functional.silu, torch.trunc),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +161,19 @@ def _fits(rows: tuple[TrialRow, ...], limits: TableLimits) -> bool:
         and sum(row.num_new for row in rows) <= limits.max_num_batched_tokens
         and all(row.num_tokens <= limits.max_model_len for row in rows)
     )
+
+
+def begin_vector_math() -> None:
+    """Has torch's libraries find out which processor this is, before several threads ask them at once: calls each
+    function once, with one element, which takes one thread; and a product of matrices.
+
+    MKL finds it out at the first call of any of its functions, without a lock: of two threads that call it first, one
+    may compute its share by functions of low accuracy. Processes that are forked later know what this one has found
+    out.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.full((1, 1), 0.5, dtype=dtype)
+        for function in _FUNCTIONS:
+            function(one)
+        one.softmax(-1)
+        one @ one

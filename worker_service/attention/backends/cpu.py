@@ -9,8 +9,7 @@ from torch import Tensor
 from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS
 from pagewire.kernels.cpu import MAX_HEAD_DIM, CpuKernels, PagedRows
-from worker_service.attention.backend import AttentionBatch, AttentionShape
-from worker_service.attention.capability import Capability, UnavailableError
+from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability, UnavailableError
 
 _BFLOAT16 = Capability(
     "cpu",

@@ -19,9 +19,8 @@ from pagewire.kernels.arguments import LayerCache
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from pagewire.kernels.triton.fused import HeadCaching
-from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows
+from worker_service.attention.backend import AttentionBatch, AttentionShape, Capability, DeviceRows
 from worker_service.attention.backends.triton import CachedAttend
-from worker_service.attention.capability import Capability
 from worker_service.models.operations import Attend
 
 _CAPABILITY = Capability(
