@@ -8,7 +8,7 @@ from pagewire.kernels.cpu.decoder import (
     DecoderKernel,
 )
 from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, load_library
-from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, QuantizedPanels
+from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, PanelFormat
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import MAX_HEAD_DIM, FlatRows, PagedRows, TableFlattener
 
@@ -24,7 +24,7 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "PagedRows",
-    "QuantizedPanels",
+    "PanelFormat",
     "TableFlattener",
     "load_kernels",
 ]

@@ -1,7 +1,7 @@
 """Weights as the C kernels' matrix products read them."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,23 +11,25 @@ from pagewire.kernels.cpu.abi import Structure, constants, element_of, ffi
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedPanels:
-    """How a quantised weight lies in panels.
+class PanelFormat:
+    """How a weight lies in panels.
 
     Attributes:
+        element: of the weight; int8 of codes, whatever their bits are.
+        group_size: of inputs that have a scale together: of codes 16 or 32; 0: there are no scales.
         bits: of a code, 8 or 4.
-        group_size: of inputs that share a scale, 16 or 32.
-        scale_dtype: of scales and minima: int8, where 256 inputs have a factor of float16; float8_e8m0fnu, powers of
-            two, and 0, by their exponents; float16, bfloat16, float32.
+        scale_dtype: of scales and minima of codes: int8, where 256 inputs have a factor of float16; float8_e8m0fnu,
+            powers of two, and 0, by their exponents; float16, bfloat16, float32.
         has_minima: whether groups have one.
         table: what the codes of 4 bits stand for, 16.
         has_zeros: whether groups have a zero point.
     """
 
-    bits: int
-    group_size: int
-    scale_dtype: torch.dtype
-    has_minima: bool
+    element: torch.dtype
+    group_size: int = 0
+    bits: int = 8
+    scale_dtype: torch.dtype = torch.float32
+    has_minima: bool = False
     table: tuple[int, ...] = ()
     has_zeros: bool = False
 
@@ -37,46 +39,36 @@ class PackedLinear:
     """A weight [out_size, in_size] in panels, and its bias [out_size] float32. `CpuKernels.pack_linear` makes it.
 
     Attributes:
+        panels: bytes.
         activation: what a product rounds its input to: float32; bfloat16 over weights of bfloat16 and float8, where
             denormal numbers count as 0 if the processor multiplies bfloat16; int8, with a scale for each 32 inputs,
-            over quantised weights.
-        quantized: how the panels hold a quantised weight of codes; None: it has none.
-        float8_unit: inputs that have a scale together, in panels of float8; 0: the weight is of the panels' dtype, or
-            of codes.
+            over codes.
     """
 
     panels: Tensor
     bias: Tensor | None
     in_size: int
     out_size: int
-    activation: torch.dtype = torch.float32
-    quantized: QuantizedPanels | None = None
-    float8_unit: int = 0
+    activation: torch.dtype
+    format: PanelFormat
     layer: Any = field(init=False, repr=False)  # what C reads, which points into the tensors
 
     def __post_init__(self) -> None:
-        # Of codes, whose element depends on their bits, any.
-        dtype = torch.float8_e4m3fn if self.float8_unit else torch.int8 if self.quantized else self.panels.dtype
+        form = self.format
         layer = Structure(
             "linear_layer",
             panels=self.panels,
             bias=self.bias,
             in_size=self.in_size,
             out_size=self.out_size,
-            element=element_of(dtype),
+            element=constants.ELEMENT_INT4 if form.bits == 4 else element_of(form.element),
             activation=element_of(self.activation),
-            group_size=self.float8_unit,
+            group_size=form.group_size,
+            scale_element=element_of(form.scale_dtype),
+            has_minima=form.has_minima,
+            has_zeros=form.has_zeros,
+            table=form.table,
         )
-        if self.quantized is not None:
-            bits, group_size, scale_dtype, has_minima, table, has_zeros = astuple(self.quantized)
-            layer.put(
-                element=getattr(constants, f"ELEMENT_INT{bits}"),
-                group_size=group_size,
-                scale_element=element_of(scale_dtype),
-                has_minima=has_minima,
-                has_zeros=has_zeros,
-                table=table,
-            )
         object.__setattr__(self, "layer", layer.at)
 
 

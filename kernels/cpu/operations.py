@@ -17,13 +17,20 @@ from torch import Tensor
 from pagewire.kernels.arguments import HeadPreparation, Scoring
 from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, element_of, ffi
 from pagewire.kernels.cpu.library import Library
-from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, QuantizedPanels
+from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, PanelFormat
 from pagewire.kernels.cpu.paged import PagedRows, paged_step
-from pagewire.kernels.float8 import Float8Weight, unit_size
-from pagewire.kernels.quantized import BITS, GROUP_SIZE, QuantizedWeight, round_scale
+from pagewire.kernels.quantized import BITS, GROUP_SIZE, round_scale
+from pagewire.kernels.weight import FLOAT8, HeldWeight, unit_size
 
-_HELD = (torch.float32, torch.bfloat16, torch.float16)  # by weights
-_ACTIVATIONS = (torch.float32, torch.bfloat16)  # over weights that are floats
+# What inputs can be rounded to over weights of an element.
+_OVER = {
+    torch.float32: (torch.float32,),
+    torch.bfloat16: (torch.float32, torch.bfloat16),
+    torch.float16: (torch.float32,),
+    FLOAT8: (torch.bfloat16,),
+    torch.int8: (torch.int8,),
+}
+_ACTIVATIONS = (torch.float32, torch.bfloat16)  # of kernels between products
 # Of scales that are floats, the smallest first.
 _FLOAT_SCALES = (torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32)
 _EXPONENT_BITS = 0x7F800000  # of float32
@@ -85,53 +92,69 @@ class CpuKernels:
     # Matrix products
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, activation: torch.dtype = torch.float32
+        self, weight: HeldWeight, bias: Tensor | None = None, activation: torch.dtype = torch.float32
     ) -> PackedLinear:
-        """Lays a weight [out_size, in_size] out for `linear`; its values stay what they are.
+        """Lays a weight out for `linear`; its values stay what they are.
+
+        Codes take 4 bits where there are at most 16 of them, and their scales and minima the narrowest dtype that holds
+        all.
 
         Args:
-            weight: of any dtype that kernels know.
+            weight: of float8, without NaN.
             bias: [out_size] float32.
-            activation: what `linear` rounds its input to: float32, or bfloat16 where the weight is of that.
+            activation: what `linear` rounds its input to over floats of 16 or 32 bits: float32, or bfloat16 where the
+                weight is of that.
 
         Raises:
-            ValueError: shapes, strides or dtypes do not fit.
+            ValueError: shapes, strides or dtypes do not fit, or groups have no `unit_size`.
         """
-        out_size, in_size = weight.shape
-        check("weight", weight, weight.dtype, (out_size, in_size))
+        element, (out_size, in_size) = weight.element, weight.values.shape
+        check("values", weight.values, element, (out_size, in_size))
         check("bias", bias, torch.float32, (out_size,))
-        if weight.dtype not in _HELD:
-            raise ValueError(f"{weight.dtype} has no kernels; use one of {', '.join(map(str, _HELD))}")
-        if activation not in (torch.float32, weight.dtype) or activation not in _ACTIVATIONS:
-            raise ValueError(f"activations of {activation} do not fit a weight of {weight.dtype}")
-        empty = PackedLinear(torch.empty(0, dtype=weight.dtype), bias, in_size, out_size, activation)
-        panels = torch.empty(self.library.packed_bytes(empty.layer) // weight.itemsize, dtype=weight.dtype)
-        self._call("pack_linear", weight.dtype, weight, panels, in_size, out_size, torch.get_num_threads())
+        if element not in _OVER:
+            raise ValueError(f"{element} has no kernels; use one of {', '.join(map(str, _OVER))}")
+        activation = activation if weight.scale is None else _OVER[element][0]
+        if activation not in _OVER[element]:
+            raise ValueError(f"activations of {activation} do not fit a weight of {element}")
+        if not _is_narrow(weight):
+            weight = weight.without_factors()
+        empty = PackedLinear(
+            torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, activation, self._format_of(weight)
+        )
+        panels = torch.empty(self.library.packed_bytes(empty.layer), dtype=torch.uint8)
+        source = Structure("held_weight", group_size=weight.group_size, **weight.parts())
+        self._call("pack_linear", empty.layer, source.at, panels, torch.get_num_threads())
         return replace(empty, panels=panels)
+
+    def _format_of(self, weight: HeldWeight) -> PanelFormat:
+        """The panels that hold a weight exactly in the fewest bits."""
+        element, values = weight.element, weight.values
+        if weight.scale is None:
+            return PanelFormat(element)
+        unit = unit_size(element, weight.group_size, values.shape[1])
+        if not unit:
+            raise ValueError(f"groups of {weight.group_size} of {values.shape[1]} inputs have no panels")
+        if element == FLOAT8:
+            return PanelFormat(element, unit)
+        table = torch.zeros(16, dtype=torch.int8)
+        bits = self.library.find_codes(address_of(values), values.numel(), address_of(table), torch.get_num_threads())
+        floats = [part for part in (weight.scale, weight.minimum) if part is not None]
+        dtypes = _FLOAT_SCALES if weight.scale_factor is None else (torch.int8,)
+        return PanelFormat(
+            element,
+            unit,
+            bits,
+            scale_dtype=next(dtype for dtype in dtypes if all(_holds(dtype, part) for part in floats)),
+            has_minima=weight.minimum is not None,
+            table=tuple(table.tolist()) if bits == 4 else (),
+            has_zeros=weight.zero is not None,
+        )
 
     def can_gate(self, packed: PackedLinear) -> bool:
         """Say whether a product's first half of outputs can gate the second within the product."""
         return bool(self.library.is_gateable(packed.layer))
 
-    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
-        """Lays a quantised weight out for `linear`, in the fewest bits that hold it exactly.
-
-        Codes take 4 bits where there are at most 16 of them, and scales and minima the narrowest dtype that holds all.
-
-        Raises:
-            ValueError: shapes, strides or dtypes do not fit.
-        """
-        out_size, in_size = weight.codes.shape
-        check("bias", bias, torch.float32, (out_size,))
-        if not _is_narrow(weight):
-            weight = weight.without_factors()
-        source = Structure("quantized_weight", group_size=weight.group_size, **weight.parts())
-        empty = PackedLinear(
-            torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, torch.int8, self._choose_panels(weight)
-        )
-        return self._fill("pack_quantized", empty, source)
-
-    def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
+    def quantize(self, values: Tensor, bits: int) -> HeldWeight:
         """Rounds float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.quantized`.
 
         Raises:
@@ -144,45 +167,7 @@ class CpuKernels:
         codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
         scale = torch.empty(num_rows, num_columns // GROUP_SIZE)
         self._call("quantize", values, scale.numel(), bits, codes, scale, torch.get_num_threads())
-        return QuantizedWeight(codes, round_scale(scale), None, GROUP_SIZE)
-
-    def pack_float8(self, weight: Float8Weight, bias: Tensor | None = None) -> PackedLinear:
-        """Lays a weight of float8 without NaN out for `linear`, which rounds its input to bfloat16.
-
-        Raises:
-            ValueError: shapes, strides or dtypes do not fit, or the weight has no `unit_size`.
-        """
-        out_size, in_size = weight.values.shape
-        check("values", weight.values, torch.float8_e4m3fn, (out_size, in_size))
-        check("scale", weight.scale, torch.float32, (out_size, -(-in_size // weight.block_size)))
-        check("bias", bias, torch.float32, (out_size,))
-        if not (unit := unit_size(weight.block_size, in_size)):
-            raise ValueError(f"blocks of {weight.block_size} of {in_size} inputs have no panels")
-        empty = PackedLinear(
-            torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, torch.bfloat16, float8_unit=unit
-        )
-        source = Structure("float8_weight", values=weight.values, scale=weight.scale, block_size=weight.block_size)
-        return self._fill("pack_float8", empty, source)
-
-    def _fill(self, pack: str, empty: PackedLinear, source: Structure) -> PackedLinear:
-        """With the panels that a function of the library packs."""
-        panels = torch.zeros(self.library.packed_bytes(empty.layer), dtype=torch.uint8)
-        self._call(pack, empty.layer, source.at, panels, torch.get_num_threads())
-        return replace(empty, panels=panels)
-
-    def _choose_panels(self, weight: QuantizedWeight) -> QuantizedPanels:
-        table, codes = torch.zeros(16, dtype=torch.int8), weight.codes
-        bits = self.library.find_codes(address_of(codes), codes.numel(), address_of(table), torch.get_num_threads())
-        floats = [values for values in (weight.scale, weight.minimum) if values is not None]
-        dtypes = _FLOAT_SCALES if weight.scale_factor is None else (torch.int8,)
-        return QuantizedPanels(
-            bits=bits,
-            group_size=16 if weight.group_size % 32 else 32,
-            scale_dtype=next(dtype for dtype in dtypes if all(_holds(dtype, values) for values in floats)),
-            has_minima=weight.minimum is not None,
-            table=tuple(table.tolist()) if bits == 4 else (),
-            has_zeros=weight.zero is not None,
-        )
+        return HeldWeight(codes, round_scale(scale), GROUP_SIZE)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x W^T + b in float32: [T, in_size] to [T, out_size]. What a row gives depends on no other row.
@@ -332,7 +317,7 @@ def _passed(argument: Any) -> Any:
     return address_of(argument) if argument is None or isinstance(argument, Tensor) else argument
 
 
-def _is_narrow(weight: QuantizedWeight) -> bool:
+def _is_narrow(weight: HeldWeight) -> bool:
     """Whether panels can hold scales and minima as integers of 8 bits, and their factors."""
     integers = [values for values in (weight.scale, weight.minimum) if values is not None]
     factors = [values for values in (weight.scale_factor, weight.minimum_factor) if values is not None]

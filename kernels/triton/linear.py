@@ -5,8 +5,7 @@ scale multiplies the sum, not the weights. A program holds its product transpose
 of the first operand, which processors take from registers (as Marlin does: Frantar et al., 2024,
 https://arxiv.org/abs/2408.11743).
 
-Specification: `dequantized()` of `pagewire.kernels.quantized.QuantizedWeight` and of
-`pagewire.kernels.float8.Float8Weight`.
+Specification: `dequantized()` of `pagewire.kernels.weight.HeldWeight`.
 """
 
 import math
@@ -20,12 +19,10 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.float8 import Float8Format, Float8Weight
-from pagewire.kernels.quantized import GROUP_UNIT, QuantizedFormat, QuantizedWeight
 from pagewire.kernels.triton.experts import Assignment
 from pagewire.kernels.triton.launching import FLOATS, INTERPRETED, Strided, check_tensor, operand
+from pagewire.kernels.weight import FLOAT8, GROUP_UNIT, HeldFormat, HeldWeight
 
-E4M3 = torch.float8_e4m3fn
 _MAX_DEPTH = 64  # inputs of a product at most
 _NUM_PROGRAMS = 2 * 132  # that keep the processors of an H200 busy
 
@@ -86,7 +83,7 @@ class PackedWeight:
 
     @property
     def is_float(self) -> bool:
-        return self.codes.dtype == E4M3
+        return self.codes.dtype == FLOAT8
 
 
 class LinearTile(NamedTuple):
@@ -111,29 +108,25 @@ _TILES = {
 }
 
 
-def can_pack(format: QuantizedFormat | Float8Format, in_size: int) -> bool:
-    """Whether `pack` takes weights of this format: groups are of 16 inputs or multiples of that, or whole rows."""
-    size = format.block_size if isinstance(format, Float8Format) else format.group_size
-    return size >= in_size or not size % GROUP_UNIT
+def can_pack(group_size: int, in_size: int) -> bool:
+    """Whether `pack` takes such weights: groups are of 16 inputs or multiples of that, or whole rows."""
+    return group_size >= in_size or not group_size % GROUP_UNIT
 
 
-def num_bytes(format: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
+def num_bytes(format: HeldFormat, out_size: int, in_size: int) -> int:
     """What a packed weight of this format takes at most: whether float16 holds its scales, only these tell.
 
     Codes of 4 bits are taken to be so in all rows alike: with those of other weights below them they may take 8.
     """
-    if isinstance(format, Float8Format):
-        group_size, bits, num_scales, has_zeros = format.block_size, 8, 1, False
-    else:
-        group_size, bits, num_scales = format.group_size, 4 if format.bits <= 4 else 8, 1 + format.has_minima
-        has_zeros = format.has_zeros or bits == 4  # codes around anything get some
+    bits, group_size = 4 if format.bits <= 4 else 8, format.group_size
     num_groups, depth = -(-in_size // group_size), _depth(group_size, in_size)
     of_codes = -(-in_size // (depth * 8 // bits)) * depth
+    has_zeros = format.has_zeros or bits == 4  # codes around anything get some
     of_zeros = -(-num_groups // 4) * 4 if has_zeros else 0
-    return out_size * (of_codes + 4 * num_groups * num_scales + of_zeros)
+    return out_size * (of_codes + 4 * num_groups * (1 + format.has_minima) + of_zeros)
 
 
-def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> PackedWeight:
+def pack(weight: HeldWeight, device: torch.device) -> PackedWeight:
     """Lays out a weight for the kernel, on the device.
 
     Codes take 4 bits where all differ by less than 16, or all are twice E2M1 numbers and nothing stands for 0 but 0.
@@ -141,21 +134,23 @@ def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> Packed
     Raises:
         ValueError: groups are neither of multiples of 16 inputs nor of whole rows.
     """
-    if isinstance(weight, Float8Weight):
-        in_size = weight.values.shape[1]
-        if not can_pack(Float8Format(weight.block_size), in_size):
-            raise ValueError(
-                f"blocks of {weight.block_size} of {in_size} inputs are not served; make them a multiple of "
-                f"{GROUP_UNIT}, or whole rows"
-            )
-        values = _fill_up(weight.values.view(torch.uint8).to(device), _depth(weight.block_size, in_size)).view(E4M3)
-        return PackedWeight(values, _pack_scales(weight.scale, device), None, None, weight.block_size, in_size)
-    weight = weight.without_factors()
-    minimum = None if weight.minimum is None else _pack_scales(weight.minimum, device)
-    zero = None if weight.zero is None else _to_words(weight.zero.to(device))
-    codes, scale = weight.codes.to(device), _pack_scales(weight.scale, device)
-    packed = PackedWeight(codes, scale, zero, minimum, weight.group_size, codes.shape[1])
-    return _encode(packed, codes)
+    in_size = weight.values.shape[1]
+    if not can_pack(weight.group_size, in_size):
+        raise ValueError(
+            f"groups of {weight.group_size} of {in_size} inputs are not served; make them a multiple of {GROUP_UNIT}, "
+            "or whole rows"
+        )
+    parts = {name: part.to(device) for name, part in weight.without_factors().parts().items()}
+    zero, minimum = parts.get("zero"), parts.get("minimum")
+    packed = PackedWeight(
+        parts["values"],
+        _pack_scales(parts["scale"]),
+        None if zero is None else _to_words(zero),
+        None if minimum is None else _pack_scales(minimum),
+        weight.group_size,
+        in_size,
+    )
+    return _ENCODERS[weight.element](packed, parts["values"])
 
 
 def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, output: Tensor | None = None) -> Tensor:
@@ -371,8 +366,7 @@ def _from_words(words: Tensor) -> Tensor:
     return words.transpose(-2, -3).flatten(-2)
 
 
-def _pack_scales(scales: Tensor, device: torch.device) -> Tensor:
-    scales = scales.to(device)
+def _pack_scales(scales: Tensor) -> Tensor:
     halves = scales.half()
     is_exact = bool((halves.float() == scales).all())
     return _to_words(halves if is_exact else scales)
@@ -396,6 +390,13 @@ def _encode(packed: PackedWeight, codes: Tensor) -> PackedWeight:
         nibbles = sizes.clamp(max=4) + (sizes > 4) + (sizes > 6) + (sizes > 8) + (codes < 0).to(torch.int8) * 8
         return replace(packed, codes=_fold(_fill_up(nibbles.view(torch.uint8), 2 * depth), depth), is_e2m1=True)
     return replace(packed, codes=_fill_up(codes, depth))
+
+
+def _encode_floats(packed: PackedWeight, values: Tensor) -> PackedWeight:
+    return replace(packed, codes=_fill_up(values.view(torch.uint8), packed.depth).view(FLOAT8))
+
+
+_ENCODERS = {torch.int8: _encode, FLOAT8: _encode_floats}  # by a weight's element
 
 
 def _shift_zero(packed: PackedWeight, distance: int) -> Tensor | None:

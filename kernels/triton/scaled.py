@@ -17,18 +17,17 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.scaled import BLOCK, LARGEST, MAX_INPUTS, MIN_SCALE, RoundedRows
 from pagewire.kernels.triton.experts import ProductTile
 from pagewire.kernels.triton.launching import FLOATS, INTERPRETED, Strided, check_tensor
+from pagewire.kernels.weight import FLOAT8, HeldWeight
 
 _BLOCK = tl.constexpr(BLOCK)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 # A float32 of at most 2^22, plus this, is rounded to the nearest integer and to even.
 _ROUNDER = tl.constexpr(1.5 * 2**23)
 _ROUND_TILE = 4096  # elements that a program rounds at a time
-_MIN_CAPABILITY = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
+_MIN_CAPABILITY = {torch.int8: (8, 0), FLOAT8: (8, 9)}
 _LIBRARY_UNIT = 16
 _MIN_LIBRARY_ROWS = 65  # fewer read the weight at the speed of memory by the kernel too
 _ENOUGH_PROGRAMS = 128  # for the 132 processors of an H200
@@ -42,9 +41,7 @@ ScaledPointers = namedtuple("ScaledPointers", "codes scale")
 # it.
 _FEW = {
     torch.int8: (ProductTile(16, 64, 256, 4, 4), ProductTile(16, 32, 256, 4, 5), ProductTile(16, 16, 512, 4, 5)),
-    torch.float8_e4m3fn: (
-        *(ProductTile(16, 64, BLOCK, 4, 6), ProductTile(16, 32, BLOCK, 4, 8), ProductTile(16, 16, BLOCK, 4, 8)),
-    ),
+    FLOAT8: (*(ProductTile(16, 64, BLOCK, 4, 6), ProductTile(16, 32, BLOCK, 4, 8), ProductTile(16, 16, BLOCK, 4, 8)),),
 }
 _MANY = (
     *(ProductTile(128, 128, BLOCK, 8, 4), ProductTile(64, 128, BLOCK, 4, 4), ProductTile(64, 64, BLOCK, 4, 4)),
@@ -78,23 +75,19 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY[dtype]
 
 
-def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> ScaledWeight | None:
+def pack(weight: HeldWeight, device: torch.device) -> ScaledWeight | None:
     """The same weight on the device. None where this kind of product cannot hold it exactly: codes with zeros or
     minima, or several scales in a row; FP8 whose scales are neither one a row nor one a block of 128 by 128."""
-    if isinstance(weight, QuantizedWeight):
-        values, whole = weight.codes, weight.without_factors()
-        if whole.minimum is not None or whole.zero is not None or values.shape[1] > MAX_INPUTS:
-            return None
-        scales = whole.scale
-    else:
-        values, scales = weight.values, weight.scale
-    in_size = values.shape[1]
+    parts, in_size, is_float = weight.without_factors().parts(), weight.values.shape[1], weight.element == FLOAT8
+    values, scales = parts["values"], parts["scale"]
+    if not parts.keys().isdisjoint(("minimum", "zero")) or (in_size > MAX_INPUTS and not is_float):
+        return None
     if torch.equal(scales, scales[:, :1].expand_as(scales)):
         scale, block_size = scales[:, 0].contiguous(), in_size
-    elif isinstance(weight, QuantizedWeight) or (blocks := _scales_of_blocks(weight)) is None:
-        return None
-    else:
+    elif is_float and (blocks := _scales_of_blocks(scales, weight.group_size, *values.shape)) is not None:
         scale, block_size = blocks, BLOCK
+    else:
+        return None
     packed = ScaledWeight(values.to(device).contiguous(), scale.to(device), block_size)
     return replace(packed, has_library=_fits_library(packed) and has_library(device, block_size == BLOCK))
 
@@ -102,7 +95,7 @@ def pack(weight: QuantizedWeight | Float8Weight, device: torch.device) -> Scaled
 def _fits_library(weight: ScaledWeight) -> bool:
     """Whether torch's product takes matrices of this dtype and size: of blocks whole ones, else multiples of 16."""
     unit = BLOCK if weight.scale.dim() == 2 else _LIBRARY_UNIT
-    return weight.values.dtype == torch.float8_e4m3fn and not any(size % unit for size in weight.values.shape)
+    return weight.values.dtype == FLOAT8 and not any(size % unit for size in weight.values.shape)
 
 
 @lru_cache
@@ -111,7 +104,7 @@ def has_library(device: torch.device, is_blocked: bool) -> bool:
     as the kernel does. Which GPUs and versions of CUDA do is not asked: a small product is computed both ways."""
     rows, outputs, inputs = 80, 2 * BLOCK, 2 * BLOCK
     numbers = torch.arange(outputs * inputs, dtype=torch.float32, device=device)
-    values = (numbers * 0.7).sin().view(outputs, inputs).mul(200).to(torch.float8_e4m3fn)
+    values = (numbers * 0.7).sin().view(outputs, inputs).mul(200).to(FLOAT8)
     scale = (2 + torch.arange(4 if is_blocked else outputs, dtype=torch.float32, device=device)) / 1000
     block_size = BLOCK if is_blocked else inputs
     weight = ScaledWeight(values, scale.view(2, 2) if is_blocked else scale, block_size)
@@ -124,11 +117,10 @@ def has_library(device: torch.device, is_blocked: bool) -> bool:
     return bool(((actual - expected).abs() <= expected.abs() / 128 + expected.abs().max() / 10_000).all())
 
 
-def _scales_of_blocks(weight: Float8Weight) -> Tensor | None:
+def _scales_of_blocks(scales: Tensor, group_size: int, out_size: int, in_size: int) -> Tensor | None:
     """[ceil(out_size / 128), ceil(in_size / 128)], dense; None: they differ within a block."""
-    out_size, in_size = weight.values.shape
-    unit = gcd(weight.block_size, BLOCK)
-    of_units = weight.scale.repeat_interleave(weight.block_size // unit, 1)[:, : -(-in_size // unit)]
+    unit = gcd(group_size, BLOCK)
+    of_units = scales.repeat_interleave(group_size // unit, 1)[:, : -(-in_size // unit)]
     blocks = of_units[::BLOCK, :: BLOCK // unit].contiguous()
     expanded = blocks.repeat_interleave(BLOCK, 0)[:out_size].repeat_interleave(BLOCK // unit, 1)
     return blocks if torch.equal(expanded[:, : of_units.shape[1]], of_units) else None
@@ -254,7 +246,7 @@ def _check_product(x: Tensor, weight: ScaledWeight, bias: Tensor | None, output_
         raise ValueError(f"the weight has {in_size} inputs; an int32 holds the sums of at most {MAX_INPUTS}")
     shape: tuple[int, ...] = (out_size,)
     block_size = in_size
-    if scale.dim() == 2 and values.dtype == torch.float8_e4m3fn:
+    if scale.dim() == 2 and values.dtype == FLOAT8:
         shape, block_size = (triton.cdiv(out_size, BLOCK), triton.cdiv(in_size, BLOCK)), BLOCK
     check_tensor("scale", scale, shape, torch.float32)
     if weight.block_size != block_size:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.kernels import experts as specification
-from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import BLOCK, QuantizedWeight
 from pagewire.kernels.triton import experts, linear
+from pagewire.kernels.weight import BLOCK, FLOAT8, HeldWeight
 from testing.kernel_checks.case import BenchCase, CompileCase, DeviceCase
 from testing.kernel_checks.decode_attention import strided
 from testing.kernel_checks.experts import TRITON_TYPES
@@ -52,7 +51,7 @@ def held_bytes(packed: linear.PackedWeight) -> int:
     return sum(tensor.nbytes for tensor in there if tensor is not None)
 
 
-def make_weight(layer: Layer, generator: torch.Generator) -> QuantizedWeight | Float8Weight:
+def make_weight(layer: Layer, generator: torch.Generator) -> HeldWeight:
     device, size = generator.device, layer.group_size or layer.in_size
     shape, groups = (layer.out_size, layer.in_size), (layer.out_size, -(-layer.in_size // size))
     integers = partial(torch.randint, generator=generator, device=device)
@@ -68,7 +67,7 @@ def make_weight(layer: Layer, generator: torch.Generator) -> QuantizedWeight | F
         values = (
             integers(-8, 9, shape).float() if layer.is_exact else torch.randn(shape, generator=generator, device=device)
         )
-        return Float8Weight(values.to(linear.E4M3), scale, size)
+        return HeldWeight(values.to(FLOAT8), scale, size)
     if layer.codes == "e2m1":
         codes = _E2M1.to(device)[integers(0, 16, shape)]
     else:
@@ -80,7 +79,7 @@ def make_weight(layer: Layer, generator: torch.Generator) -> QuantizedWeight | F
     if layer.has_factors:
         blocks = (layer.out_size, layer.in_size // BLOCK)
         factors = [numbers(blocks), numbers(blocks) if layer.has_minima else None]
-    return QuantizedWeight(codes, scale, minimum, size, zero, *factors)
+    return HeldWeight(codes, scale, size, minimum, zero, *factors)
 
 
 def make_rows(layer: Layer, num_rows: int, generator: torch.Generator) -> Tensor:
@@ -124,7 +123,7 @@ def check_packed(packed: linear.PackedWeight, layer: Layer, case: str) -> None:
 
 
 def check_product(
-    actual: Tensor, x: Tensor, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, is_exact: bool, case: str
+    actual: Tensor, x: Tensor, weight: HeldWeight, bias: Tensor | None, is_exact: bool, case: str
 ) -> None:
     """Products of operands are exact; their sums are float32, and rounded once. In exact cases nothing else rounds."""
     expected = x.double() @ weight.dequantized().double().T
@@ -139,10 +138,8 @@ def check_product(
     assert bool((error <= limit).all()), f"{case}: off by {float(error.max())}"
 
 
-def magnitudes(weight: QuantizedWeight | Float8Weight) -> Tensor:
+def magnitudes(weight: HeldWeight) -> Tensor:
     """The terms that a weight consists of, summed up without their signs; in float64."""
-    if isinstance(weight, Float8Weight):
-        return weight.dequantized().double().abs()
     whole = weight.without_factors()
     terms = replace(whole, minimum=None).dequantized().double().abs()
     if whole.minimum is not None:
@@ -236,7 +233,7 @@ def _variant(layer: Layer, tile: linear.LinearTile, has_experts: bool = False) -
     device = torch.device("cpu")
     packed = linear.pack(make_weight(layer, torch.Generator().manual_seed(0)), device)
     element = TRITON_TYPES[layer.dtype]
-    types = {torch.uint8: "*u8", torch.int8: "*i8", linear.E4M3: "*fp8e4nv", torch.float16: "*fp16", None: None}
+    types = {torch.uint8: "*u8", torch.int8: "*i8", FLOAT8: "*fp8e4nv", torch.float16: "*fp16", None: None}
     types[torch.float32] = "*fp32"
     parts = (packed.codes, packed.scale, packed.zero, packed.minimum)
     sizes = ["num_slots", "slots_of_row", "in_size", "out_size", "num_units", "num_groups"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.weight import HeldWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of weights, and of the activations that they are multiplied with.
@@ -65,7 +65,7 @@ def random_quantized(seed, rng=None):
         return values.half().float() if kind == "float16" else values
 
     codes = table[torch.randint(0, len(table), (out_size, in_size), generator=generator)]
-    return QuantizedWeight(codes, floats(), floats() if has_minima else None, group_size)
+    return HeldWeight(codes, floats(), group_size, floats() if has_minima else None)
 
 
 def random_activations(seed, num_rows, in_size):
@@ -84,7 +84,7 @@ def with_factors(weight, seed):
         return torch.randint(-128, 128, weight.scale.shape, generator=generator).float()
 
     def factors():
-        return torch.randn(len(weight.codes), weight.codes.shape[1] // 256, generator=generator).half().float()
+        return torch.randn(len(weight.values), weight.values.shape[1] // 256, generator=generator).half().float()
 
     minimum = None if weight.minimum is None else integers()
     minimum_factor = None if minimum is None else factors()
@@ -97,7 +97,7 @@ def compact(seed, bits, group_size, has_minima, has_factors):
     codes = torch.randint(0, 1 << bits, (70, 9 * 256), generator=generator) - (0 if bits == 4 else 128)
     shape = (70, 9 * 256 // group_size)
     scale = torch.randn(shape, generator=generator).half().float()
-    weight = QuantizedWeight(codes.to(torch.int8), scale, scale.flip(0) if has_minima else None, group_size)
+    weight = HeldWeight(codes.to(torch.int8), scale, group_size, scale.flip(0) if has_minima else None)
     if has_factors:
         return with_factors(weight, seed)
     zero = torch.randint(0, 1 << bits, shape, generator=generator) - (0 if bits == 4 else 128)

@@ -12,6 +12,7 @@ from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import write_rows
 from pagewire.kernels.cpu import BuildError, CpuKernels
 from pagewire.kernels.cpu.library import VARIANTS, choose_variant, load_library
+from pagewire.kernels.weight import HeldWeight
 from testing.checkpoints.families import make_checkpoint
 from testing.models import load_model
 from tests.compiler import skip_without_compiler
@@ -69,7 +70,7 @@ def test_every_architecture_has_its_variants():
 @pytest.mark.parametrize("seed", range(3))
 def test_products_are_those_of_avx2_bit_for_bit(emulated, ours, seed, dtype, activation):
     weight, bias, x = random_product(seed, dtype)
-    packed = [each.pack_linear(weight, bias, activation) for each in (emulated, ours)]
+    packed = [each.pack_linear(HeldWeight(weight), bias, activation) for each in (emulated, ours)]
     check_same_products(emulated, packed[0], ours, packed[1], x[: max(NUM_ROWS)])
 
 
@@ -77,8 +78,8 @@ def test_products_are_those_of_avx2_bit_for_bit(emulated, ours, seed, dtype, act
 def test_quantised_products_are_those_of_avx2_bit_for_bit(emulated, ours, seed):
     """Of 8 bits, 4 bits and tables, groups of 16 and 32, with minima and without."""
     weight = random_quantized(seed)
-    x = random_activations(seed, max(NUM_ROWS), weight.codes.shape[1])
-    packed = [each.pack_quantized(weight) for each in (emulated, ours)]
+    x = random_activations(seed, max(NUM_ROWS), weight.values.shape[1])
+    packed = [each.pack_linear(weight) for each in (emulated, ours)]
     check_same_products(emulated, packed[0], ours, packed[1], x)
 
 

@@ -27,6 +27,7 @@ from pagewire.kernels.cpu.library import (
     flags_of,
     sources,
 )
+from pagewire.kernels.weight import HeldWeight
 from tests.compiler import build_variants, first_compiler, skip_without_compiler
 from tests.kernels.paged import paged_attention, store_kv
 from tests.kernels.variants import load_variant
@@ -406,7 +407,7 @@ def test_portable_conversions_are_those_of_torch(cpu_kernels, value):
     for each in (cpu_kernels, load_variant("portable")):
         for dtype in (torch.bfloat16, torch.float16):
             halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 256, 256)
-            values = each.take_rows(each.pack_linear(halves[0]), torch.arange(256))
+            values = each.take_rows(each.pack_linear(HeldWeight(halves[0])), torch.arange(256))
             assert torch.equal(values.nan_to_num(7e8), halves[0].float().nan_to_num(7e8))
             caches = torch.zeros(2, 1, 1, 1, 1, dtype=dtype)
             store_kv(each, *torch.full((2, 1, 1, 1), value), *caches, torch.tensor([0]))

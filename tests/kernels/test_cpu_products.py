@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pagewire.kernels.cpu.library import VARIANTS
-from pagewire.kernels.float8 import Float8Format, Float8Weight, unit_size
-from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight, unit_size
 from tests.kernels.random_products import (
     DTYPES,
     KINDS,
@@ -43,7 +42,7 @@ def error_bound(x, weight):
 @pytest.mark.parametrize("seed", range(8))
 def test_linear(variant, seed, dtype, activation, num_threads):
     weight, bias, x = random_product(seed, dtype)
-    packed = variant.pack_linear(weight, bias, activation)
+    packed = variant.pack_linear(HeldWeight(weight), bias, activation)
     rounded = x.to(activation)
     expected = torch.nn.functional.linear(rounded.double(), weight.double(), None if bias is None else bias.double())
     with threads(num_threads):
@@ -71,7 +70,7 @@ def sums_of_pairs(x, weight):
 def test_bfloat16_is_the_same_on_every_processor(variant, seed):
     weight, bias, x = random_product(seed, torch.bfloat16)
     expected = sums_of_pairs(x.bfloat16(), weight)
-    actual = variant.linear(x, variant.pack_linear(weight, bias, torch.bfloat16))
+    actual = variant.linear(x, variant.pack_linear(HeldWeight(weight), bias, torch.bfloat16))
     assert torch.equal(actual, expected if bias is None else expected + bias)
 
 
@@ -91,7 +90,7 @@ def check_rows(variant, x, packed):
 def test_a_row_depends_on_no_other_row(variant, seed, dtype, activation):
     """What a request gets does not change with who shares its step."""
     weight, bias, x = random_product(seed, dtype)
-    check_rows(variant, x, variant.pack_linear(weight, bias, activation))
+    check_rows(variant, x, variant.pack_linear(HeldWeight(weight), bias, activation))
 
 
 def test_very_many_rows(variant):
@@ -99,7 +98,7 @@ def test_very_many_rows(variant):
     weight = torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = torch.randn(230, 300, generator=torch.Generator().manual_seed(2))
     for activation in (torch.float32, torch.bfloat16):
-        packed = variant.pack_linear(weight, None, activation)
+        packed = variant.pack_linear(HeldWeight(weight), None, activation)
         alone = torch.cat([variant.linear(row[None], packed) for row in x])
         assert torch.equal(variant.linear(x, packed), alone)
 
@@ -110,7 +109,7 @@ def test_nan_and_infinity_come_through(variant, dtype, activation):
     weight = torch.randn(20, 20).to(dtype)
     x[1, 7] = torch.nan
     weight[4, 3] = torch.inf
-    actual = variant.linear(x, variant.pack_linear(weight, None, activation))
+    actual = variant.linear(x, variant.pack_linear(HeldWeight(weight), None, activation))
     assert actual[1].isnan().all()
     others = torch.cat([actual[:1], actual[2:]])
     assert others[:, 4].isinf().all()
@@ -119,9 +118,9 @@ def test_nan_and_infinity_come_through(variant, dtype, activation):
 
 def test_activations_of_bfloat16_need_weights_of_it(cpu_kernels):
     with pytest.raises(ValueError, match=r"activations of torch.bfloat16 do not fit a weight of torch.float16"):
-        cpu_kernels.pack_linear(torch.ones(4, 8).half(), None, torch.bfloat16)
+        cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8).half()), None, torch.bfloat16)
     with pytest.raises(ValueError, match=r"activations of torch.float16 do not fit"):
-        cpu_kernels.pack_linear(torch.ones(4, 8).half(), None, torch.float16)
+        cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8).half()), None, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,20 +128,20 @@ def test_activations_of_bfloat16_need_weights_of_it(cpu_kernels):
 def test_rows_of_packed_weights(variant, seed, dtype):
     weight, bias, _ = random_product(seed, dtype)
     indexes = torch.randint(0, len(weight), (30,), generator=torch.Generator().manual_seed(seed))
-    actual = variant.take_rows(variant.pack_linear(weight, bias), indexes)
+    actual = variant.take_rows(variant.pack_linear(HeldWeight(weight), bias), indexes)
     assert torch.equal(actual, weight[indexes].float())
 
 
 def test_bad_arguments_are_refused(cpu_kernels):
-    packed = cpu_kernels.pack_linear(torch.ones(4, 8))
+    packed = cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8)))
     with pytest.raises(ValueError, match=r"x is torch.float32 \(2, 7\)"):
         cpu_kernels.linear(torch.ones(2, 7), packed)
     with pytest.raises(ValueError, match=r"x is torch.bfloat16"):
         cpu_kernels.linear(torch.ones(2, 8).bfloat16(), packed)
     with pytest.raises(ValueError, match=r"bias is .*must be torch.float32 \(4,\)"):
-        cpu_kernels.pack_linear(torch.ones(4, 8), torch.ones(3))
+        cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8)), torch.ones(3))
     with pytest.raises(ValueError, match="float64 has no kernels"):
-        cpu_kernels.pack_linear(torch.ones(4, 8).double())
+        cpu_kernels.pack_linear(HeldWeight(torch.ones(4, 8).double()))
     with pytest.raises(ValueError, match=r"indexes is torch.int32"):
         cpu_kernels.take_rows(packed, torch.zeros(2, dtype=torch.int32))
 
@@ -171,11 +170,11 @@ def sums_of_groups(x, weight, multiply_add):
     """The order of sums over quantised weights, whose groups' sums are exact: run by run and group by group."""
     codes, scales = round_to_int8(x)
     width = 32 if weight.group_size % 32 == 0 else 16
-    padding = (0, codes.shape[1] * 32 - weight.codes.shape[1])
-    weights = torch.nn.functional.pad(weight.codes, padding).double().unflatten(1, (-1, width))
+    padding = (0, codes.shape[1] * 32 - weight.values.shape[1])
+    weights = torch.nn.functional.pad(weight.values, padding).double().unflatten(1, (-1, width))
     codes = codes.double().flatten(1).unflatten(1, (-1, width))
-    total = run = torch.zeros(len(x), len(weight.codes))
-    for group in range(weight.codes.shape[1] // width):
+    total = run = torch.zeros(len(x), len(weight.values))
+    for group in range(weight.values.shape[1] // width):
         scale = scales[:, group * width // 32]
         source = group * width // weight.group_size
         run = multiply_add((codes[:, group] @ weights[:, group].T).float() * scale, weight.scale[:, source], run)
@@ -194,10 +193,10 @@ def of_variant(variant):
 @pytest.mark.parametrize("seed", range(24))
 def test_quantised_weights_bit_for_bit(variant, seed):
     weight = random_quantized(seed)
-    x = random_activations(seed, 13, weight.codes.shape[1])
-    bias = torch.randn(len(weight.codes), generator=torch.Generator().manual_seed(seed)) if seed % 2 else None
+    x = random_activations(seed, 13, weight.values.shape[1])
+    bias = torch.randn(len(weight.values), generator=torch.Generator().manual_seed(seed)) if seed % 2 else None
     expected = sums_of_groups(x, weight, of_variant(variant))
-    actual = variant.linear(x, variant.pack_quantized(weight, bias))
+    actual = variant.linear(x, variant.pack_linear(weight, bias))
     assert torch.equal(actual, expected if bias is None else expected + bias)
 
 
@@ -205,31 +204,31 @@ def test_quantised_weights_bit_for_bit(variant, seed):
 def test_quantised_weights_are_near_their_formula(variant, seed):
     """What int8 makes of the activations is the only error of more than float32's."""
     weight = random_quantized(100 + seed)
-    x = random_activations(seed, 5, weight.codes.shape[1])
+    x = random_activations(seed, 5, weight.values.shape[1])
     codes, scales = round_to_int8(x)
     rounded = (codes.double() * scales.double()).flatten(1)[:, : x.shape[1]]
     assert ((rounded - x).abs() <= scales.repeat_interleave(32, 1).flatten(1)[:, : x.shape[1]] * 0.501).all()
-    matrix = weight.codes.double().unflatten(1, (-1, weight.group_size)) * weight.scale.double()[..., None]
+    matrix = weight.values.double().unflatten(1, (-1, weight.group_size)) * weight.scale.double()[..., None]
     sizes = matrix.abs()
     if weight.minimum is not None:
         matrix, sizes = matrix - weight.minimum.double()[..., None], sizes + weight.minimum.double().abs()[..., None]
     expected = rounded @ matrix.flatten(1).T
-    error = (variant.linear(x, variant.pack_quantized(weight)).double() - expected).abs()
+    error = (variant.linear(x, variant.pack_linear(weight)).double() - expected).abs()
     assert (error <= 60 * 2.0**-24 * (rounded.abs() @ sizes.flatten(1).T)).all()
 
 
 @pytest.mark.parametrize("seed", range(200, 206))
 def test_a_row_depends_on_no_other_row_over_quantised_weights(variant, seed):
     weight = random_quantized(seed)
-    check_rows(variant, random_activations(seed, 40, weight.codes.shape[1]), variant.pack_quantized(weight))
+    check_rows(variant, random_activations(seed, 40, weight.values.shape[1]), variant.pack_linear(weight))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_spoils_no_other(variant, value):
     """It gives NaN: there is no integer for what it holds."""
     weight = random_quantized(5)
-    x = random_activations(5, 9, weight.codes.shape[1])
-    packed = variant.pack_quantized(weight)
+    x = random_activations(5, 9, weight.values.shape[1])
+    packed = variant.pack_linear(weight)
     expected = variant.linear(x, packed)
     x[4, 7] = value
     actual = variant.linear(x, packed)
@@ -241,8 +240,8 @@ def test_a_row_that_is_not_finite_spoils_no_other(variant, value):
 @pytest.mark.parametrize("seed", range(300, 312))
 def test_packed_codes_are_the_weight(variant, seed):
     weight = random_quantized(seed)
-    indexes = torch.randint(0, len(weight.codes), (30,), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(variant.take_rows(variant.pack_quantized(weight), indexes), weight.dequantized()[indexes])
+    indexes = torch.randint(0, len(weight.values), (30,), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(variant.take_rows(variant.pack_linear(weight), indexes), weight.dequantized()[indexes])
 
 
 COMPACT = [
@@ -261,13 +260,13 @@ COMPACT = [
 def test_compact_weights_bit_for_bit(variant, bits, group_size, has_minima, has_factors):
     """Rows are those of the formula, and products those of the same integers with whole scales, in every order."""
     weight = compact(7, bits, group_size, has_minima, has_factors)
-    packed = variant.pack_quantized(weight)
+    packed = variant.pack_linear(weight)
     assert torch.equal(variant.take_rows(packed, torch.arange(70)), weight.dequantized())
-    x = random_activations(7, 13, weight.codes.shape[1])
+    x = random_activations(7, 13, weight.values.shape[1])
     zero = 0 if weight.zero is None else weight.zero.int().repeat_interleave(group_size, 1)
     plain = weight.without_factors()
     differences = replace(plain, zero=None)
-    object.__setattr__(differences, "codes", weight.codes.int() - zero)
+    object.__setattr__(differences, "values", weight.values.int() - zero)
     assert torch.equal(variant.linear(x, packed), sums_of_groups(x, differences, of_variant(variant)))
     alone = torch.cat([variant.linear(row[None], packed) for row in x])
     assert torch.equal(variant.linear(x, packed), alone)
@@ -281,15 +280,15 @@ def test_compact_weights_take_few_bits(cpu_kernels):
         "zeros": (4, 32, False, False),
     }.items():
         weight = compact(1, *case)
-        panels = cpu_kernels.pack_quantized(weight).panels
-        sizes[name] = panels.numel() * 8 / (96 * weight.codes.shape[1])  # 70 outputs fill three panels of 32
+        panels = cpu_kernels.pack_linear(weight).panels
+        sizes[name] = panels.numel() * 8 / (96 * weight.values.shape[1])  # 70 outputs fill three panels of 32
     if cpu_kernels.variant.startswith("avx512"):
         assert sizes == {"Q4_K": 4.625, "Q6_K": 8.5625, "zeros": 4.75}
 
 
 def test_panels_take_as_little_as_holds_the_weight(cpu_kernels):
     codes = torch.randint(-8, 8, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
-    weight = QuantizedWeight(codes, torch.full((64, 8), 0.75), None, 32)
+    weight = HeldWeight(codes, torch.full((64, 8), 0.75), 32)
     sizes = {}
     for name, changed in {
         "4 bits": weight,
@@ -298,11 +297,11 @@ def test_panels_take_as_little_as_holds_the_weight(cpu_kernels):
         "below all normal powers": replace(weight, scale=torch.full((64, 8), 2.0**-127)),
         "minima": replace(weight, minimum=torch.ones(64, 8)),
         "float32": replace(weight, scale=torch.full((64, 8), 0.1)),
-        "groups of 16": QuantizedWeight(codes, torch.full((64, 16), 0.75), None, 16),
-        "groups of 128": QuantizedWeight(codes, torch.full((64, 2), 0.75), None, 128),
-        "8 bits": replace(weight, codes=codes + torch.arange(64, dtype=torch.int8)[:, None]),
+        "groups of 16": HeldWeight(codes, torch.full((64, 16), 0.75), 16),
+        "groups of 128": HeldWeight(codes, torch.full((64, 2), 0.75), 128),
+        "8 bits": replace(weight, values=codes + torch.arange(64, dtype=torch.int8)[:, None]),
     }.items():
-        packed = cpu_kernels.pack_quantized(changed)
+        packed = cpu_kernels.pack_linear(changed)
         assert torch.equal(cpu_kernels.take_rows(packed, torch.arange(64)), changed.dequantized())
         sizes[name] = packed.panels.numel() * 8 / codes.numel()
     assert sizes == {
@@ -321,19 +320,19 @@ def test_panels_take_as_little_as_holds_the_weight(cpu_kernels):
 def test_quantised_weights_that_do_not_fit_are_refused(cpu_kernels):
     codes, scale = torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2)
     for match, arguments in {
-        r"codes are torch.int32 \(4, 64\)": (codes.int(), scale, None, 32),
-        "groups of 8 are not served": (codes, scale, None, 8),
-        "groups of 48 do not divide 64 inputs": (codes, scale, None, 48),
-        r"scale is torch.float16 \(4, 2\)": (codes, scale.half(), None, 32),
-        r"minimum is torch.float32 \(4, 4\); it must be torch.float32 \(4, 2\)": (codes, scale, torch.ones(4, 4), 32),
+        r"values are torch.int32 \(4, 64\)": (codes.int(), scale, 32),
+        "groups of 8 of 64 inputs have no panels": (codes, scale.repeat(1, 4), 8),
+        "groups of 48 of 64 inputs have no panels": (codes, scale, 48),
+        r"scale is torch.float16 \(4, 2\)": (codes, scale.half(), 32),
+        r"minimum is torch.float32 \(4, 4\); it must be torch.float32 \(4, 2\)": (codes, scale, 32, torch.ones(4, 4)),
     }.items():
         with pytest.raises(ValueError, match=match):
-            QuantizedWeight(*arguments)
-    weight = QuantizedWeight(codes, scale, None, 32)
+            cpu_kernels.pack_linear(HeldWeight(*arguments))
+    weight = HeldWeight(codes, scale, 32)
     with pytest.raises(ValueError, match="bias is"):
-        cpu_kernels.pack_quantized(weight, torch.ones(3))
-    with pytest.raises(ValueError, match=r"codes is .* contiguous"):
-        cpu_kernels.pack_quantized(QuantizedWeight(codes.repeat(1, 2)[:, ::2], scale, None, 32))
+        cpu_kernels.pack_linear(weight, torch.ones(3))
+    with pytest.raises(ValueError, match=r"values is .* contiguous"):
+        cpu_kernels.pack_linear(HeldWeight(codes.repeat(1, 2)[:, ::2], scale, 32))
 
 
 # Floats of 8 bits
@@ -344,24 +343,24 @@ def random_float8(seed):
     shorter."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     in_size = 16 * rng.choice([1, 2, 5, 8, 20, 36, 64])
-    block_size = rng.choice([16, 32, 48, 128, in_size, in_size])
+    group_size = rng.choice([16, 32, 48, 128, in_size, in_size])
     out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
-    print(f"seed {seed}: {in_size} inputs in blocks of {block_size}, {out_size} outputs")
+    print(f"seed {seed}: {in_size} inputs in blocks of {group_size}, {out_size} outputs")
     codes = torch.randint(0, 254, (out_size, in_size), generator=generator, dtype=torch.uint8)
     codes += (codes >= 127).byte()  # neither 127 nor 255, which are NaN
-    scale = 0.01 + torch.rand(out_size, -(-in_size // block_size), generator=generator)
-    return Float8Weight(codes.view(torch.float8_e4m3fn), scale, block_size)
+    scale = 0.01 + torch.rand(out_size, -(-in_size // group_size), generator=generator)
+    return HeldWeight(codes.view(torch.float8_e4m3fn), scale, group_size)
 
 
 def scale_of_inputs(weight):
     """[out_size, in_size]"""
-    return weight.scale.repeat_interleave(weight.block_size, 1)[:, : weight.values.shape[1]]
+    return weight.scale.repeat_interleave(weight.group_size, 1)[:, : weight.values.shape[1]]
 
 
 def sums_of_units(x, weight, multiply_add):
     """The order of sums over float8: that over bfloat16 within a unit, then unit by unit."""
     x, values, total = x.bfloat16().float(), weight.values.float(), torch.zeros(len(x), len(weight.values))
-    unit = unit_size(weight.block_size, x.shape[1])
+    unit = unit_size(FLOAT8, weight.group_size, x.shape[1])
     for start in range(0, x.shape[1], unit):
         sums = torch.zeros_like(total)
         for i in range(start, start + unit, 2):
@@ -377,7 +376,7 @@ def test_float8_bit_for_bit(variant, seed):
     x = random_activations(seed, 13, weight.values.shape[1])
     bias = torch.randn(len(weight.values), generator=torch.Generator().manual_seed(seed)) if seed % 2 else None
     expected = sums_of_units(x, weight, of_variant(variant))
-    actual = variant.linear(x, variant.pack_float8(weight, bias))
+    actual = variant.linear(x, variant.pack_linear(weight, bias))
     assert torch.equal(actual, expected if bias is None else expected + bias)
 
 
@@ -386,7 +385,7 @@ def test_float8_is_near_float64(variant, seed):
     weight = random_float8(seed)
     x = random_activations(seed, 5, weight.values.shape[1]).bfloat16()
     matrix = weight.values.double() * scale_of_inputs(weight).double()
-    error = (variant.linear(x.float(), variant.pack_float8(weight)).double() - x.double() @ matrix.T).abs()
+    error = (variant.linear(x.float(), variant.pack_linear(weight)).double() - x.double() @ matrix.T).abs()
     num_roundings = 128 + 2 * weight.values.shape[1] // 16
     assert (error <= num_roundings * 2.0**-24 * (x.double().abs() @ matrix.abs().T)).all()
 
@@ -394,13 +393,13 @@ def test_float8_is_near_float64(variant, seed):
 @pytest.mark.parametrize("seed", range(430, 436))
 def test_a_row_depends_on_no_other_row_over_float8(variant, seed):
     weight = random_float8(seed)
-    check_rows(variant, random_activations(seed, 40, weight.values.shape[1]), variant.pack_float8(weight))
+    check_rows(variant, random_activations(seed, 40, weight.values.shape[1]), variant.pack_linear(weight))
 
 
 @pytest.mark.parametrize("seed", range(440, 448))
 def test_packed_float8_is_the_weight(variant, seed):
     weight = random_float8(seed)
-    actual = variant.take_rows(variant.pack_float8(weight), torch.arange(len(weight.values)))
+    actual = variant.take_rows(variant.pack_linear(weight), torch.arange(len(weight.values)))
     assert torch.equal(actual, weight.values.float() * scale_of_inputs(weight))
     assert torch.equal(actual, weight.dequantized())
 
@@ -410,15 +409,15 @@ def test_every_float8_is_widened_exactly(variant):
     codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 != 127]
     values = torch.zeros(len(codes), 32, dtype=torch.uint8)
     values[torch.arange(len(codes)), torch.arange(len(codes)) % 32] = codes
-    weight = Float8Weight(values.view(torch.float8_e4m3fn), torch.ones(len(codes), 1), 32)
-    actual = variant.linear(torch.ones(1, 32), variant.pack_float8(weight))
+    weight = HeldWeight(values.view(torch.float8_e4m3fn), torch.ones(len(codes), 1), 32)
+    actual = variant.linear(torch.ones(1, 32), variant.pack_linear(weight))
     assert torch.equal(actual[0], codes.view(torch.float8_e4m3fn).float())
 
 
 def test_nan_and_infinity_come_through_float8(variant):
     weight = random_float8(5)
     x = random_activations(5, 9, weight.values.shape[1])
-    packed = variant.pack_float8(weight)
+    packed = variant.pack_linear(weight)
     expected = variant.linear(x, packed)
     x[4, 7] = torch.nan
     actual = variant.linear(x, packed)
@@ -427,29 +426,29 @@ def test_nan_and_infinity_come_through_float8(variant):
     assert torch.equal(actual[others], expected[others])
 
 
-@pytest.mark.parametrize(("block_size", "expected"), [(128, 8.25), (1024, 8.25), (64, 8.5), (256, 8.25)])
-def test_float8_takes_a_byte_and_its_scales(cpu_kernels, block_size, expected):
-    weight = Float8Weight(torch.zeros(64, 1024).to(torch.float8_e4m3fn), torch.ones(64, 1024 // block_size), block_size)
-    packed = cpu_kernels.pack_float8(weight)
+@pytest.mark.parametrize(("group_size", "expected"), [(128, 8.25), (1024, 8.25), (64, 8.5), (256, 8.25)])
+def test_float8_takes_a_byte_and_its_scales(cpu_kernels, group_size, expected):
+    weight = HeldWeight(torch.zeros(64, 1024).to(torch.float8_e4m3fn), torch.ones(64, 1024 // group_size), group_size)
+    packed = cpu_kernels.pack_linear(weight)
     assert packed.panels.numel() * 8 / weight.values.numel() == expected
-    assert Float8Format(block_size).num_bytes(64, 1024) == packed.panels.numel()
+    assert HeldFormat(FLOAT8, group_size).num_bytes(64, 1024) == packed.panels.numel()
 
 
 def test_float8_weights_of_several_blocks_are_joined():
     weights = [random_float8(seed) for seed in range(40)]
     weights = [weight for weight in weights if weight.values.shape[1] == 320]
-    assert len({weight.block_size for weight in weights}) > 1
-    assert torch.equal(Float8Weight.join(weights).dequantized(), torch.cat([each.dequantized() for each in weights]))
+    assert len({weight.group_size for weight in weights}) > 1
+    assert torch.equal(HeldWeight.join(weights).dequantized(), torch.cat([each.dequantized() for each in weights]))
 
 
 def test_float8_that_does_not_fit_is_refused(cpu_kernels):
     values = torch.zeros(4, 64).to(torch.float8_e4m3fn)
     for match, arguments in {
-        r"values is torch.float32 \(4, 64\)": (values.float(), torch.ones(4, 1), 64),
+        r"values are torch.float32 \(4, 64\)": (values.float(), torch.ones(4, 1), 64),
         r"scale is .*must be torch.float32 \(4, 2\)": (values, torch.ones(4, 1), 32),
-        "blocks of 40 of 64 inputs have no panels": (values, torch.ones(4, 2), 40),
+        "groups of 40 of 64 inputs have no panels": (values, torch.ones(4, 2), 40),
     }.items():
         with pytest.raises(ValueError, match=match):
-            cpu_kernels.pack_float8(Float8Weight(*arguments))
+            cpu_kernels.pack_linear(HeldWeight(*arguments))
     with pytest.raises(ValueError, match="bias is"):
-        cpu_kernels.pack_float8(Float8Weight(values, torch.ones(4, 1), 64), torch.ones(3))
+        cpu_kernels.pack_linear(HeldWeight(values, torch.ones(4, 1), 64), torch.ones(3))

@@ -5,7 +5,8 @@ import numpy as np
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from pagewire.kernels.quantized import MXFP4, QuantizedWeight, mxfp4_codes, mxfp4_scales
+from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
+from pagewire.kernels.weight import HeldWeight
 
 NUM_EXPONENTS = 255  # and one that stands for no number
 BLOCKS = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(NUM_EXPONENTS, 1, 1)
@@ -16,7 +17,7 @@ def every_weight():
     """Each row has an exponent, and all bytes."""
     codes = mxfp4_codes(BLOCKS).view(NUM_EXPONENTS, 512)
     scale = mxfp4_scales(EXPONENTS, codes.unflatten(1, (-1, MXFP4.group_size)))
-    return QuantizedWeight(codes, scale, None, MXFP4.group_size)
+    return HeldWeight(codes, scale, MXFP4.group_size)
 
 
 def test_every_number_is_that_of_transformers():
@@ -38,10 +39,9 @@ def test_panels_hold_every_number(cpu_kernels):
     weight = every_weight()
     for rows, scale_dtype in ((slice(2, None), torch.float8_e8m0fnu), (slice(None), torch.bfloat16)):
         part = weight[torch.arange(NUM_EXPONENTS)[rows]]
-        packed = cpu_kernels.pack_quantized(part)
-        assert packed.quantized is not None
-        assert (packed.quantized.bits, packed.quantized.scale_dtype) == (4, scale_dtype)
-        assert torch.equal(cpu_kernels.take_rows(packed, torch.arange(len(part.codes))), part.dequantized())
+        packed = cpu_kernels.pack_linear(part)
+        assert (packed.format.bits, packed.format.scale_dtype) == (4, scale_dtype)
+        assert torch.equal(cpu_kernels.take_rows(packed, torch.arange(len(part.values))), part.dequantized())
 
 
 def test_groups_of_zeros_need_no_wide_scales(cpu_kernels):
@@ -50,9 +50,8 @@ def test_groups_of_zeros_need_no_wide_scales(cpu_kernels):
     codes = mxfp4_codes(blocks).view(2, 512)
     scale = mxfp4_scales(exponents, codes.unflatten(1, (-1, MXFP4.group_size)))
     assert (scale[:, 3] == 0).all()
-    packed = cpu_kernels.pack_quantized(QuantizedWeight(codes, scale, None, MXFP4.group_size))
-    assert packed.quantized is not None
-    assert packed.quantized.scale_dtype == torch.float8_e8m0fnu
+    packed = cpu_kernels.pack_linear(HeldWeight(codes, scale, MXFP4.group_size))
+    assert packed.format.scale_dtype == torch.float8_e8m0fnu
 
 
 def test_an_exponent_stands_for_no_number():

@@ -427,7 +427,7 @@ def test_the_kernels_multiply_with_what_a_file_means(
         for ours, theirs in zip(modules, expected.modules(), strict=True):
             if isinstance(ours, Linear):
                 assert isinstance(ours.product, CpuProduct)
-                assert ours.product.packed.quantized is not None
+                assert ours.product.packed.format.element == torch.int8
                 held += ours.product.packed.panels.nbytes
                 # Behind the last token of the vocabulary a head's rows stand for nothing.
                 rows = torch.arange(151 - rank * ours.out_sizes[0] if ours is model.head else sum(ours.out_sizes))
@@ -461,5 +461,5 @@ def test_a_weight_whose_groups_shares_would_cut_is_widened(tmp_path: Path, monke
     expected = load_model(plain, dtype=torch.float32, device=cpu, operations=operations, communicator=Rank(1, 2))
     for ours, theirs in zip(unloaded.load().layers, expected.layers, strict=True):
         rows = torch.arange(128)
-        assert ours.mlp.down.product.packed.quantized is None
+        assert ours.mlp.down.product.packed.format.element == torch.float32
         assert torch.equal(ours.mlp.down.product.take_rows(rows), theirs.mlp.down.product.take_rows(rows))

@@ -57,14 +57,14 @@ def test_codes_are_integers_with_a_scale_a_group(type_name: str) -> None:
     rows = random_blocks(type_name, 99, extreme=False)
     decoded = decode_rows(type_name, torch.from_numpy(rows))
     columns = 5 * QUANTIZED[type_name].block_size
-    assert (decoded.codes.dtype, decoded.scale.dtype) == (torch.int8, torch.float32)
-    assert decoded.codes.shape == (7, columns)
+    assert (decoded.values.dtype, decoded.scale.dtype) == (torch.int8, torch.float32)
+    assert decoded.values.shape == (7, columns)
     assert decoded.scale.shape == (7, columns // decoded.group_size)
     assert decoded.group_size % 16 == 0
     if decoded.minimum is not None:
         assert decoded.minimum.shape == decoded.scale.shape
     whole = decoded.without_factors()
-    groups = decoded.codes.unflatten(1, (-1, decoded.group_size)).float() * whole.scale[..., None]
+    groups = decoded.values.unflatten(1, (-1, decoded.group_size)).float() * whole.scale[..., None]
     values = groups if whole.minimum is None else groups - whole.minimum[..., None]
     assert torch.equal(decoded.dequantized(), values.flatten(1))
     assert (decoded.scale_factor is not None) == type_name.endswith("_K")

@@ -360,7 +360,7 @@ def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch,
     path = make_checkpoint(tmp_path, "qwen3", seed=19, dtype=held, tie_word_embeddings=tied)
     operations = host_operations()
     model = models.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
-    dtypes = {module.product.packed.panels.dtype for module in model.modules() if isinstance(module, Linear)}
+    dtypes = {module.product.packed.format.element for module in model.modules() if isinstance(module, Linear)}
     assert dtypes == {getattr(torch, held)}
     model.is_fused = True
     actual = compute_logits(model, random_tokens())

@@ -107,12 +107,12 @@ def test_the_kernels_multiply_with_what_the_weights_mean(tmp_path, monkeypatch, 
         rows = torch.arange(quantized[name].out_size)
         took = [operations.kernels.take_rows(packed[name], rows) for packed in (quantized, plain)]
         assert torch.equal(*took)
-    stays = [packed for packed in quantized.values() if packed.quantized is not None or packed.float8_unit]
+    stays = [packed for packed in quantized.values() if packed.format.group_size]
     keeps_codes = "in act-order" not in case.name and case.name != "FP8 block, odd"
     assert bool(stays) == keeps_codes
     for packed in stays:
-        assert (packed.float8_unit > 0) == case.name.startswith("FP8")
-        assert packed.quantized is None or packed.quantized.bits == (8 if "8" in case.name else 4)
+        assert (packed.format.element == torch.float8_e4m3fn) == case.name.startswith("FP8")
+        assert packed.format.bits == (8 if "8" in case.name else 4)
     actual, expected = (compute_logits(model, random_tokens()) for model in models)
     assert torch.nn.functional.cosine_similarity(actual, expected).min() > 0.995
 
@@ -151,7 +151,7 @@ def test_ranks_keep_their_parts_of_the_codes(tmp_path, monkeypatch, case):
         models = [load_model(path, communicator=ThreadRank(Meeting(2), rank), **options) for path in paths]
         products = [[module.product for module in model.modules() if isinstance(module, Linear)] for model in models]
         for ours, meant, one in zip(*products, whole, strict=True):
-            assert (ours.packed.quantized is None) == (one.packed.quantized is None)
+            assert ours.packed.format.element == one.packed.format.element
             rows = torch.arange(ours.packed.out_size)
             assert torch.equal(ours.take_rows(rows), meant.take_rows(rows))
 

@@ -147,7 +147,7 @@ def test_families_without_gguf_files_are_quantised(tmp_path: Path, family: str) 
     """Rows of heads that stand together in the checkpoint have their codes put in another order."""
     source = make_checkpoint(tmp_path / "model", family, seed=26, dtype="bfloat16")
     quantised, exact = load(source, "int8"), load(source)
-    assert all(product.packed.quantized.bits == 8 for product in products(quantised).values())
+    assert all(product.packed.format.bits == 8 for product in products(quantised).values())
     for name, product in products(exact).items():
         rows = torch.arange(product.packed.out_size)
         meant = load_cpu_kernels().quantize(product.take_rows(rows).float(), 8).dequantized()
@@ -162,7 +162,7 @@ def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, quantization:
     found = products(model)
     for name, router in (("mlp.router", "mlp.gate"), ("mlp.shared_gate", "mlp.shared_expert_gate")):
         packed = found[f"layers.1.{name}"].packed
-        assert (packed.quantized, packed.activation) == (None, torch.float32)
+        assert (packed.format.group_size, packed.activation) == (0, torch.float32)
         rows = found[f"layers.1.{name}"].take_rows(torch.arange(packed.out_size))
         assert torch.equal(rows, stored[f"model.layers.1.{router}.weight"].float())
     for expert in range(8):

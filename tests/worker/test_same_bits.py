@@ -105,7 +105,7 @@ def make_weights(directory: Path, name: str) -> Path:
 
 
 def num_quantized(model) -> int:
-    return sum(packed.quantized is not None for packed in packed_products(model).values())
+    return sum(packed.format.element == torch.int8 for packed in packed_products(model).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

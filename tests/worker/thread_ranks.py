@@ -56,8 +56,8 @@ class KeptProduct:
 class KeepingOperations(Operations):
     """Products that only remember what they would multiply with."""
 
-    def prepare_product(self, weight, bias, computed):
-        return KeptProduct(weight, bias)
+    def prepare_product(self, weight, bias, computed, *, rounds_inputs=False):
+        return KeptProduct(weight.to_floats(computed), bias)
 
 
 def kept(path, size):

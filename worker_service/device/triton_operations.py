@@ -10,15 +10,14 @@ from torch import Tensor
 
 from pagewire.common.network.config import ModelConfig
 from pagewire.kernels.arguments import HeadPreparation
-from pagewire.kernels.float8 import Float8Format, Float8Weight
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from pagewire.kernels.triton import experts, fused, linear, scaled
 from pagewire.kernels.triton.cache import HEAD_DIMS
+from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
 from worker_service.attention.backends.triton import CachedAttend
 from worker_service.models.linear import stack
 from worker_service.models.operations import Attend, DenseProduct, ExpertProduct, Float32Product, Operations, Product
 
-_MIN_FLOAT8_CAPABILITY = (8, 9)  # of a GPU that converts floats of 8 bits
+_MIN_CAPABILITY = {torch.int8: (0, 0), FLOAT8: (8, 9)}  # of a GPU that converts values of an element
 
 
 class TritonOperations(Operations):
@@ -48,39 +47,30 @@ class TritonOperations(Operations):
             return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {config.hidden_size}"
         return None
 
-    def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
-        assert weight.dtype == computed
-        return DenseProduct(weight.to(self._device), bias)
+    def prepare_product(
+        self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
+    ) -> Product:
+        """Inputs are rounded where the weight was made for that, and there is such a product."""
+        if weight.scale is None:
+            return DenseProduct(weight.to_floats(computed).to(self._device), bias)
+        if rounds_inputs and scaled.is_supported(self._device, weight.element):
+            packed = scaled.pack(weight, self._device)
+            if packed is not None:
+                return RoundedProduct(packed, bias)
+        return PackedProduct(linear.pack(weight, self._device), bias, computed)
 
     def float32_product_of(self, product: Product) -> Float32Product | None:
         if isinstance(product, PackedProduct | RoundedProduct):
             return product.to_float32
         return super().float32_product_of(product)
 
-    def holds_quantized(self, stored: QuantizedFormat | Float8Format) -> bool:
+    def holds_quantized(self, stored: HeldFormat) -> bool:
         """Floats of 8 bits need a GPU that converts them; the interpreter does."""
-        if isinstance(stored, Float8Format) and self._device.type == "cuda":
-            return torch.cuda.get_device_capability(self._device) >= _MIN_FLOAT8_CAPABILITY
-        return True
+        needed = _MIN_CAPABILITY[stored.element]
+        return self._device.type != "cuda" or torch.cuda.get_device_capability(self._device) >= needed
 
-    def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
+    def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
         return linear.num_bytes(stored, out_size, in_size)
-
-    def prepare_quantized(
-        self,
-        weight: QuantizedWeight | Float8Weight,
-        bias: Tensor | None,
-        computed: torch.dtype,
-        *,
-        rounds_inputs: bool = False,
-    ) -> Product:
-        """Inputs are rounded where the weight was made for that, and there is such a product."""
-        values_dtype = torch.int8 if isinstance(weight, QuantizedWeight) else torch.float8_e4m3fn
-        if rounds_inputs and scaled.is_supported(self._device, values_dtype):
-            packed = scaled.pack(weight, self._device)
-            if packed is not None:
-                return RoundedProduct(packed, bias)
-        return PackedProduct(linear.pack(weight, self._device), bias, computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return False

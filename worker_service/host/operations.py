@@ -7,8 +7,7 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.cpu import CpuKernels, PackedExperts, PackedLinear
-from pagewire.kernels.float8 import Float8Format, Float8Weight
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product
 
 
@@ -25,7 +24,7 @@ class CpuOperations(Operations):
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
 
-    def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
+    def quantize(self, values: Tensor, bits: int) -> HeldWeight:
         return self.kernels.quantize(values, bits)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -52,35 +51,28 @@ class CpuProducts(CpuOperations):
         """Every bfloat16 and float16 is a float32, so nothing is lost, and half as much is read."""
         return held == computed or (computed == torch.float32 and held in (torch.bfloat16, torch.float16))
 
-    def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
-        packed = self.kernels.pack_linear(weight.contiguous(), floats(bias), computed)
+    def prepare_product(
+        self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
+    ) -> Product:
+        """Inputs are rounded as little as the kernels do with any, whatever the weight was made for."""
+        if weight.scale is None and not self.can_hold(weight.element, computed):
+            weight = HeldWeight(weight.to_floats(computed))
+        packed = self.kernels.pack_linear(weight.with_each(Tensor.contiguous), floats(bias), computed)
         return CpuProduct(self.kernels, packed, computed)
 
     def float32_product_of(self, product: Product) -> Float32Product | None:
         return None
 
-    def holds_quantized(self, stored: QuantizedFormat | Float8Format) -> bool:
+    def holds_quantized(self, stored: HeldFormat) -> bool:
         return True
 
-    def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
+    def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
         return stored.num_bytes(out_size, in_size)
-
-    def prepare_quantized(
-        self,
-        weight: QuantizedWeight | Float8Weight,
-        bias: Tensor | None,
-        computed: torch.dtype,
-        *,
-        rounds_inputs: bool = False,
-    ) -> Product:
-        """Inputs are rounded as little as the kernels do with any, whatever the weight was made for."""
-        if isinstance(weight, Float8Weight):
-            return CpuProduct(self.kernels, self.kernels.pack_float8(weight, floats(bias)), computed)
-        return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, floats(bias)), computed)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         of_each = [None] * len(weights) if biases is None else list(biases)
-        return self.join_experts([self.prepare_product(*each, computed) for each in zip(weights, of_each, strict=True)])
+        each = zip(map(HeldWeight, weights), of_each, strict=True)
+        return self.join_experts([self.prepare_product(weight, bias, computed) for weight, bias in each])
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
         packed = [product.packed for product in products if isinstance(product, CpuProduct)]

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor, nn
 
 from pagewire.common.memory_size import describe_memory
-from pagewire.kernels.cpu import CpuKernels, PackedLinear, QuantizedPanels
+from pagewire.kernels.cpu import CpuKernels, PackedLinear, PanelFormat
 from worker_service.host.operations import CpuExpertProduct, CpuProduct, floats
 from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 
@@ -88,7 +88,7 @@ class PackedCache:
         A folder that cannot be written to is told in a warning.
         """
         packed = dict(chain.from_iterable(starmap(_packed, model.named_modules())))
-        quantized = {name: linear for name, linear in packed.items() if linear.quantized is not None}
+        quantized = {name: linear for name, linear in packed.items() if linear.format.element == torch.int8}
         if self.num_read == len(quantized):
             return
         try:
@@ -131,8 +131,8 @@ class PackedCache:
                 raise ValueError("the file is cut off")
         if xxhash.xxh3_64_hexdigest(buffer) != entry["xxh3"]:
             raise ValueError("it is not what was written")
-        quantized = QuantizedPanels(**{name: _parsed(value) for name, value in entry["quantized"].items()})
-        return PackedLinear(panels, None, entry["in_size"], entry["out_size"], torch.int8, quantized)
+        form = PanelFormat(**{name: _parsed(value) for name, value in entry["format"].items()})
+        return PackedLinear(panels, None, entry["in_size"], entry["out_size"], torch.int8, form)
 
     def _write(self, products: Mapping[str, PackedLinear]) -> None:
         """Write a file under another name first, so that it is whole whenever it is there."""
@@ -140,7 +140,6 @@ class PackedCache:
         entries: dict[str, dict[str, Any]] = {}
         start = 0
         for name, packed in products.items():
-            assert packed.quantized is not None
             size = packed.panels.nbytes
             entries[name] = {
                 "start": start,
@@ -148,7 +147,7 @@ class PackedCache:
                 "xxh3": xxhash.xxh3_64_hexdigest(_bytes(packed.panels)),
                 "in_size": packed.in_size,
                 "out_size": packed.out_size,
-                "quantized": {field: _plain(value) for field, value in asdict(packed.quantized).items()},
+                "format": {field: _plain(value) for field, value in asdict(packed.format).items()},
             }
             start += -(-size // _ALIGNMENT) * _ALIGNMENT
         header = json.dumps({"identity": self._identity, "products": entries}).encode()
@@ -218,7 +217,7 @@ def _bytes(panels: Tensor) -> memoryview:
 
 
 def _plain(value: Any) -> Any:
-    """Make JSON of a field of `QuantizedPanels`; `_parsed` reads it."""
+    """Make JSON of a field of `PanelFormat`; `_parsed` reads it."""
     return str(value) if isinstance(value, torch.dtype) else value
 
 

@@ -17,8 +17,7 @@ from pagewire.common.network.checkpoint_files import (
     read_headers,
 )
 from pagewire.common.network.stacks import StackedPart, Stacks, find_part, unstacked_names
-from pagewire.kernels.float8 import Float8Format, Float8Weight
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from pagewire.kernels.weight import HeldFormat, HeldWeight
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -66,12 +65,12 @@ class Tensors(ABC):
     def copy(self, name: str, piece: Piece) -> None:
         """Fills the target of a piece that has been checked. Raises CheckpointError if a file cannot be read."""
 
-    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
+    def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
         """Return the format of a weight of which `quantized` can read so many inputs; None: it has neither codes in
         groups nor FP8, or that would cut one."""
         return None
 
-    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Float8Weight | Tensor:
+    def quantized(self, name: str, piece: Piece) -> HeldWeight:
         """Return what a piece that has been checked has of a weight in such a format; its target is left alone. It is
         in float32 where, against its format, groups of codes cannot say the same."""
         raise AssertionError(f"{name} is not quantised")

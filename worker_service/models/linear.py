@@ -1,18 +1,14 @@
 """Layers that load their weights: linear ones, laid out as the product likes them, and embeddings."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pagewire.kernels.float8 import Float8Format, Float8Weight
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product
 
-# Rows of a weight or bias.
-_Rows = TypeVar("_Rows", Tensor, QuantizedWeight | Float8Weight)
 # Makes a product, with its bias, of a weight that was quantised and packed at an earlier start.
 KeptProduct = Callable[[Tensor | None], Product]
 
@@ -49,9 +45,9 @@ class Linear(nn.Module):
         self.product: Product | None = None
         self._float32_product: Float32Product | None = None
         # What the weight stays in, where it stays quantised.
-        self.quantized_format: QuantizedFormat | Float8Format | None = None
+        self.quantized_format: HeldFormat | None = None
         self._row_order = row_order
-        self._parts: list[QuantizedWeight | Float8Weight | Tensor] = []
+        self._parts: list[HeldWeight] = []
         self._operations = operations
         self._adds_bias = adds_bias
 
@@ -67,43 +63,33 @@ class Linear(nn.Module):
             return
         dtype = torch.float32 if self.is_float32 else dtype
         bias = self.added_bias()
-        quantized = _join(self._parts)
-        if kept is not None:
-            self.product = kept(bias)
-        elif quantized is not None:
+        if kept is None:
             rounds_inputs = self.quantized_format is not None and self.quantized_format.rounds_inputs
-            self.product = self._operations.prepare_quantized(
-                self._ordered(quantized), bias, dtype, rounds_inputs=rounds_inputs
+            self.product = self._operations.prepare_product(
+                self.take_weight(), bias, dtype, rounds_inputs=rounds_inputs
             )
         else:
-            self.product = self._operations.prepare_product(self._ordered(self._whole(dtype)), bias, dtype)
+            self.product = kept(bias)
         if self._gives_float32:
             self._float32_product = self._operations.float32_product_of(self.product)
-        self.weight, self._parts = None, []
+        self.weight = None
 
-    def take_weight(self, dtype: torch.dtype) -> Tensor:
+    def take_weight(self) -> HeldWeight:
         """Give the weight away, in the order of rows that the product has."""
-        weight = self._ordered(self._whole(dtype))
+        assert self.weight is not None
+        weight = HeldWeight.join(self._parts or [HeldWeight(self.weight.data)])
         self.weight, self._parts = None, []
-        return weight
+        return weight[torch.tensor(self._row_order)] if self._row_order else weight
 
     def added_bias(self) -> Tensor | None:
         """The bias that the product adds."""
-        return self._ordered(self.bias.data) if self.bias is not None and self._adds_bias else None
+        if self.bias is None or not self._adds_bias:
+            return None
+        return self.bias.data[torch.tensor(self._row_order)] if self._row_order else self.bias.data
 
-    def add_part(self, weight: QuantizedWeight | Float8Weight | Tensor) -> None:
+    def add_part(self, weight: HeldWeight) -> None:
         """Take the next projection, in place of rows of the weight."""
         self._parts.append(weight)
-
-    def _ordered(self, rows: _Rows) -> _Rows:
-        return rows[torch.tensor(self._row_order)] if self._row_order else rows
-
-    def _whole(self, dtype: torch.dtype) -> Tensor:
-        assert self.weight is not None
-        if not self._parts:
-            return self.weight.data
-        parts = [part if isinstance(part, Tensor) else part.dequantized() for part in self._parts]
-        return torch.cat([part.to(dtype) for part in parts])
 
     def embedding(self) -> Callable[[Tensor], Tensor] | None:
         """Takes rows of the weight by their indexes, once it is loaded, if its layout is good for that."""
@@ -124,15 +110,6 @@ class Linear(nn.Module):
             return self._float32_product(x, out)
         values = self(x)
         return values.float() if out is None else out.copy_(values)
-
-
-def _join(parts: Sequence[QuantizedWeight | Float8Weight | Tensor]) -> QuantizedWeight | Float8Weight | None:
-    """Return projections of one kind as one; None: they are not, or there are none."""
-    codes = [part for part in parts if isinstance(part, QuantizedWeight)]
-    floats = [part for part in parts if isinstance(part, Float8Weight)]
-    if codes and len(codes) == len(parts):
-        return QuantizedWeight.join(codes)
-    return Float8Weight.join(floats) if floats and len(floats) == len(parts) else None
 
 
 class ExpertLinear(nn.ModuleList):
@@ -174,7 +151,7 @@ class ExpertLinear(nn.ModuleList):
             return
         biases = [linear.added_bias() for linear in self.linears]
         added = [bias for bias in biases if bias is not None]
-        weights = stack([linear.take_weight(dtype) for linear in self.linears])
+        weights = stack([linear.take_weight().values for linear in self.linears])
         self.product = self._operations.prepare_experts(weights, stack(added) if added else None, dtype)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from pagewire.common.network.families import BY_ARCHITECTURE
 from pagewire.common.network.families.family import Family, Split, Weight
 from pagewire.common.network.shard import Shard
 from pagewire.common.network.source import load_config
-from pagewire.kernels.float8 import Float8Format
-from pagewire.kernels.quantized import BITS, GROUP_SIZE, QuantizedFormat
+from pagewire.kernels.quantized import BITS, GROUP_SIZE
+from pagewire.kernels.weight import HeldFormat
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.decoder import Decoder
@@ -221,7 +221,7 @@ class UnloadedModel:
             held, peak=max(held, weights + max([0, *copies, *(tables if self.device.type == "cpu" else [])]))
         )
 
-    def _quantized(self) -> list[tuple[Linear, QuantizedFormat | Float8Format]]:
+    def _quantized(self) -> list[tuple[Linear, HeldFormat]]:
         """The products whose weights stay quantised."""
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         return [(module, module.quantized_format) for module in linears if module.quantized_format is not None]
@@ -262,12 +262,10 @@ class UnloadedModel:
     def describe_dtypes(self) -> str:
         """Say what the weights of products and embeddings are in, which need not be what the model computes in."""
         modules = [module for module in self.model.modules() if isinstance(module, Linear | Embedding)]
-        stored_formats = [stored for _, stored in self._quantized()]
-        codes = {stored.bits for stored in stored_formats if isinstance(stored, QuantizedFormat)}
-        floats = ["float8"] if any(isinstance(stored, Float8Format) for stored in stored_formats) else []
+        stored = {stored.describe() for _, stored in self._quantized()}
         whole = {module.weight.dtype for module in modules if _is_whole(module) and module.weight is not None}
         dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in whole)
-        return " and ".join([*(f"codes of {bits} bits" for bits in sorted(codes)), *floats, *dtypes])
+        return " and ".join([*sorted(stored), *dtypes])
 
     def load(
         self,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.experts import multiply_routed, route_tokens, sum_slots
-from pagewire.kernels.float8 import Float8Format, Float8Weight
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight, quantize
+from pagewire.kernels.quantized import quantize
+from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.rope import rotate
 
 # oneDNN lays a weight out for a number of rows; small batches are where the layout matters.
@@ -56,12 +56,15 @@ class Operations:
         """Whether a weight may stay in the dtype `held` of the checkpoint where the model computes in `computed`."""
         return held == computed
 
-    def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
-        """Lays a weight out for its product, of activations and to outputs of the dtype `computed`."""
-        assert weight.dtype == computed
-        if not self.packs(weight.dtype, weight.device):
-            return DenseProduct(weight, bias)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_NUM_ROWS)
+    def prepare_product(
+        self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
+    ) -> Product:
+        """Lays a weight out for its product, of activations and to outputs of the dtype `computed`, and widens what
+        cannot be held to that. `rounds_inputs`: it was made for inputs that are rounded as it is, which may be done."""
+        floats = weight.to_floats(computed)
+        if not self.packs(computed, floats.device):
+            return DenseProduct(floats, bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(floats, PACKED_NUM_ROWS)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     def float32_product_of(self, product: Product) -> Float32Product | None:
@@ -70,29 +73,17 @@ class Operations:
             return None
         return partial(_multiply_to_float32, product.weight.t())
 
-    def holds_quantized(self, stored: QuantizedFormat | Float8Format) -> bool:
+    def holds_quantized(self, stored: HeldFormat) -> bool:
         """Whether there are products over weights in such a format as they are."""
         return False
 
-    def quantized_bytes(self, stored: QuantizedFormat | Float8Format, out_size: int, in_size: int) -> int:
-        """Estimate the memory that `prepare_quantized` takes for a weight in a format that is held."""
+    def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
+        """Estimate the memory that `prepare_product` takes for a weight in a format that is held."""
         raise NotImplementedError("weights are widened")
 
-    def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
+    def quantize(self, values: Tensor, bits: int) -> HeldWeight:
         """Makes codes of 8 or 4 bits of float32 [rows, columns]: see `pagewire.kernels.quantized`."""
         return quantize(values, bits)
-
-    def prepare_quantized(
-        self,
-        weight: QuantizedWeight | Float8Weight,
-        bias: Tensor | None,
-        computed: torch.dtype,
-        *,
-        rounds_inputs: bool = False,
-    ) -> Product:
-        """Lays a quantised weight out for its product, where `holds_quantized`. `rounds_inputs`: it was made for inputs
-        that are rounded as it is, which may be done."""
-        raise NotImplementedError("weights are widened")
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         """Lays weights [num_experts, out_size, in_size], and biases [num_experts, out_size], out as `prepare_product`
@@ -101,7 +92,7 @@ class Operations:
         return lambda x, ids: multiply(x, weights, ids, biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """The product of experts of which each has one, of `prepare_quantized`, that are needed no more."""
+        """The product of experts of which each has one, of a weight that `holds_quantized`, that are needed no more."""
         raise NotImplementedError("weights are widened")
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from pagewire.common.network.quantization import WeightFormat
-from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import GROUP_UNIT, MXFP4, QuantizedWeight, mxfp4_codes, mxfp4_scales
-
-# What a weight is decoded to. A tensor is of float32: no groups of whole numbers say the same.
-DecodedWeight = QuantizedWeight | Float8Weight | Tensor
+from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
+from pagewire.kernels.weight import HeldWeight
 
 _SCALES = ("F32", "BF16", "F16")
 _NO_NUMBER = 0x7F  # in float8_e4m3fn, whatever its sign
@@ -128,7 +125,7 @@ def _num_blocks(size: int, block: int) -> int:
     return -(-size // block) if block else 1
 
 
-def decode(weight_format: WeightFormat, tensors: Mapping[str, Tensor], out_size: int, in_size: int) -> DecodedWeight:
+def decode(weight_format: WeightFormat, tensors: Mapping[str, Tensor], out_size: int, in_size: int) -> HeldWeight:
     """Return the weight [out, in] that the tensors of `stored_tensors` make up.
 
     Raises FaultyTensorError if one holds what it cannot.
@@ -162,7 +159,7 @@ def decode(weight_format: WeightFormat, tensors: Mapping[str, Tensor], out_size:
 
 def _decode_compressed(
     weight_format: WeightFormat, tensors: Mapping[str, Tensor], out_size: int, in_size: int
-) -> DecodedWeight:
+) -> HeldWeight:
     bits, stored_scale = weight_format.bits, tensors["weight_scale"]
     _check_scale("weight_scale", stored_scale)
     shape = tensors.get("weight_shape")
@@ -180,7 +177,7 @@ def _decode_compressed(
     return _assemble(codes, scale, zeros, _column_groups("weight_g_idx", tensors, scale.shape[1]))
 
 
-def _decode_float8(weight_format: WeightFormat, tensors: Mapping[str, Tensor]) -> Float8Weight:
+def _decode_float8(weight_format: WeightFormat, tensors: Mapping[str, Tensor]) -> HeldWeight:
     values = tensors["weight"]
     kind, stored_scale = next((kind, tensor) for kind, tensor in tensors.items() if kind != "weight")
     scale = stored_scale.float()
@@ -190,14 +187,14 @@ def _decode_float8(weight_format: WeightFormat, tensors: Mapping[str, Tensor]) -
     if values.numel() and (values.view(torch.uint8) & 0x7F).max() == _NO_NUMBER:
         raise FaultyTensorError("weight", "holds values that are no numbers")
     out_size, in_size = values.shape
-    return Float8Weight(values, _by_row(scale, weight_format, out_size), weight_format.columns or in_size)
+    return HeldWeight(values, _by_row(scale, weight_format, out_size), weight_format.columns or in_size)
 
 
-def _decode_mxfp4(tensors: Mapping[str, Tensor], out_size: int, in_size: int) -> QuantizedWeight:
+def _decode_mxfp4(tensors: Mapping[str, Tensor], out_size: int, in_size: int) -> HeldWeight:
     codes = mxfp4_codes(tensors["blocks"]).view(out_size, in_size)
     scale = mxfp4_scales(tensors["scales"], codes.unflatten(1, (-1, MXFP4.group_size)))
     _check_scale("scales", scale)
-    return QuantizedWeight(codes, scale, None, MXFP4.group_size)
+    return HeldWeight(codes, scale, MXFP4.group_size)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -243,22 +240,21 @@ def _column_groups(kind: str, tensors: Mapping[str, Tensor], num_groups: int) ->
     return None if torch.equal(found, consecutive) else found
 
 
-def _assemble(codes: Tensor, stored_scale: Tensor, zeros: Tensor | None, column_groups: Tensor | None) -> DecodedWeight:
-    """(code - zero) * scale, for codes int8 [out, in], and scales and zeros [out, groups]."""
+def _assemble(codes: Tensor, stored_scale: Tensor, zeros: Tensor | None, column_groups: Tensor | None) -> HeldWeight:
+    """(code - zero) * scale, for codes int8 [out, in], and scales and zeros [out, groups]; floats, where groups are not
+    of neighbours."""
     scale = stored_scale.float().contiguous()
     group_size = codes.shape[1] // scale.shape[1]
     zeros = None if zeros is None or not zeros.any() else zeros.contiguous()
-    if column_groups is None and group_size % GROUP_UNIT == 0:
-        return QuantizedWeight(codes, scale, None, group_size, zeros)
     if column_groups is None:
-        column_groups = torch.arange(codes.shape[1]) // group_size
+        return HeldWeight(codes, scale, group_size, zero=zeros)
     weight = torch.empty(codes.shape)
     for rows in _chunks(*codes.shape):
         chunk = weight[rows].copy_(codes[rows])
         if zeros is not None:
             chunk.sub_(zeros[rows].float().index_select(1, column_groups))
         chunk.mul_(scale[rows].index_select(1, column_groups))
-    return weight
+    return HeldWeight(weight)
 
 
 def _chunks(out_size: int, in_size: int) -> Iterator[slice]:
@@ -267,14 +263,10 @@ def _chunks(out_size: int, in_size: int) -> Iterator[slice]:
         yield slice(start, start + num_rows)
 
 
-def copy_floats(target: Tensor, weight: DecodedWeight) -> None:
+def copy_floats(target: Tensor, weight: HeldWeight) -> None:
     """Fills a tensor [out, in] of any dtype with a weight, dequantised."""
-    if isinstance(weight, Tensor):
-        target.copy_(weight)
-        return
     for rows in _chunks(*target.shape):
-        chunk = part(weight, rows, slice(None))
-        target[rows].copy_(chunk if isinstance(chunk, Tensor) else chunk.dequantized())
+        target[rows].copy_(weight[rows].dequantized())
 
 
 def working_bytes(weight_format: WeightFormat, num_elements: int) -> int:
@@ -283,37 +275,7 @@ def working_bytes(weight_format: WeightFormat, num_elements: int) -> int:
     layout = weight_format.layout
     # The bytes that are read, and the numbers that they become on their way into the order of columns.
     per_element = 2 if layout in ("fp8", "float-quantized", "int-quantized") else 5
-    are_groups_served = layout in ("fp8", "float-quantized") or weight_format.columns % GROUP_UNIT == 0
-    may_be_floats = weight_format.has_ordered_columns or not are_groups_served
     scales = (
         12 * num_elements // weight_format.columns if weight_format.columns else 0
     )  # as stored, and by row in floats
-    return (per_element + (4 if may_be_floats else 0)) * num_elements + scales + chunk
-
-
-def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
-    """Return some outputs and inputs of a weight. Inputs are cut between groups."""
-    if isinstance(weight, Tensor):
-        return weight[rows, columns]
-    if isinstance(weight, Float8Weight):
-        values = weight.values[rows, columns].contiguous()
-        scale = weight.scale[rows, _groups(columns, weight.block_size, weight.scale)].contiguous()
-        return Float8Weight(values, scale, weight.block_size)
-    if columns == slice(None):
-        return weight.with_each(lambda values: values[rows])
-    weight = weight.without_factors()  # whose blocks may be cut
-    groups = _groups(columns, weight.group_size, weight.scale)
-    codes, scale = weight.codes[rows, columns].contiguous(), weight.scale[rows, groups].contiguous()
-    minimum = None if weight.minimum is None else weight.minimum[rows, groups].contiguous()
-    group_size = min(weight.group_size, codes.shape[1])
-    if group_size % GROUP_UNIT:  # a part of a group that is as long as the row
-        codes = codes if weight.zero is None else codes.int() - weight.zero[rows, groups]
-        return codes * scale if minimum is None else codes * scale - minimum
-    zero = None if weight.zero is None else weight.zero[rows, groups].contiguous()
-    return QuantizedWeight(codes, scale, minimum, group_size, zero)
-
-
-def _groups(columns: slice, group_size: int, scale: Tensor) -> slice:
-    if columns == slice(None) or scale.shape[1] == 1:
-        return slice(None)
-    return slice(columns.start // group_size, -(-columns.stop // group_size))
+    return (per_element + (4 if weight_format.has_ordered_columns else 0)) * num_elements + scales + chunk

@@ -8,17 +8,15 @@ import torch
 
 from pagewire.common.network.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from pagewire.common.network.quantization import SECTION, Quantization, QuantizationRule, WeightFormat, unserved
-from pagewire.kernels.float8 import Float8Format, unit_size
-from pagewire.kernels.quantized import GROUP_UNIT, MXFP4, QuantizedFormat
+from pagewire.kernels.quantized import MXFP4
+from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight, unit_size
 from worker_service.models.checkpoint import Checkpoint, Piece, Tensors
 from worker_service.models.packing import (
-    DecodedWeight,
     FaultyTensorError,
     StoredTensor,
     TensorShape,
     copy_floats,
     decode,
-    part,
     stored_tensors,
     working_bytes,
 )
@@ -83,28 +81,23 @@ class QuantizedCheckpoint(Tensors):
         # Without biases of 0 that some GPTQ checkpoints hold for models without any.
         self.names = frozenset(name for name in checkpoint.names if name not in unneeded or checkpoint.read(name).any())
 
-    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
-        """See `Tensors.quantized_format`. There is none of FP8 in blocks that have no panels, and of columns whose
-        groups are not neighbours."""
+    def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
+        """See `Tensors.quantized_format`. There is none of groups that have no panels, and of columns whose groups are
+        not neighbours."""
         kept = self._format_of(name)
         if kept is None or kept.has_ordered_columns:
             return None
-        if kept.layout in ("fp8", "float-quantized"):
-            block_size = kept.columns or in_size
-            return Float8Format(block_size, kept.rounds_inputs) if unit_size(block_size, in_size) else None
-        group_size = kept.columns or in_size
-        if group_size % GROUP_UNIT or in_size % group_size:
+        group_size, is_float = kept.columns or in_size, kept.layout in ("fp8", "float-quantized")
+        element = FLOAT8 if is_float else torch.int8
+        if not unit_size(element, group_size, in_size):
             return None
         if kept.layout == "mxfp4":
             return MXFP4
+        if is_float:
+            return HeldFormat(element, group_size, rounds_inputs=kept.rounds_inputs)
         has_half_scales, has_zeros = not self._has_wide_scales(name), not kept.is_symmetric
-        return QuantizedFormat(
-            kept.bits,
-            group_size,
-            has_half_scales,
-            has_minima=False,
-            has_zeros=has_zeros,
-            rounds_inputs=kept.rounds_inputs,
+        return HeldFormat(
+            element, group_size, kept.bits, has_half_scales, has_zeros=has_zeros, rounds_inputs=kept.rounds_inputs
         )
 
     def stored_names(self, name: str) -> frozenset[str]:
@@ -149,7 +142,7 @@ class QuantizedCheckpoint(Tensors):
             return
         copy_floats(piece.target, self.quantized(name, piece))
 
-    def quantized(self, name: str, piece: Piece) -> DecodedWeight:
+    def quantized(self, name: str, piece: Piece) -> HeldWeight:
         """See `Tensors.quantized`. Raises CheckpointError if a tensor cannot be read, or holds what it cannot."""
         module, weight_format = name.removesuffix(_SUFFIX), self._formats[name.removesuffix(_SUFFIX)]
         out_size, in_size = _whole_shape(piece)
@@ -160,7 +153,7 @@ class QuantizedCheckpoint(Tensors):
             whole = decode(weight_format, tensors, out_size, in_size)
         except FaultyTensorError as error:
             self._refuse(f"{module}.{error.kind}", str(error), error)
-        return part(whole, piece.index[0] if piece.index else slice(None), _columns(piece))
+        return whole[piece.index[0] if piece.index else slice(None)].cut(_columns(piece))
 
     def _has_wide_scales(self, name: str) -> bool:
         module = name.removesuffix(_SUFFIX)

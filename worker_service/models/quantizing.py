@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.kernels.quantized import GROUP_SIZE, QuantizedFormat, QuantizedWeight, quantized_format
+from pagewire.kernels.quantized import GROUP_SIZE, quantized_format
+from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.checkpoint import Piece, Tensors
 
 _CHUNK_ELEMENTS = 1 << 20  # that are read and quantised at once, and whole heads of rows at least
@@ -19,7 +20,7 @@ class QuantizingTensors(Tensors):
     def __init__(
         self,
         source: Tensors,
-        quantize: Callable[[Tensor, int], QuantizedWeight],
+        quantize: Callable[[Tensor, int], HeldWeight],
         bits: Mapping[str, int],
         transposed: frozenset[str],
         head_dim: int,
@@ -69,16 +70,16 @@ class QuantizingTensors(Tensors):
         """See `Tensors.copy`: floats as they are."""
         self._source.copy(name, piece.transposed() if name in self._transposed else piece)
 
-    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
+    def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
         """See `Tensors.quantized_format`."""
         return quantized_format(self._bits[name]) if name in self._bits else None
 
-    def quantized(self, name: str, piece: Piece) -> QuantizedWeight:
+    def quantized(self, name: str, piece: Piece) -> HeldWeight:
         """See `Tensors.quantized`. Raises CheckpointError for numbers that cannot be quantised."""
         out_size, in_size = piece.target.shape
         first = (piece.index[0].start or 0) if piece.index else 0
         codes = torch.empty(out_size, in_size, dtype=torch.int8)
-        scale = torch.empty(out_size, in_size // GROUP_SIZE)
+        whole = HeldWeight(codes, torch.empty(out_size, in_size // GROUP_SIZE), GROUP_SIZE)
         num_rows = max(1, _CHUNK_ELEMENTS // in_size // self._head_dim) * self._head_dim
         for start in range(0, out_size, num_rows):
             rows = slice(start, min(start + num_rows, out_size))
@@ -89,5 +90,6 @@ class QuantizingTensors(Tensors):
                 part = self._quantize(values, self._bits[name])
             except ValueError as error:
                 raise CheckpointError(f"tensor {name} cannot be quantised: {error}") from error
-            codes[rows], scale[rows] = part.codes, part.scale
-        return QuantizedWeight(codes, scale, None, GROUP_SIZE)
+            for kind, values in part.parts().items():
+                whole.parts()[kind][rows] = values
+        return whole

@@ -12,8 +12,7 @@ from pagewire.common.network.checkpoint_files import CheckpointError
 from pagewire.common.network.config import ModelConfig
 from pagewire.common.network.families.family import Split, Weight
 from pagewire.common.network.shard import Shard
-from pagewire.kernels.float8 import Float8Format
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
 
@@ -77,7 +76,7 @@ def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) ->
     num_missing = sum(product.out_sizes) - num_rows if len(product.out_sizes) == 1 else 0
     if num_missing:
         codes = torch.zeros(num_missing, in_size, dtype=torch.int8)
-        product.add_part(QuantizedWeight(codes, torch.zeros(num_missing, 1), None, in_size))
+        product.add_part(HeldWeight(codes, torch.zeros(num_missing, 1), in_size))
 
 
 def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignored: str) -> None:
@@ -142,35 +141,27 @@ def keep_quantized(
     model: nn.Module,
     checkpoint: Tensors,
     table: Iterable[Weight],
-    holds: Callable[[QuantizedFormat | Float8Format], bool],
+    holds: Callable[[HeldFormat], bool],
 ) -> None:
     """Tells the products all of whose weights the checkpoint has as codes, or all in FP8, that they stay so, where that
     can be held: of experts all or none."""
-    found: dict[Linear, list[QuantizedFormat | Float8Format | None]] = {}
+    found: dict[Linear, list[HeldFormat | None]] = {}
     for weight in table:
         module = model.get_submodule(weight.target)
         if isinstance(module, Linear) and module.weight is not None and not module.is_float32:
             stored = checkpoint.quantized_format(f"{weight.source}.weight", module.weight.shape[1])
             found.setdefault(module, []).append(None if weight.is_transposed else stored)
     for module, stored_formats in found.items():
-        codes = [stored for stored in stored_formats if isinstance(stored, QuantizedFormat)]
-        floats = [stored for stored in stored_formats if isinstance(stored, Float8Format)]
-        joined: QuantizedFormat | Float8Format | None = None
-        if len(codes) == len(stored_formats):
-            joined = QuantizedFormat.join(codes)
-        elif len(floats) == len(stored_formats):
-            joined = Float8Format.join(floats)
-        if joined is not None and holds(joined):
-            module.quantized_format = joined
+        known = [stored for stored in stored_formats if stored is not None]
+        if len(known) == len(stored_formats) and len({stored.element for stored in known}) == 1:
+            joined = HeldFormat.join(known)
+            module.quantized_format = joined if holds(joined) else None
     for experts in model.modules():
         if isinstance(experts, ExpertLinear):
-            linears = experts.linears
-            if len({type(linear.quantized_format) for linear in linears}) > 1:
-                for linear in linears:
-                    linear.quantized_format = None
-            for linear in linears:  # slots are multiplied as they are
-                if linear.quantized_format is not None:
-                    linear.quantized_format = replace(linear.quantized_format, rounds_inputs=False)
+            kept = [linear.quantized_format for linear in experts.linears]
+            is_one = len({stored and stored.element for stored in kept}) == 1
+            for linear, stored in zip(experts.linears, kept, strict=True):  # slots are multiplied as they are
+                linear.quantized_format = replace(stored, rounds_inputs=False) if stored and is_one else None
 
 
 def fill_layers(table: Iterable[Weight], config: ModelConfig) -> Iterator[Weight]:

@@ -50,23 +50,16 @@ typedef struct {
   int8_t table[16];  // what 4 bits stand for; products are fastest where that counts upwards from -8 or 0
 } linear_layer;
 
-// A quantised weight as a loader gives it: `QuantizedWeight` of quantized.py.
+// A weight as a loader gives it: `HeldWeight` of weight.py. Of floats of 16 or 32 bits there are values alone.
 typedef struct {
-  const int8_t* codes;          // [out_size, in_size]
-  const float* scale;           // [out_size, in_size / group_size]
+  const void* values;           // [out_size, in_size]
+  const float* scale;           // [out_size, ceil(in_size / group_size)]
   const float* minimum;         // the same, or NULL
   const int8_t* zero;           // the same, or NULL
   const float* scale_factor;    // [out_size, in_size / 256], or NULL
   const float* minimum_factor;  // the same, or NULL
-  int64_t group_size;
-} quantized_weight;
-
-// The same of `Float8Weight` of float8.py.
-typedef struct {
-  const void* values;  // [out_size, in_size] of ELEMENT_FLOAT8_E4M3FN
-  const float* scale;  // [out_size, ceil(in_size / block_size)]
-  int64_t block_size;  // a multiple of the layer's `group_size`, or in_size
-} float8_weight;
+  int64_t group_size;           // a multiple of the layer's, or in_size
+} held_weight;
 
 typedef enum { SCORING_SOFTMAX, SCORING_SIGMOID } scoring_function;  // what logits become
 
@@ -219,12 +212,8 @@ int64_t attend(int64_t element, int64_t cache_element, const attention_step* ste
 
 // Of packed weights, whose panels are not there yet.
 int64_t packed_bytes(const linear_layer* layer);
-// weight: [out_size, in_size], of floats of 16 or 32 bits. What is missing of the last panel and unit is 0.
-int64_t pack_linear(int64_t element, const void* weight, void* panels, int64_t in_size, int64_t out_size,
-                    int64_t num_threads);
-// panels: zeros. The layer's own panels are not looked at.
-int64_t pack_quantized(const linear_layer* layer, const quantized_weight* weight, void* panels, int64_t num_threads);
-int64_t pack_float8(const linear_layer* layer, const float8_weight* weight, void* panels, int64_t num_threads);
+// What is missing of the last panel and unit is 0. The layer's own panels are not looked at.
+int64_t pack_linear(const linear_layer* layer, const held_weight* weight, void* panels, int64_t num_threads);
 // A table that holds the different codes in ascending order, and counts upwards from -8 or 0 if such a one can hold them,
 // which needs no looking up. Returns how many bits a code takes: 4, or, where there are more of them than 16, 8.
 int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t num_threads);

@@ -38,7 +38,7 @@ INLINE void store_scale(int64_t element, char* scales, int64_t index, float valu
 }
 
 // The scales, minima and zeros that an output has in a unit; `first`: the unit's first input.
-static void pack_scales(const linear_layer* layer, const quantized_weight* weight, int64_t output, int64_t first,
+static void pack_scales(const linear_layer* layer, const held_weight* weight, int64_t output, int64_t first,
                         char* scales) {
   const int64_t num_groups = groups_of_unit(layer), size = layer->in_size, element = layer->scale_element;
   int8_t* zeros = (int8_t*)scales + num_groups * PANEL * scale_bytes(layer) * (1 + layer->has_minima);
@@ -52,7 +52,7 @@ static void pack_scales(const linear_layer* layer, const quantized_weight* weigh
 }
 
 // What an output has in a unit.
-static void pack_unit(const linear_layer* layer, const quantized_weight* weight, const uint8_t* indexes, int64_t output,
+static void pack_unit(const linear_layer* layer, const held_weight* weight, const uint8_t* indexes, int64_t output,
                       int64_t unit, char* panel) {
   const int64_t bits = code_bits(layer), size = layer->in_size, first = unit * UNIT_INPUTS, nth = output % PANEL;
   int64_t factors;
@@ -60,7 +60,7 @@ static void pack_unit(const linear_layer* layer, const quantized_weight* weight,
   for (int64_t i = 0; i < UNIT_INPUTS; i++) {
     int is_upper;
     char* byte = codes + code_place(bits, nth, i, &is_upper);
-    const uint8_t code = first + i < size ? (uint8_t)weight->codes[output * size + first + i] : 0;
+    const uint8_t code = first + i < size ? ((const uint8_t*)weight->values)[output * size + first + i] : 0;
     if (bits == 8)
       *byte = (char)(code ^ CODE_OFFSET);
     else
@@ -73,16 +73,17 @@ static void pack_unit(const linear_layer* layer, const quantized_weight* weight,
   if (weight->minimum) store_scale(ELEMENT_FLOAT16, panel + factors, PANEL + nth, weight->minimum_factor[block]);
 }
 
-int64_t pack_quantized(const linear_layer* layer, const quantized_weight* weight, void* panels, int64_t num_threads) {
+static void pack_quantized(const linear_layer* layer, const held_weight* weight, char* panels, int64_t num_threads) {
   const int64_t num_units = ceil_div(layer->in_size, UNIT_INPUTS), bytes = weight_bytes(layer, code_bits(layer));
   uint8_t indexes[256] = {0};
   for (int i = 15; i >= 0; i--) indexes[(uint8_t)layer->table[i]] = (uint8_t)i;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
-  for (int64_t panel = 0; panel < ceil_div(layer->out_size, PANEL); panel++)
+  for (int64_t panel = 0; panel < ceil_div(layer->out_size, PANEL); panel++) {
+    char* own = panels + panel * num_units * bytes;
+    memset(own, 0, (size_t)(num_units * bytes));
     for (int64_t output = panel * PANEL; output < layer->out_size && output < (panel + 1) * PANEL; output++)
-      for (int64_t unit = 0; unit < num_units; unit++)
-        pack_unit(layer, weight, indexes, output, unit, (char*)panels + panel * num_units * bytes);
-  return DONE;
+      for (int64_t unit = 0; unit < num_units; unit++) pack_unit(layer, weight, indexes, output, unit, own);
+  }
 }
 
 int64_t find_codes(const int8_t* codes, int64_t num, int8_t table[16], int64_t num_threads) {

@@ -37,13 +37,14 @@ int64_t norm_rope(int64_t element, void* heads, const void* query_weight, const 
   return DONE;
 }
 
-int64_t pack_linear(int64_t element, const void* weight, void* panels, int64_t in_size, int64_t out_size,
-                    int64_t num_threads) {
-  switch (element) {
-    case ELEMENT_FLOAT32: pack_linear_float(weight, panels, in_size, out_size, num_threads); break;
-    case ELEMENT_BFLOAT16: pack_linear_bfloat16(weight, panels, in_size, out_size, num_threads); break;
-    case ELEMENT_FLOAT16: pack_linear_float16(weight, panels, in_size, out_size, num_threads); break;
-    default: return NO_KERNEL;
+int64_t pack_linear(const linear_layer* layer, const held_weight* weight, void* panels, int64_t num_threads) {
+  const int64_t in_size = layer->in_size, out_size = layer->out_size;
+  switch (layer->element) {
+    case ELEMENT_FLOAT32: pack_linear_float(weight->values, panels, in_size, out_size, num_threads); break;
+    case ELEMENT_BFLOAT16: pack_linear_bfloat16(weight->values, panels, in_size, out_size, num_threads); break;
+    case ELEMENT_FLOAT16: pack_linear_float16(weight->values, panels, in_size, out_size, num_threads); break;
+    case ELEMENT_FLOAT8_E4M3FN: pack_float8(layer, weight, panels, num_threads); break;
+    default: pack_quantized(layer, weight, panels, num_threads);
   }
   return DONE;
 }

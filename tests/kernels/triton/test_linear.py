@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from pagewire.common.network.expert_routing import ExpertRouting
-from pagewire.kernels.float8 import Float8Format, Float8Weight
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from pagewire.kernels.triton import experts, linear
+from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
 from testing.kernel_checks.linear import PACKED, Layer, check_alone, check_experts, check_layer, held_bytes, make_weight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,17 +57,17 @@ def test_a_row_depends_on_no_other(device, codes, num_rows):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_around_anything_take_4_bits(device, codes, dtype):
-    weight = QuantizedWeight(torch.tensor([list(codes)] * 2, dtype=torch.int8), torch.ones(2, 1), None, 16)
+    weight = HeldWeight(torch.tensor([list(codes)] * 2, dtype=torch.int8), torch.ones(2, 1), 16)
     packed = linear.pack(weight, device)
     assert packed.bits == 4
     x = torch.eye(16, device=device).to(dtype)
-    assert linear.multiply(x, packed).T.tolist() == weight.codes.tolist()
+    assert linear.multiply(x, packed).T.tolist() == weight.values.tolist()
 
 
 @pytest.mark.parametrize(("zero", "bits"), [(120, 4), (-120, 8)])
 def test_zeros_around_anything(device, zero, bits):
     codes = torch.arange(-128, -112).char()[None]
-    weight = QuantizedWeight(codes, torch.ones(1, 1), None, 16, torch.tensor([[-zero]], dtype=torch.int8))
+    weight = HeldWeight(codes, torch.ones(1, 1), 16, zero=torch.tensor([[-zero]], dtype=torch.int8))
     packed = linear.pack(weight, device)
     assert packed.bits == bits  # with codes moved by 120, a zero of 120 would be one of 240
     x = torch.eye(16, device=device).to(torch.bfloat16)
@@ -77,7 +76,7 @@ def test_zeros_around_anything(device, zero, bits):
 
 def test_scales_that_no_half_float_holds_stay(device):
     for scale, dtype in ((65504.0, torch.float16), (2.0**17, torch.float32), (0.1, torch.float32)):
-        packed = linear.pack(QuantizedWeight(torch.ones(1, 16).char(), torch.tensor([[scale]]), None, 16), device)
+        packed = linear.pack(HeldWeight(torch.ones(1, 16).char(), torch.tensor([[scale]]), 16), device)
         assert packed.scale.dtype == dtype
         product = linear.multiply(torch.eye(16, device=device)[:1], packed)
         assert product.tolist() == [[torch.tensor(scale).item()]]
@@ -142,10 +141,10 @@ def test_experts_that_differ(device, changes, bits, in_size):
 def test_experts_whose_codes_need_fewer_bits_by_chance(device):
     """Codes of one have no negative ones, and of the other none above 7: all fit the 4 bits around either."""
     low, high = torch.arange(16).char() - 8, torch.arange(16).char() % 8
-    weights = [QuantizedWeight(codes[None], torch.ones(1, 1), None, 16) for codes in (low, high)]
+    weights = [HeldWeight(codes[None], torch.ones(1, 1), 16) for codes in (low, high)]
     joined = linear.join([linear.pack(weight, device) for weight in weights])
     assert (joined.bits, joined.offset) == (4, -8)
-    weights[0] = replace(weights[0], codes=(torch.arange(16).char())[None])
+    weights[0] = replace(weights[0], values=(torch.arange(16).char())[None])
     joined = linear.join([linear.pack(weight, device) for weight in weights])
     assert (joined.bits, joined.offset) == (4, 0)
     assignment = experts.assign(torch.tensor([[0, 1]], device=device), 2, torch.float32)
@@ -217,10 +216,10 @@ def test_memory_is_bounded_by_the_format(device, seed):
         has_minima=is_integer and choose((False, True)),
     )
     print(layer, seed)
-    form: QuantizedFormat | Float8Format = Float8Format(group_size)
+    form = HeldFormat(FLOAT8, group_size)
     if codes != "fp8":
         bits = 8 if codes == "int8" else 4
-        form = QuantizedFormat(bits, group_size, layer.has_half_scales, layer.has_minima, layer.has_zeros)
+        form = HeldFormat(torch.int8, group_size, bits, layer.has_half_scales, layer.has_minima, layer.has_zeros)
     packed = linear.pack(make_weight(layer, torch.Generator(device).manual_seed(seed)), device)
     bound, held = linear.num_bytes(form, out_size, in_size), held_bytes(packed)
     scales = sum(part.nbytes for part in (packed.scale, packed.minimum) if part is not None)
@@ -228,13 +227,13 @@ def test_memory_is_bounded_by_the_format(device, seed):
 
 
 def test_what_cannot_be_packed(device):
-    assert linear.can_pack(Float8Format(48), 100)
-    assert linear.can_pack(Float8Format(40), 40)
-    assert linear.can_pack(QuantizedFormat(4, 16, True, False), 160)
-    assert not linear.can_pack(Float8Format(40), 100)
-    values = torch.zeros(2, 100).to(linear.E4M3)
-    with pytest.raises(ValueError, match="blocks of 40 of 100 inputs are not served; make them a multiple of 16"):
-        linear.pack(Float8Weight(values, torch.ones(2, 3), 40), device)
+    assert linear.can_pack(48, 100)
+    assert linear.can_pack(40, 40)
+    assert linear.can_pack(16, 160)
+    assert not linear.can_pack(40, 100)
+    values = torch.zeros(2, 100).to(FLOAT8)
+    with pytest.raises(ValueError, match="groups of 40 of 100 inputs are not served; make them a multiple of 16"):
+        linear.pack(HeldWeight(values, torch.ones(2, 3), 40), device)
 
 
 @pytest.mark.parametrize("is_e2m1", [False, True])

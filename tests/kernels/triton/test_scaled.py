@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from pagewire.kernels import scaled as specification
-from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.triton import scaled
+from pagewire.kernels.weight import HeldWeight
 from testing.kernel_checks.scaled import (
     FP8,
     KINDS,
@@ -155,27 +154,27 @@ def test_weights_of_int8_are_packed(device):
     generator = torch.Generator().manual_seed(5)
     codes = torch.randint(-128, 128, (6, 512), generator=generator).to(torch.int8)
     scale, ones = torch.rand(6, 1, generator=generator), torch.ones(6, 1)
-    whole = QuantizedWeight(codes, scale, None, 512)
+    whole = HeldWeight(codes, scale, 512)
     for weight in (whole, whole.in_groups_of(64)):
         packed = scaled.pack(weight, device)
         assert packed is not None
         assert (packed.block_size, packed.values.device.type) == (512, device.type)
         assert torch.equal(packed.scale.cpu()[:, None] * packed.values.cpu(), weight.dequantized())
-    factors = QuantizedWeight(codes, scale, None, 512, scale_factor=None)
+    factors = HeldWeight(codes, scale, 512)
     several = torch.rand(6, 8, generator=generator)
     for weight in (
         replace(factors, minimum=ones),
         replace(factors, zero=torch.ones(6, 1, dtype=torch.int8)),
-        QuantizedWeight(codes, several, None, 64),
-        QuantizedWeight(codes, several[:, :4] * 0 + 1, None, 128, None, torch.tensor([[1.0, 2.0]] * 6)),
+        HeldWeight(codes, several, 64),
+        HeldWeight(codes, several[:, :4] * 0 + 1, 128, scale_factor=torch.tensor([[1.0, 2.0]] * 6)),
     ):
         assert scaled.pack(weight, device) is None
-    equal = QuantizedWeight(codes, scale.expand(6, 4).contiguous(), None, 128, None, torch.full((6, 2), 0.3))
+    equal = HeldWeight(codes, scale.expand(6, 4).contiguous(), 128, scale_factor=torch.full((6, 2), 0.3))
     packed = scaled.pack(equal, device)
     assert packed is not None
     assert torch.equal(packed.scale.cpu()[:, None] * packed.values.cpu(), equal.dequantized())
     wide = torch.zeros(1, scaled.MAX_INPUTS + 16, dtype=torch.int8)
-    assert scaled.pack(QuantizedWeight(wide, torch.ones(1, 1), None, wide.shape[1]), device) is None
+    assert scaled.pack(HeldWeight(wide, torch.ones(1, 1), wide.shape[1]), device) is None
 
 
 def test_weights_of_fp8_are_packed(device):
@@ -190,7 +189,7 @@ def test_weights_of_fp8_are_packed(device):
         *((torch.ones(300, 1), 400, (300,)), (of_outputs, 128, (3, 4)), (of_units, 32, (3, 4))),
         (of_outputs[:, [0, 2]], 256, (3, 4)),
     ):
-        weight = Float8Weight(values, scale, block_size)
+        weight = HeldWeight(values, scale, block_size)
         packed = scaled.pack(weight, device)
         assert packed is not None
         assert tuple(packed.scale.shape) == shape
@@ -200,7 +199,7 @@ def test_weights_of_fp8_are_packed(device):
     other_rows[5, 2] += 1
     other_inputs[:, 5] += 1
     for scale, block_size in ((other_rows, 128), (other_inputs, 32), (torch.rand(300, 2, generator=generator), 200)):
-        assert scaled.pack(Float8Weight(values, scale, block_size), device) is None
+        assert scaled.pack(HeldWeight(values, scale, block_size), device) is None
 
 
 def test_no_rows_are_no_error(device):
@@ -241,7 +240,7 @@ def test_torchs_product_takes_many_rows_where_it_agrees(device, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: calls.append(args) or multiply(*args, **kwargs))
     generator = torch.Generator().manual_seed(8)
     values, scale = torch.randn(256, 384, generator=generator).to(FP8), torch.rand(256, 1, generator=generator)
-    weight = scaled.pack(Float8Weight(values, scale, 384), device)
+    weight = scaled.pack(HeldWeight(values, scale, 384), device)
     assert weight.has_library
     assert scaled.has_library(device, True) or device.type == "cpu"
     x = torch.randn(80, 384, generator=generator).bfloat16().to(device)
@@ -255,7 +254,7 @@ def test_torchs_product_takes_many_rows_where_it_agrees(device, monkeypatch):
     calls.clear()
     scaled.multiply(x, weight, torch.zeros(256, device=device))
     scaled.multiply(x, weight, None, torch.float32)
-    odd = scaled.pack(Float8Weight(values[:, :383], scale, 383), device)
+    odd = scaled.pack(HeldWeight(values[:, :383], scale, 383), device)
     assert not odd.has_library
     assert not calls
 
@@ -270,7 +269,7 @@ def test_torchs_product_is_left_alone_where_it_does_not_agree(device, monkeypatc
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     assert not scaled.has_library(device, False)
-    assert not scaled.pack(Float8Weight(torch.ones(128, 128).to(FP8), torch.ones(128, 1), 128), device).has_library
+    assert not scaled.pack(HeldWeight(torch.ones(128, 128).to(FP8), torch.ones(128, 1), 128), device).has_library
 
 
 def test_products_refuse():

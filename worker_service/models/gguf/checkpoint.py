@@ -11,8 +11,7 @@ from torch import Tensor
 from pagewire.common.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufError, config_json
 from pagewire.common.network.checkpoint_files import CheckpointError
 from pagewire.common.network.gguf_files import open_gguf
-from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
-from worker_service.models import packing
+from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.gguf.decoding import decode_rows, is_finite, quantized_format
 
@@ -90,22 +89,17 @@ class GgufCheckpoint(Tensors):
         is_interleaved = architecture == _INTERLEAVED
         self._turned_rows = config_json(self._file)["head_dim"] if is_interleaved else 0
 
-    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
+    def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
         """See `Tensors.quantized_format`."""
         stored = (
             quantized_format(self._file.tensors[self._sources[name].name].type_name) if name in self._sources else None
         )
         return stored if stored is not None and in_size % stored.group_size == 0 else None
 
-    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Tensor:
+    def quantized(self, name: str, piece: Piece) -> HeldWeight:
         """See `Tensors.quantized`."""
-        row_index, *columns = piece.index or (slice(None),)
-        weights = []
-        for rows in self.rows(name, row_index):
-            weight = packing.part(rows, slice(None), *columns) if columns else rows
-            assert isinstance(weight, QuantizedWeight)
-            weights.append(weight)
-        return QuantizedWeight.join(weights)
+        row_index, columns = (*piece.index, slice(None), slice(None))[:2]
+        return HeldWeight.join([rows.cut(columns) for rows in self.rows(name, row_index)])
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`. There is none of quantized weights."""
@@ -145,11 +139,11 @@ class GgufCheckpoint(Tensors):
         row_index, *columns = piece.index or (slice(None),)
         first = 0
         for rows in self.rows(name, row_index):
-            values = rows.dequantized() if isinstance(rows, QuantizedWeight) else rows
-            piece.target[first : first + len(values)].copy_(values[(slice(None), *columns)])
+            values = rows.dequantized()[(slice(None), *columns)]
+            piece.target[first : first + len(values)].copy_(values)
             first += len(values)
 
-    def rows(self, name: str, index: slice = slice(None)) -> Iterator[Tensor | QuantizedWeight]:
+    def rows(self, name: str, index: slice = slice(None)) -> Iterator[HeldWeight]:
         """Yield rows of a tensor as they are stored, some at a time, until all of `index` are there.
 
         Of what makes queries and keys, `index` has whole heads. Raises CheckpointError as `copy` does.
@@ -176,12 +170,12 @@ class GgufCheckpoint(Tensors):
 
     def _decode(
         self, own_name: str, element_type: ElementType, buffer: bytearray, shape: tuple[int, ...], head_dim: int
-    ) -> Tensor | QuantizedWeight:
+    ) -> HeldWeight:
         """Decode whole rows, which the file has in pairs of neighbours if heads have more than one."""
         if not element_type.is_quantized:
             rows = _halved(torch.frombuffer(buffer, dtype=_DTYPES[element_type.name]).view(shape), head_dim)
             # What a file has of 1 + w comes out bit for bit when 1 is added again.
-            return rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows
+            return HeldWeight(rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows)
         weight = decode_rows(element_type.name, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not a number")

@@ -10,44 +10,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels.quantized import MXFP4, QuantizedFormat, QuantizedWeight, mxfp4_codes, mxfp4_scales
+from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
+from pagewire.kernels.weight import HeldFormat, HeldWeight
 
 _CODE_BITS = torch.arange(8, dtype=torch.uint8)
 
 
-def decode_rows(type_name: str, rows: Tensor) -> QuantizedWeight:
+def decode_rows(type_name: str, rows: Tensor) -> HeldWeight:
     """Decode rows of bytes, [rows, bytes of a row]. `type_name` is that of a quantized type that is served."""
     layout = _LAYOUTS[type_name]
     blocks = rows.unflatten(1, (-1, layout.block_bytes))  # [rows, blocks, block_bytes]
     parts = {name: values.flatten(1) for name, values in layout.decode(blocks).items()}
-    return QuantizedWeight(
+    return HeldWeight(
         parts["codes"].view(torch.int8),
         parts["scale"].float(),
-        parts["minimum"].float() if "minimum" in parts else None,
         layout.format.group_size,
+        parts["minimum"].float() if "minimum" in parts else None,
         scale_factor=parts.get("scale_factor"),
         minimum_factor=parts.get("minimum_factor"),
     )
 
 
-def quantized_format(type_name: str) -> QuantizedFormat | None:
+def quantized_format(type_name: str) -> HeldFormat | None:
     """Return what is known of weights of a type; None: it is not quantised."""
     return _LAYOUTS[type_name].format if type_name in _LAYOUTS else None
 
 
-def is_finite(weight: QuantizedWeight) -> bool:
+def is_finite(weight: HeldWeight) -> bool:
     """Return whether scales and minimums are numbers."""
     return all(bool(part.isfinite().all()) for part in weight.parts().values() if part.is_floating_point())
 
 
-# The parts of `QuantizedWeight`, [rows, blocks, how many a block has]. Codes may be bytes, and scales integers.
+# The parts of `HeldWeight`, [rows, blocks, how many a block has]. Codes may be bytes, and scales integers.
 _Parts = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
     block_bytes: int
-    format: QuantizedFormat
+    format: HeldFormat
     decode: Callable[[Tensor], _Parts]
 
 
@@ -120,16 +121,20 @@ def _decode_mxfp4(blocks: Tensor) -> _Parts:
     return {"codes": codes, "scale": mxfp4_scales(blocks[..., 0], codes)[..., None]}
 
 
-def _k_format(bits: int, group_size: int, *, has_minima: bool) -> QuantizedFormat:
-    return QuantizedFormat(bits, group_size, has_half_scales=False, has_minima=has_minima, has_factors=True)
+def _format(bits: int, *, has_minima: bool = False) -> HeldFormat:
+    return HeldFormat(torch.int8, 32, bits, has_half_scales=True, has_minima=has_minima)
+
+
+def _k_format(bits: int, group_size: int, *, has_minima: bool) -> HeldFormat:
+    return HeldFormat(torch.int8, group_size, bits, has_minima=has_minima, has_factors=True)
 
 
 _LAYOUTS = {
-    "Q8_0": _Layout(34, QuantizedFormat(8, 32, has_half_scales=True, has_minima=False), _decode_q8_0),
-    "Q4_0": _Layout(18, QuantizedFormat(4, 32, has_half_scales=True, has_minima=False), _decode_q4_0),
-    "Q4_1": _Layout(20, QuantizedFormat(4, 32, has_half_scales=True, has_minima=True), _decode_q4_1),
-    "Q5_0": _Layout(22, QuantizedFormat(5, 32, has_half_scales=True, has_minima=False), _decode_q5_0),
-    "Q5_1": _Layout(24, QuantizedFormat(5, 32, has_half_scales=True, has_minima=True), _decode_q5_1),
+    "Q8_0": _Layout(34, _format(8), _decode_q8_0),
+    "Q4_0": _Layout(18, _format(4), _decode_q4_0),
+    "Q4_1": _Layout(20, _format(4, has_minima=True), _decode_q4_1),
+    "Q5_0": _Layout(22, _format(5), _decode_q5_0),
+    "Q5_1": _Layout(24, _format(5, has_minima=True), _decode_q5_1),
     "Q4_K": _Layout(144, _k_format(4, 32, has_minima=True), _decode_q4_k),
     "Q5_K": _Layout(176, _k_format(5, 32, has_minima=True), _decode_q5_k),
     "MXFP4": _Layout(17, MXFP4, _decode_mxfp4),
