@@ -176,9 +176,7 @@ def _options() -> str:
 
 def _formats_table() -> str:
     """Of the code's own lists. Whether weights stay as they are is a matter of the operations of a device."""
-    keeps = [
-        operations.holds_quantized is not Operations.holds_quantized for operations in (CpuProducts, TritonOperations)
-    ]
+    keeps = [operations.can_hold is not Operations.can_hold for operations in (CpuProducts, TritonOperations)]
     kept = " | ".join("as they are" if keep else "widened" for keep in keeps)
     floats = [element_type.name for element_type in SERVED_TYPES.values() if not element_type.is_quantized]
     codes = [element_type.name for element_type in SERVED_TYPES.values() if element_type.is_quantized]

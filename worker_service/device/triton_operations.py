@@ -64,10 +64,11 @@ class TritonOperations(Operations):
             return product.to_float32
         return super().float32_product_of(product)
 
-    def holds_quantized(self, stored: HeldFormat) -> bool:
+    def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Floats of 8 bits need a GPU that converts them; the interpreter does."""
-        needed = _MIN_CAPABILITY[stored.element]
-        return self._device.type != "cuda" or torch.cuda.get_device_capability(self._device) >= needed
+        if held not in _MIN_CAPABILITY or self._device.type != "cuda":
+            return held == computed or held in _MIN_CAPABILITY
+        return torch.cuda.get_device_capability(self._device) >= _MIN_CAPABILITY[held]
 
     def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
         return linear.num_bytes(stored, out_size, in_size)

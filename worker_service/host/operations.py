@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.cpu import CpuKernels, PackedExperts, PackedLinear
-from pagewire.kernels.weight import HeldFormat, HeldWeight
+from pagewire.kernels.weight import FLOAT8, HeldWeight
 from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product
 
 
@@ -49,25 +49,20 @@ class CpuProducts(CpuOperations):
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Every bfloat16 and float16 is a float32, so nothing is lost, and half as much is read."""
-        return held == computed or (computed == torch.float32 and held in (torch.bfloat16, torch.float16))
+        is_narrow = computed == torch.float32 and held in (torch.bfloat16, torch.float16)
+        return held == computed or is_narrow or held in (torch.int8, FLOAT8)
 
     def prepare_product(
         self, weight: HeldWeight, bias: Tensor | None, computed: torch.dtype, *, rounds_inputs: bool = False
     ) -> Product:
         """Inputs are rounded as little as the kernels do with any, whatever the weight was made for."""
-        if weight.scale is None and not self.can_hold(weight.element, computed):
+        if not self.can_hold(weight.element, computed):
             weight = HeldWeight(weight.to_floats(computed))
         packed = self.kernels.pack_linear(weight.with_each(Tensor.contiguous), floats(bias), computed)
         return CpuProduct(self.kernels, packed, computed)
 
     def float32_product_of(self, product: Product) -> Float32Product | None:
         return None
-
-    def holds_quantized(self, stored: HeldFormat) -> bool:
-        return True
-
-    def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
-        return stored.num_bytes(out_size, in_size)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         of_each = [None] * len(weights) if biases is None else list(biases)

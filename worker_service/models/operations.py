@@ -53,7 +53,7 @@ class Operations:
     sum_slots = staticmethod(sum_slots)
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        """Whether a weight may stay in the dtype `held` of the checkpoint where the model computes in `computed`."""
+        """Whether a weight may stay in the element `held` of the checkpoint where the model computes in `computed`."""
         return held == computed
 
     def prepare_product(
@@ -75,11 +75,11 @@ class Operations:
 
     def holds_quantized(self, stored: HeldFormat) -> bool:
         """Whether there are products over weights in such a format as they are."""
-        return False
+        return self.can_hold(stored.element, torch.float32)
 
     def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
         """Estimate the memory that `prepare_product` takes for a weight in a format that is held."""
-        raise NotImplementedError("weights are widened")
+        return stored.num_bytes(out_size, in_size)
 
     def quantize(self, values: Tensor, bits: int) -> HeldWeight:
         """Makes codes of 8 or 4 bits of float32 [rows, columns]: see `pagewire.kernels.quantized`."""
