@@ -13,9 +13,13 @@ from typing import Any
 from pagewire.common.gguf import shown
 from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError, read_json
 
-METHODS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4")
-COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
-_BY_NAME_BITS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quantized": (8,)}
+# The layouts of compressed-tensors by the names of its formats: the type of their numbers, how many bits these may
+# have, and whether inputs may be rounded.
+_COMPRESSED = {
+    "pack-quantized": ("int", (4, 8), False),
+    "int-quantized": ("int", (8,), True),
+    "float-quantized": ("float", (8,), True),
+}
 _MAX_SIZE = 1 << 24
 _MAX_PATTERN_CHARS = 10_000
 SECTION = "quantization_config"
@@ -30,7 +34,7 @@ class WeightFormat:
     A scale belongs to a block of `rows` outputs by `columns` inputs; 0 stands for all of them.
     """
 
-    layout: str  # pack-quantized, int-quantized, float-quantized, fp8, awq, gptq, gptq_v2 or mxfp4
+    layout: str  # the name of a `Layout` of the worker
     bits: int
     rows: int
     columns: int
@@ -71,16 +75,9 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(section, Mapping):
         raise unserved(SECTION, section, f"an object with one of {', '.join(METHODS)} as quant_method")
     method = section.get("quant_method")
-    parsers = {
-        "compressed-tensors": _compressed_rules,
-        "awq": _awq_rules,
-        "gptq": _gptq_rules,
-        "fp8": _fp8_rules,
-        "mxfp4": _mxfp4_rules,
-    }
-    if not isinstance(method, str) or method not in parsers:
+    if not isinstance(method, str) or method not in _PARSERS:
         raise unserved("quant_method", method, f"one of {', '.join(METHODS)}, or quantization_config must be unset")
-    rules = tuple(parsers[method](section))
+    rules = tuple(_PARSERS[method](section))
     return Quantization(method, rules) if any(rule.format is not None for rule in rules) else None
 
 
@@ -134,25 +131,24 @@ def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> 
     kind = weights.get("type", "int")
     if layout == "naive-quantized":
         layout = "float-quantized" if kind == "float" else "int-quantized"
-    if not isinstance(layout, str) or layout not in _BY_NAME_BITS:
-        raise unserved("format", layout, f"one of {', '.join(COMPRESSED_FORMATS)}")
-    if kind != ("float" if layout == "float-quantized" else "int"):
-        raise unserved("type", kind, f"{'float' if layout == 'float-quantized' else 'int'} in {layout}")
-    bits = _choice(weights, "num_bits", 8, _BY_NAME_BITS[layout], f" in {layout}")
+    if not isinstance(layout, str) or layout not in _COMPRESSED:
+        raise unserved("format", layout, f"one of {', '.join((*_COMPRESSED, 'naive-quantized', 'mixed-precision'))}")
+    expected_kind, choices, may_round = _COMPRESSED[layout]
+    if kind != expected_kind:
+        raise unserved("type", kind, f"{expected_kind} in {layout}")
+    bits = _choice(weights, "num_bits", 8, choices, f" in {layout}")
     is_symmetric = _flag(weights, "symmetric", True)
-    if layout == "float-quantized" and not is_symmetric:
-        raise unserved("symmetric", is_symmetric, "true in float-quantized")
+    if kind == "float" and not is_symmetric:
+        raise unserved("symmetric", is_symmetric, f"true in {layout}")
     rows, columns = _compressed_block(weights)
     actorder = weights.get("actorder")
     if actorder not in (None, False, "weight", "static", "group", "dynamic"):
         raise unserved("actorder", actorder, "null, weight or group")
     inputs = group.get("input_activations")
-    rounds_inputs = (
-        isinstance(inputs, Mapping)
-        and layout != "pack-quantized"
-        and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, kind)
+    rounds = isinstance(inputs, Mapping) and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, kind)
+    return WeightFormat(
+        layout, bits, rows, columns, is_symmetric, actorder in ("group", "dynamic"), may_round and rounds
     )
-    return WeightFormat(layout, bits, rows, columns, is_symmetric, actorder in ("group", "dynamic"), rounds_inputs)
 
 
 def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
@@ -251,6 +247,14 @@ def _mxfp4_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     yield QuantizationRule(_ANY, WeightFormat("mxfp4", 4, 1, 32))
 
 
+_PARSERS = {
+    "compressed-tensors": _compressed_rules,
+    "awq": _awq_rules,
+    "gptq": _gptq_rules,
+    "fp8": _fp8_rules,
+    "mxfp4": _mxfp4_rules,
+}
+METHODS = tuple(_PARSERS)
 _HEAD = re.compile(r"^lm_head$")
 _ANY = re.compile("")
 

@@ -29,7 +29,7 @@ MAX_STATEMENTS = {
         9_173, "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants"
     ),
     "worker_service": Ceiling(
-        6_204, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
+        6_203, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
     ),
     "pagewire/kernels": Ceiling(
         3_652,

@@ -21,7 +21,7 @@ from testing.models import load_model
 from tests.compiler import skip_without_compiler
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
-from worker_service.models.gguf.checkpoint import GgufCheckpoint
+from worker_service.models.gguf_checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.loading import prepare_model
 from worker_service.models.rope import inverse_frequencies
@@ -210,7 +210,7 @@ def test_parts_of_a_tensor_are_those_of_the_whole(
         "model.layers.0.mlp.down_proj.weight": (slice(None), slice(200, 312)),
     }
     for max_chunk in (1 << 20, 5000, 1):
-        monkeypatch.setattr("worker_service.models.gguf.checkpoint._MAX_CHUNK", max_chunk)
+        monkeypatch.setattr("worker_service.models.gguf_checkpoint._MAX_CHUNK", max_chunk)
         for name, index in cases.items():
             shape = shapes(checkpoints["llama"])[name]
             whole = read(ours, name, shape)

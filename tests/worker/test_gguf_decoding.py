@@ -7,7 +7,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 
 from pagewire.common.gguf import SERVED_TYPES
-from worker_service.models.gguf.decoding import decode_rows, is_finite
+from worker_service.models.layouts.gguf import decode_rows, is_finite
 
 QUANTIZED = {served.name: served for served in SERVED_TYPES.values() if served.is_quantized}
 # Where the float16 numbers of a block stand.
@@ -46,7 +46,7 @@ def random_blocks(type_name: str, seed: int, *, extreme: bool) -> np.ndarray:
 @pytest.mark.parametrize("type_name", QUANTIZED)
 def test_weights_are_those_of_the_format_bit_for_bit(type_name: str, seed: int, extreme: bool) -> None:
     rows = random_blocks(type_name, seed, extreme=extreme)
-    decoded = decode_rows(type_name, torch.from_numpy(rows))
+    decoded = decode_rows(QUANTIZED[type_name], torch.from_numpy(rows))
     expected = gguf.quants.dequantize(rows, GGMLQuantizationType[type_name])
     assert is_finite(decoded)
     assert np.array_equal(decoded.dequantized().numpy().view(np.uint32), expected.view(np.uint32))
@@ -55,7 +55,7 @@ def test_weights_are_those_of_the_format_bit_for_bit(type_name: str, seed: int, 
 @pytest.mark.parametrize("type_name", QUANTIZED)
 def test_codes_are_integers_with_a_scale_a_group(type_name: str) -> None:
     rows = random_blocks(type_name, 99, extreme=False)
-    decoded = decode_rows(type_name, torch.from_numpy(rows))
+    decoded = decode_rows(QUANTIZED[type_name], torch.from_numpy(rows))
     columns = 5 * QUANTIZED[type_name].block_size
     assert (decoded.values.dtype, decoded.scale.dtype) == (torch.int8, torch.float32)
     assert decoded.values.shape == (7, columns)
@@ -76,4 +76,4 @@ def test_a_scale_that_is_no_number_is_seen(type_name: str, start: int, half: int
     rows = random_blocks(type_name, 3, extreme=False)
     at = 2 * QUANTIZED[type_name].block_bytes + start  # of the third block
     rows[6, at : at + 2] = np.array([half], np.uint16).view(np.uint8)
-    assert not is_finite(decode_rows(type_name, torch.from_numpy(rows)))
+    assert not is_finite(decode_rows(QUANTIZED[type_name], torch.from_numpy(rows)))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.common.network.checkpoint_files import CheckpointError, model_digest
-from pagewire.common.network.quantization import parse_quantization
+from pagewire.common.network.quantization import WeightFormat, parse_quantization
 from pagewire.common.network.source import load_config
 from scheduler_service.serving.model_info import read_model_info
 from testing.checkpoints.families import FAMILIES, make_checkpoint
@@ -19,8 +19,9 @@ from testing.models import load_model
 from tests.worker.model_logits import compute_logits, host_operations, packed_products, random_tokens, use_kernels
 from tests.worker.thread_ranks import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig
-from worker_service.models import packing
 from worker_service.models.checkpoint import Checkpoint, Piece
+from worker_service.models.layouts import layout_of
+from worker_service.models.layouts.layout import copy_floats
 from worker_service.models.linear import Linear
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of
 from worker_service.startup.loader import load_worker
@@ -244,17 +245,24 @@ def test_a_worker_says_what_becomes_of_quantised_weights(tmp_path, caplog):
     assert "whatever else is quantised is widened to float32; the model takes " in caplog.text
 
 
+def test_a_layout_without_a_file_is_refused(tmp_path):
+    checkpoint, _ = make_quantized(tmp_path, "llama", BY_NAME["AWQ"], seed=20)
+    name = "model.layers.0.mlp.up_proj"
+    with pytest.raises(CheckpointError, match=rf'^config\.json: .*: {name}\.weight is "q9", but must be in one of .*'):
+        QuantizedCheckpoint(Checkpoint(checkpoint), {name: WeightFormat("q9", 4, 1, 128)})
+
+
 @EVERY_CASE
 def test_decoding_a_weight_takes_no_more_memory_than_was_said(monkeypatch, case):
     """Of what torch allocates beside the target; what is read counts too."""
-    monkeypatch.setattr(packing, "_CHUNK_ELEMENTS", 1 << 14)
+    monkeypatch.setattr("worker_service.models.layouts.layout._CHUNK_ELEMENTS", 1 << 14)
     tensors, _ = case.draw(torch.Generator().manual_seed(19), 256, 4000)
     weight_format = formats_of(parse_quantization({"quantization_config": case.section}), ["model.x"])["model.x"]
-    target = torch.empty(256, 4000)
+    layout, target = layout_of("model.x", weight_format), torch.empty(256, 4000)
     with torch.profiler.profile(profile_memory=True) as profile:
-        packing.copy_floats(target, packing.decode(weight_format, tensors, 256, 4000))
+        copy_floats(target, layout.decode(weight_format, tensors, 256, 4000))
     used = sum(tensor.nbytes for tensor in tensors.values()) + peak_of(profile)
-    said = packing.working_bytes(weight_format, target.numel())
+    said = layout.working_bytes(weight_format, target.numel())
     assert said / 3 < used <= said
 
 

@@ -19,7 +19,7 @@ from pagewire.common.network.checkpoint_files import (
 from pagewire.common.network.stacks import StackedPart, Stacks, find_part, unstacked_names
 from pagewire.kernels.weight import HeldFormat, HeldWeight
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,10 @@ class Piece:
     target: Tensor
     shape: tuple[int, ...] = ()
     index: tuple[slice, ...] = ()
+
+    def rows_and_columns(self) -> tuple[slice, ...]:
+        """Return what to read of a matrix: both."""
+        return (*self.index, slice(None), slice(None))[:2]
 
     def transposed(self) -> "Piece":
         """Return the piece for a checkpoint that holds this matrix transposed."""
@@ -112,7 +116,7 @@ class Checkpoint(Tensors):
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`."""
-        return _DTYPES.get(self.header(name).dtype) if name in self.names else None
+        return DTYPES.get(self.header(name).dtype) if name in self.names else None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """See `Tensors.working_bytes`: files are read straight into targets, but for projections that take turns."""

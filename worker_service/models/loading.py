@@ -20,7 +20,7 @@ from pagewire.kernels.weight import HeldFormat
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.decoder import Decoder
-from worker_service.models.gguf.checkpoint import GgufCheckpoint
+from worker_service.models.gguf_checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
 from worker_service.models.operations import Operations
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of

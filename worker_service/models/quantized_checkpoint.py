@@ -2,23 +2,21 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from pagewire.common.network.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from pagewire.common.network.quantization import SECTION, Quantization, QuantizationRule, WeightFormat, unserved
-from pagewire.kernels.quantized import MXFP4
-from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight, unit_size
+from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.checkpoint import Checkpoint, Piece, Tensors
-from worker_service.models.packing import (
+from worker_service.models.layouts import layout_of
+from worker_service.models.layouts.layout import (
     FaultyTensorError,
+    Layout,
     StoredTensor,
     TensorShape,
     copy_floats,
-    decode,
-    stored_tensors,
-    working_bytes,
 )
 
 _SUFFIX = ".weight"
@@ -58,6 +56,14 @@ def is_found(rule: QuantizationRule, module: str, timeout_s: float) -> bool:
         raise unserved(*rule.source, expected) from error
 
 
+class _Weight(NamedTuple):
+    """A linear module's weight that is made of several tensors."""
+
+    module: str
+    format: WeightFormat
+    layout: Layout
+
+
 class QuantizedCheckpoint(Tensors):
     """The weights of a checkpoint by name, where quantised ones are decoded as they are read. See `Tensors`.
 
@@ -70,65 +76,46 @@ class QuantizedCheckpoint(Tensors):
             formats: of modules, by their names in the checkpoint.
 
         Raises:
-            CheckpointError: a file cannot be read.
+            CheckpointError: a file cannot be read, or a layout is not known.
         """
         self._checkpoint = checkpoint
-        self._formats = {
-            module: weight_format for module, weight_format in formats.items() if self._is_stored(module, weight_format)
-        }
-        self.formats = tuple(sorted({weight_format.describe() for weight_format in self._formats.values()}))
-        unneeded = {f"{module}.bias" for module, kept in self._formats.items() if kept.layout.startswith("gptq")}
-        # Without biases of 0 that some GPTQ checkpoints hold for models without any.
+        weights = [_Weight(module, kept, layout_of(module, kept)) for module, kept in formats.items()]
+        self._weights = {f"{weight.module}{_SUFFIX}": weight for weight in weights if self._is_stored(weight)}
+        self.formats = tuple(sorted({weight.format.describe() for weight in self._weights.values()}))
+        unneeded = {f"{weight.module}.bias" for weight in self._weights.values() if weight.layout.has_spare_biases}
         self.names = frozenset(name for name in checkpoint.names if name not in unneeded or checkpoint.read(name).any())
 
     def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
-        """See `Tensors.quantized_format`. There is none of groups that have no panels, and of columns whose groups are
-        not neighbours."""
-        kept = self._format_of(name)
-        if kept is None or kept.has_ordered_columns:
-            return None
-        group_size, is_float = kept.columns or in_size, kept.layout in ("fp8", "float-quantized")
-        element = FLOAT8 if is_float else torch.int8
-        if not unit_size(element, group_size, in_size):
-            return None
-        if kept.layout == "mxfp4":
-            return MXFP4
-        if is_float:
-            return HeldFormat(element, group_size, rounds_inputs=kept.rounds_inputs)
-        has_half_scales, has_zeros = not self._has_wide_scales(name), not kept.is_symmetric
-        return HeldFormat(
-            element, group_size, kept.bits, has_half_scales, has_zeros=has_zeros, rounds_inputs=kept.rounds_inputs
-        )
+        """See `Tensors.quantized_format`."""
+        weight, stored = self._weights.get(name), self.stored_names(name) & self._checkpoint.names
+        has_wide_scales = any(self._checkpoint.header(tensor).dtype == "F32" for tensor in stored)
+        return None if weight is None else weight.layout.held_format(weight.format, in_size, has_wide_scales)
 
     def stored_names(self, name: str) -> frozenset[str]:
         """See `Tensors.stored_names`."""
-        module = name.removesuffix(_SUFFIX)
-        if self._format_of(name) is None:
-            return self._checkpoint.stored_names(name)
-        return frozenset(f"{module}.{kind}" for kind in self._kinds(module, self._formats[module]))
+        weight = self._weights.get(name)
+        return self._checkpoint.stored_names(name) if weight is None else frozenset(self._names(weight).values())
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`."""
-        return self._checkpoint.dtype(name) if self._format_of(name) is None else None
+        return None if name in self._weights else self._checkpoint.dtype(name)
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """See `Tensors.working_bytes`."""
-        weight_format = self._format_of(name)
-        if weight_format is None:
+        weight = self._weights.get(name)
+        if weight is None:
             return self._checkpoint.working_bytes(name, num_elements)
-        return working_bytes(weight_format, num_elements)
+        return weight.layout.working_bytes(weight.format, num_elements)
 
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`. Raises ValueError if a rank's part cuts a group."""
-        weight_format = self._format_of(name)
-        if weight_format is None:
+        weight = self._weights.get(name)
+        if weight is None:
             self._checkpoint.check(name, piece)
             return
-        module, (out_size, in_size) = name.removesuffix(_SUFFIX), _whole_shape(piece)
-        for kind, stored in self._stored(module, weight_format, out_size, in_size).items():
-            self._check_header(f"{module}.{kind}", stored, weight_format)
-        columns = _columns(piece)
-        group_size = weight_format.columns
+        for kind, stored in self._stored(weight, *(piece.shape or piece.target.shape)).items():
+            self._check_header(f"{weight.module}.{kind}", stored, weight.format)
+        (_, columns), group_size = piece.rows_and_columns(), weight.format.columns
         if columns != slice(None) and group_size and (columns.start % group_size or columns.stop % group_size):
             raise ValueError(
                 f"--tensor-parallel-size cuts the groups of {group_size} inputs of {name}: a rank would have inputs "
@@ -137,56 +124,45 @@ class QuantizedCheckpoint(Tensors):
 
     def copy(self, name: str, piece: Piece) -> None:
         """See `Tensors.copy`: the weight is dequantised into the target's dtype."""
-        if self._format_of(name) is None:
+        if name in self._weights:
+            copy_floats(piece.target, self.quantized(name, piece))
+        else:
             self._checkpoint.copy(name, piece)
-            return
-        copy_floats(piece.target, self.quantized(name, piece))
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
         """See `Tensors.quantized`. Raises CheckpointError if a tensor cannot be read, or holds what it cannot."""
-        module, weight_format = name.removesuffix(_SUFFIX), self._formats[name.removesuffix(_SUFFIX)]
-        out_size, in_size = _whole_shape(piece)
-        kinds = self._stored(module, weight_format, out_size, in_size)
-        present = [kind for kind in kinds if f"{module}.{kind}" in self._checkpoint.names]
-        tensors = {kind: self._checkpoint.read(f"{module}.{kind}") for kind in present}
+        weight, (rows, columns) = self._weights[name], piece.rows_and_columns()
+        names = self._names(weight)
+        tensors = {kind: self._checkpoint.read(each) for kind, each in names.items() if each in self._checkpoint.names}
         try:
-            whole = decode(weight_format, tensors, out_size, in_size)
+            whole = weight.layout.decode(weight.format, tensors, *(piece.shape or piece.target.shape))
         except FaultyTensorError as error:
-            self._refuse(f"{module}.{error.kind}", str(error), error)
-        return whole[piece.index[0] if piece.index else slice(None)].cut(_columns(piece))
+            kind, fault = error.args
+            self._refuse(names[kind], fault, error)
+        return whole[rows].cut(columns)
 
-    def _has_wide_scales(self, name: str) -> bool:
-        module = name.removesuffix(_SUFFIX)
-        scales = {f"{module}.weight_scale", f"{module}.scales"} & self._checkpoint.names
-        return any(self._checkpoint.header(scale).dtype == "F32" for scale in scales)
+    def _is_stored(self, weight: _Weight) -> bool:
+        names, own_name = self._checkpoint.names, f"{weight.module}{_SUFFIX}"
+        has_others = any(name in names for name in self._names(weight).values() if name != own_name)
+        return has_others or own_name not in names or self._checkpoint.header(own_name).dtype not in FLOAT_BYTES
 
-    def _format_of(self, name: str) -> WeightFormat | None:
-        """The format of a parameter; None: it is stored as it is."""
-        return self._formats.get(name.removesuffix(_SUFFIX)) if name.endswith(_SUFFIX) else None
+    def _names(self, weight: _Weight) -> dict[str, str]:
+        """The names of a weight's tensors, by their ends. They do not depend on its size."""
+        size = 32 * (weight.format.columns or 1)
+        return {kind: f"{weight.module}.{kind}" for kind in self._stored(weight, 32, size)}
 
-    def _is_stored(self, module: str, weight_format: WeightFormat) -> bool:
-        names = self._checkpoint.names
-        weight = f"{module}{_SUFFIX}"
-        has_others = any(f"{module}.{kind}" in names for kind in self._kinds(module, weight_format) if kind != "weight")
-        return has_others or weight not in names or self._checkpoint.header(weight).dtype not in FLOAT_BYTES
-
-    def _kinds(self, module: str, weight_format: WeightFormat) -> list[str]:
-        """The ends of the names of a weight's tensors. They do not depend on its size."""
-        size = 32 * (weight_format.columns or 1)
-        return list(self._stored(module, weight_format, 32, size))
-
-    def _stored(self, module: str, weight_format: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
+    def _stored(self, weight: _Weight, out_size: int, in_size: int) -> dict[str, StoredTensor]:
         """Raises CheckpointError if a weight of these sizes cannot be in this format."""
         try:
-            stored = stored_tensors(weight_format, out_size, in_size)
+            stored = weight.layout.stored(weight.format, out_size, in_size)
         except ValueError as error:
             raise CheckpointError(
-                f"{CONFIG_FILE}: quantization_config does not fit {module}{_SUFFIX}: {error}"
+                f"{CONFIG_FILE}: quantization_config does not fit {weight.module}{_SUFFIX}: {error}"
             ) from error
-        # Scales of FP8 that belong to a whole tensor have the name that says what they are.
-        if "weight_scale_inv" in stored and f"{module}.weight_scale" in self._checkpoint.names:
-            stored["weight_scale"] = stored.pop("weight_scale_inv")
-        return stored
+        return {
+            tensor.other_kind if f"{weight.module}.{tensor.other_kind}" in self._checkpoint.names else kind: tensor
+            for kind, tensor in stored.items()
+        }
 
     def _check_header(self, name: str, stored: StoredTensor, weight_format: WeightFormat) -> None:
         if name not in self._checkpoint.names:
@@ -194,8 +170,9 @@ class QuantizedCheckpoint(Tensors):
                 return
             shapes = _alternatives(shape for shapes in stored.shapes.values() for shape in shapes)
             place = f"{weight_format.describe()} has it in shape {shapes}"
-            described = self._checkpoint.described(name)
-            raise CheckpointError(f"tensor {described} is missing in {self._checkpoint.path}; {place}")
+            raise CheckpointError(
+                f"tensor {self._checkpoint.described(name)} is missing in {self._checkpoint.path}; {place}"
+            )
         header = self._checkpoint.header(name)
         if header.dtype not in stored.shapes:
             expected = _alternatives(stored.shapes)
@@ -212,11 +189,3 @@ class QuantizedCheckpoint(Tensors):
 def _alternatives(values: Iterable[str | TensorShape]) -> str:
     texts = (value if isinstance(value, str) else str(list(value)) for value in values)
     return " or ".join(dict.fromkeys(texts))
-
-
-def _whole_shape(piece: Piece) -> tuple[int, ...]:
-    return piece.shape or tuple(piece.target.shape)
-
-
-def _columns(piece: Piece) -> slice:
-    return piece.index[1] if len(piece.index) > 1 else slice(None)

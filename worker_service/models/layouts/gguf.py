@@ -10,16 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.common.gguf import ElementType
 from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
 from pagewire.kernels.weight import HeldFormat, HeldWeight
 
 _CODE_BITS = torch.arange(8, dtype=torch.uint8)
 
 
-def decode_rows(type_name: str, rows: Tensor) -> HeldWeight:
-    """Decode rows of bytes, [rows, bytes of a row]. `type_name` is that of a quantized type that is served."""
-    layout = _LAYOUTS[type_name]
-    blocks = rows.unflatten(1, (-1, layout.block_bytes))  # [rows, blocks, block_bytes]
+def decode_rows(element_type: ElementType, rows: Tensor) -> HeldWeight:
+    """Decode rows of bytes, [rows, bytes of a row], of a type that is quantized."""
+    layout = BLOCKS[element_type.name]
+    blocks = rows.unflatten(1, (-1, element_type.block_bytes))  # [rows, blocks, block_bytes]
     parts = {name: values.flatten(1) for name, values in layout.decode(blocks).items()}
     return HeldWeight(
         parts["codes"].view(torch.int8),
@@ -29,11 +30,6 @@ def decode_rows(type_name: str, rows: Tensor) -> HeldWeight:
         scale_factor=parts.get("scale_factor"),
         minimum_factor=parts.get("minimum_factor"),
     )
-
-
-def quantized_format(type_name: str) -> HeldFormat | None:
-    """Return what is known of weights of a type; None: it is not quantised."""
-    return _LAYOUTS[type_name].format if type_name in _LAYOUTS else None
 
 
 def is_finite(weight: HeldWeight) -> bool:
@@ -46,8 +42,9 @@ _Parts = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    block_bytes: int
+class BlockLayout:
+    """All that is known of a type, but for the size of its blocks, which `ElementType` has."""
+
     format: HeldFormat
     decode: Callable[[Tensor], _Parts]
 
@@ -80,8 +77,7 @@ def _decode_q4_1(blocks: Tensor) -> _Parts:
 
 
 def _decode_q5_0(blocks: Tensor) -> _Parts:
-    codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return {"codes": codes - 16, "scale": _half(blocks, 0)}
+    return {"codes": (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])) - 16, "scale": _half(blocks, 0)}
 
 
 def _decode_q5_1(blocks: Tensor) -> _Parts:
@@ -99,8 +95,7 @@ def _scales_and_minimums(blocks: Tensor) -> _Parts:
 
 
 def _decode_q4_k(blocks: Tensor) -> _Parts:
-    codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-2)
-    return {"codes": codes, **_scales_and_minimums(blocks)}
+    return {"codes": _nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-2), **_scales_and_minimums(blocks)}
 
 
 def _decode_q5_k(blocks: Tensor) -> _Parts:
@@ -121,22 +116,14 @@ def _decode_mxfp4(blocks: Tensor) -> _Parts:
     return {"codes": codes, "scale": mxfp4_scales(blocks[..., 0], codes)[..., None]}
 
 
-def _format(bits: int, *, has_minima: bool = False) -> HeldFormat:
-    return HeldFormat(torch.int8, 32, bits, has_half_scales=True, has_minima=has_minima)
-
-
-def _k_format(bits: int, group_size: int, *, has_minima: bool) -> HeldFormat:
-    return HeldFormat(torch.int8, group_size, bits, has_minima=has_minima, has_factors=True)
-
-
-_LAYOUTS = {
-    "Q8_0": _Layout(34, _format(8), _decode_q8_0),
-    "Q4_0": _Layout(18, _format(4), _decode_q4_0),
-    "Q4_1": _Layout(20, _format(4, has_minima=True), _decode_q4_1),
-    "Q5_0": _Layout(22, _format(5), _decode_q5_0),
-    "Q5_1": _Layout(24, _format(5, has_minima=True), _decode_q5_1),
-    "Q4_K": _Layout(144, _k_format(4, 32, has_minima=True), _decode_q4_k),
-    "Q5_K": _Layout(176, _k_format(5, 32, has_minima=True), _decode_q5_k),
-    "MXFP4": _Layout(17, MXFP4, _decode_mxfp4),
-    "Q6_K": _Layout(210, _k_format(6, 16, has_minima=False), _decode_q6_k),
+BLOCKS = {
+    "Q8_0": BlockLayout(HeldFormat(torch.int8, 32, 8, has_half_scales=True), _decode_q8_0),
+    "Q4_0": BlockLayout(HeldFormat(torch.int8, 32, 4, has_half_scales=True), _decode_q4_0),
+    "Q4_1": BlockLayout(HeldFormat(torch.int8, 32, 4, has_half_scales=True, has_minima=True), _decode_q4_1),
+    "Q5_0": BlockLayout(HeldFormat(torch.int8, 32, 5, has_half_scales=True), _decode_q5_0),
+    "Q5_1": BlockLayout(HeldFormat(torch.int8, 32, 5, has_half_scales=True, has_minima=True), _decode_q5_1),
+    "Q4_K": BlockLayout(HeldFormat(torch.int8, 32, 4, has_minima=True, has_factors=True), _decode_q4_k),
+    "Q5_K": BlockLayout(HeldFormat(torch.int8, 32, 5, has_minima=True, has_factors=True), _decode_q5_k),
+    "Q6_K": BlockLayout(HeldFormat(torch.int8, 16, 6, has_factors=True), _decode_q6_k),
+    "MXFP4": BlockLayout(MXFP4, _decode_mxfp4),
 }

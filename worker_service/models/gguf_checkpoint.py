@@ -12,10 +12,9 @@ from pagewire.common.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufE
 from pagewire.common.network.checkpoint_files import CheckpointError
 from pagewire.common.network.gguf_files import open_gguf
 from pagewire.kernels.weight import HeldFormat, HeldWeight
-from worker_service.models.checkpoint import Piece, Tensors
-from worker_service.models.gguf.decoding import decode_rows, is_finite, quantized_format
+from worker_service.models.checkpoint import DTYPES, Piece, Tensors
+from worker_service.models.layouts.gguf import BLOCKS, decode_rows, is_finite
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_MODULES = {
     "attn_norm": "input_layernorm",
@@ -55,10 +54,7 @@ _OTHER_LAYER_MODULES = {
 _OWN_MODULES = {ours: own for own, ours in _MODULES.items()}
 _SINKS = {"self_attn.sinks": "attn_sinks.weight"}  # neither weight nor bias in checkpoint directories
 _IN_CONFIG = frozenset({"rope_freqs.weight", *ROPE_FACTORS.values()})  # tensors that hold no weights
-# Files of this architecture turn pairs of neighbours: halves of heads are interleaved in what makes queries and keys.
-_INTERLEAVED = "llama"
 _TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
-_KINDS = ("weight", "bias")
 _MAX_CHUNK = 1 << 20  # elements that are decoded at once; one row, or head, that is longer too
 _WORKING_BYTES = 16  # that an element takes meanwhile: codes and their parts, and twice float32
 
@@ -84,26 +80,24 @@ class GgufCheckpoint(Tensors):
         names = self._file.tensors.keys() - _IN_CONFIG
         self._sources = {ours: source for name in sorted(names) for ours, source in self._found_in(name)}
         self.names = frozenset(self._sources)
-        self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - _DTYPES.keys()))
+        self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - DTYPES.keys()))
         self._adds_one = architecture in ARCHITECTURES and ARCHITECTURES[architecture].adds_one_to_norms
-        is_interleaved = architecture == _INTERLEAVED
-        self._turned_rows = config_json(self._file)["head_dim"] if is_interleaved else 0
+        # These files turn pairs of neighbours: halves of heads are interleaved in what makes queries and keys.
+        self._turned_rows = config_json(self._file)["head_dim"] if architecture == "llama" else 0
 
     def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
         """See `Tensors.quantized_format`."""
-        stored = (
-            quantized_format(self._file.tensors[self._sources[name].name].type_name) if name in self._sources else None
-        )
-        return stored if stored is not None and in_size % stored.group_size == 0 else None
+        layout = BLOCKS.get(self._type_name(name))
+        return layout.format if layout is not None and in_size % layout.format.group_size == 0 else None
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
         """See `Tensors.quantized`."""
-        row_index, columns = (*piece.index, slice(None), slice(None))[:2]
-        return HeldWeight.join([rows.cut(columns) for rows in self.rows(name, row_index)])
+        row_index, columns = piece.rows_and_columns()
+        return HeldWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)])
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`. There is none of quantized weights."""
-        return _DTYPES.get(self._file.tensors[self._sources[name].name].type_name) if name in self._sources else None
+        return DTYPES.get(self._type_name(name))
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """Return how much memory beside the target reading a weight of this many elements takes at most."""
@@ -128,7 +122,7 @@ class GgufCheckpoint(Tensors):
         if element_type.is_quantized and len(shape) == 1:
             raise CheckpointError(
                 f"tensor {own_name} in {self._file.path} is {element_type.name}; one of one dimension must be "
-                f"{', '.join(_DTYPES)}"
+                f"{', '.join(DTYPES)}"
             )
 
     def copy(self, name: str, piece: Piece) -> None:
@@ -137,14 +131,12 @@ class GgufCheckpoint(Tensors):
         The piece has been checked. Raises CheckpointError if the file cannot be read, or a scale is no number.
         """
         row_index, *columns = piece.index or (slice(None),)
-        first = 0
-        for rows in self.rows(name, row_index):
-            values = rows.dequantized()[(slice(None), *columns)]
-            piece.target[first : first + len(values)].copy_(values)
-            first += len(values)
+        for place, rows in self._rows(name, row_index):
+            piece.target[place].copy_(rows.dequantized()[(slice(None), *columns)])
 
-    def rows(self, name: str, index: slice = slice(None)) -> Iterator[HeldWeight]:
-        """Yield rows of a tensor as they are stored, some at a time, until all of `index` are there.
+    def _rows(self, name: str, index: slice) -> Iterator[tuple[slice, HeldWeight]]:
+        """Yield rows of a tensor as they are stored, some at a time, until all of `index` are there; and their place
+        among these.
 
         Of what makes queries and keys, `index` has whole heads. Raises CheckpointError as `copy` does.
         """
@@ -164,7 +156,8 @@ class GgufCheckpoint(Tensors):
                     buffer = bytearray(length * row_bytes)
                     if stream.readinto(buffer) != len(buffer):
                         raise CheckpointError(f"tensor {own_name} cannot be read: {self._file.path} is cut off")
-                    yield self._decode(own_name, element_type, buffer, (length, *shape[1:]), unit)
+                    place = slice(start - first, start - first + length)
+                    yield place, self._decode(own_name, element_type, buffer, (length, *shape[1:]), unit)
         except OSError as error:
             raise CheckpointError(f"tensor {own_name} cannot be read from {self._file.path}: {error}") from error
 
@@ -173,13 +166,17 @@ class GgufCheckpoint(Tensors):
     ) -> HeldWeight:
         """Decode whole rows, which the file has in pairs of neighbours if heads have more than one."""
         if not element_type.is_quantized:
-            rows = _halved(torch.frombuffer(buffer, dtype=_DTYPES[element_type.name]).view(shape), head_dim)
+            rows = _halved(torch.frombuffer(buffer, dtype=DTYPES[element_type.name]).view(shape), head_dim)
             # What a file has of 1 + w comes out bit for bit when 1 is added again.
             return HeldWeight(rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows)
-        weight = decode_rows(element_type.name, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
+        weight = decode_rows(element_type, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not a number")
         return weight.with_each(lambda rows: _halved(rows, head_dim))
+
+    def _type_name(self, name: str) -> str:
+        """Return the type of a tensor; nothing, if it is not there."""
+        return self._file.tensors[self._sources[name].name].type_name if name in self._sources else ""
 
     def _found_in(self, own_name: str) -> Iterator[tuple[str, _Source]]:
         """Yield what a tensor of the file holds: itself, or a tensor of each expert."""
@@ -215,7 +212,9 @@ def _own_names(architecture: str) -> dict[str, str]:
     modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}
     # Of two words for one module, the architecture's own is the last, which stays.
     own_modules = {ours: own for own, ours in modules.items()}
-    return {f"{ours}.{kind}": f"{own}.{kind}" for ours, own in own_modules.items() for kind in _KINDS} | _SINKS
+    return {
+        f"{ours}.{kind}": f"{own}.{kind}" for ours, own in own_modules.items() for kind in ("weight", "bias")
+    } | _SINKS
 
 
 def _halved(rows: Tensor, head_dim: int) -> Tensor:

@@ -1,0 +1,23 @@
+"""The layouts in which checkpoints store quantised weights, relatives in a file: all that a worker knows of one.
+
+One more is a `Layout` in a file here, and what reads its name from config.json in `common/network/quantization.py`.
+"""
+
+from pkgutil import iter_modules, resolve_name
+
+from pagewire.common.network.quantization import WeightFormat, unserved
+from worker_service.models.layouts.layout import Layout
+
+_BY_NAME = {
+    layout.name: layout
+    for found in iter_modules(__path__)
+    for layout in vars(resolve_name(f"{__name__}.{found.name}")).values()
+    if isinstance(layout, Layout)
+}
+
+
+def layout_of(module: str, kept: WeightFormat) -> Layout:
+    """Return the layout of the weight of a linear module. Raises CheckpointError if no file here has it."""
+    if kept.layout not in _BY_NAME:
+        raise unserved(f"{module}.weight", kept.layout, f"in one of {', '.join(_BY_NAME)}")
+    return _BY_NAME[kept.layout]

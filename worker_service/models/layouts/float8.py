@@ -1,0 +1,42 @@
+"""FP8 with a scale for each block: of DeepSeek's checkpoints, and of compressed-tensors."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from pagewire.common.network.quantization import WeightFormat
+from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
+from worker_service.models.layouts.layout import (
+    SCALES,
+    FaultyTensorError,
+    Layout,
+    ReadTensors,
+    StoredTensor,
+    by_row,
+    checked_scale,
+    scale_shapes,
+)
+
+
+def _stored(scale_kind: str, kept: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
+    """Scales that belong to a whole tensor have the name that says what they are."""
+    dtypes, shapes = (*SCALES, "F8_E8M0"), scale_shapes(kept, out_size, in_size)
+    return {
+        "weight": StoredTensor.of(("F8_E4M3",), (out_size, in_size)),
+        scale_kind: StoredTensor.of(dtypes, *shapes, other_kind="weight_scale"),
+    }
+
+
+def _decode(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> HeldWeight:
+    [kind], values = tensors.keys() - {"weight"}, tensors["weight"]
+    scale = checked_scale(kind, tensors[kind])
+    if (scale < 0).any():
+        raise FaultyTensorError(kind, "holds a negative scale")
+    if values.numel() and (values.view(torch.uint8) & 0x7F).max() == 0x7F:  # whatever its sign
+        raise FaultyTensorError("weight", "holds values that are no numbers")
+    return HeldWeight(values, by_row(scale, kept, out_size), kept.columns or in_size)
+
+
+FP8 = Layout("fp8", partial(_stored, "weight_scale_inv"), _decode, HeldFormat(FLOAT8, 0), read_bytes=2)
+FLOAT_QUANTIZED = replace(FP8, name="float-quantized", stored=partial(_stored, "weight_scale"))

@@ -1,0 +1,23 @@
+"""MXFP4 as in gpt-oss' checkpoints: a power of two for each 32 floats of 4 bits."""
+
+from pagewire.common.network.quantization import WeightFormat
+from pagewire.kernels.quantized import MXFP4, mxfp4_codes, mxfp4_scales
+from pagewire.kernels.weight import HeldWeight
+from worker_service.models.layouts.layout import Layout, ReadTensors, StoredTensor, checked_scale, num_groups
+
+
+def _stored(kept: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
+    scales = (out_size, num_groups(kept, in_size))
+    return {
+        "blocks": StoredTensor.of(("U8",), (*scales, kept.columns // 2)),
+        "scales": StoredTensor.of(("U8",), scales),
+    }
+
+
+def _decode(kept: WeightFormat, tensors: ReadTensors, out_size: int, in_size: int) -> HeldWeight:
+    codes = mxfp4_codes(tensors["blocks"]).view(out_size, in_size)
+    scale = mxfp4_scales(tensors["scales"], codes.unflatten(1, (-1, kept.columns)))
+    return HeldWeight(codes, checked_scale("scales", scale), kept.columns)
+
+
+LAYOUT = Layout("mxfp4", _stored, _decode, MXFP4)
