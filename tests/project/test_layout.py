@@ -17,6 +17,8 @@ from pagewire.common.network.families import BY_ARCHITECTURE
 from tests.project.counts import is_kernel
 from tests.project.sources import PACKAGES, ROOT, imports, module_name, parse, sources, walk
 from worker_service.config import ATTENTION_BACKENDS
+from worker_service.models import layouts
+from worker_service.models.layouts.gguf import BLOCKS
 
 EVERY_SOURCE = (*PACKAGES, "bench", "models")
 MAX_PARAMETERS = 12  # of a function of the worker, and of a kernel
@@ -122,6 +124,18 @@ def test_packages_are_entered_by_their_doors() -> None:
 def test_every_attention_backend_has_a_name_and_a_module() -> None:
     folder = ROOT / "worker_service" / "attention" / "backends"
     assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(ATTENTION_BACKENDS)
+
+
+def test_a_layout_of_weights_is_named_where_it_is_read_and_told() -> None:
+    """Nothing else compares names of layouts: what it asks a layout for is a field of `Layout`."""
+    read, told = Path("pagewire/common/network/quantization.py"), Path("worker_service/models/layouts")
+
+    def named(path: Path) -> set[str]:
+        texts = {node.value for node in walk(parse(path)) if isinstance(node, ast.Constant)}
+        return set() if path == read or told in path.parents else texts & (layouts.BY_NAME.keys() | BLOCKS.keys())
+
+    assert {"awq", "gptq_v2", "fp8", "pack-quantized"} <= layouts.BY_NAME.keys()
+    assert offenders(["pagewire/common/network", "worker_service/models"], named) == []
 
 
 def rooms(service: str) -> dict[str, set[str]]:

@@ -8,7 +8,7 @@ from pkgutil import iter_modules, resolve_name
 from pagewire.common.network.quantization import WeightFormat, unserved
 from worker_service.models.layouts.layout import Layout
 
-_BY_NAME = {
+BY_NAME = {
     layout.name: layout
     for found in iter_modules(__path__)
     for layout in vars(resolve_name(f"{__name__}.{found.name}")).values()
@@ -18,6 +18,6 @@ _BY_NAME = {
 
 def layout_of(module: str, kept: WeightFormat) -> Layout:
     """Return the layout of the weight of a linear module. Raises CheckpointError if no file here has it."""
-    if kept.layout not in _BY_NAME:
-        raise unserved(f"{module}.weight", kept.layout, f"in one of {', '.join(_BY_NAME)}")
-    return _BY_NAME[kept.layout]
+    if kept.layout not in BY_NAME:
+        raise unserved(f"{module}.weight", kept.layout, f"in one of {', '.join(BY_NAME)}")
+    return BY_NAME[kept.layout]
