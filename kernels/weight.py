@@ -43,13 +43,12 @@ class HeldFormat:
 
     def num_bytes(self, out_size: int, in_size: int) -> int:
         """Estimate the memory that a weight takes in panels of the CPU kernels, which there must be."""
-        num_scales = 2 if self.has_minima else 1
-        has_factors = self.has_factors and in_size % BLOCK == 0
-        has_bytes = has_factors or self.has_power_scales
-        scales = num_scales * (1 if has_bytes else 2 if self.has_half_scales else 4) + self.has_zeros
+        num_scales, has_factors = 1 + self.has_minima, self.has_factors and in_size % BLOCK == 0
+        scale_bytes = 1 if has_factors or self.has_power_scales else 2 if self.has_half_scales else 4
         groups = in_size // unit_size(self.element, self.group_size, in_size)
         factors = in_size // BLOCK * 2 * num_scales if has_factors else 0
-        return out_size * (in_size * (4 if self.bits <= 4 else 8) // 8 + groups * scales + factors)
+        codes = in_size * (4 if self.bits <= 4 else 8) // 8
+        return out_size * (codes + groups * (num_scales * scale_bytes + self.has_zeros) + factors)
 
     @staticmethod
     def join(formats: Sequence["HeldFormat"]) -> "HeldFormat":

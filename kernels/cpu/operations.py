@@ -319,10 +319,9 @@ def _passed(argument: Any) -> Any:
 
 def _is_narrow(weight: HeldWeight) -> bool:
     """Whether panels can hold scales and minima as integers of 8 bits, and their factors."""
-    integers = [values for values in (weight.scale, weight.minimum) if values is not None]
-    factors = [values for values in (weight.scale_factor, weight.minimum_factor) if values is not None]
-    are_integers = all(_holds(torch.int8, values) for values in integers)
-    return bool(factors) and are_integers and all(_holds(torch.float16, values) for values in factors)
+    floats = {name: part for name, part in weight.parts().items() if name not in ("values", "zero")}
+    dtypes = {name: torch.float16 if name.endswith("factor") else torch.int8 for name in floats}
+    return "scale_factor" in floats and all(_holds(dtypes[name], part) for name, part in floats.items())
 
 
 def _holds(dtype: torch.dtype, values: Tensor) -> bool:
