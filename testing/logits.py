@@ -32,16 +32,16 @@ class OurModel:
         self, path: Path, *, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: CpuKernels | None, **options: Any
     ) -> None:
         """`options`: further ones of `load_model`."""
-        config = load_config(path)
+        network = load_config(path)
         model = load_model(path, dtype=dtype, device=CPU, operations=create_host_operations(kernels), **options)
-        self._backend = create_backend("auto", CPU, attention_shape(config, BLOCK_SIZE, dtype, cache_dtype), kernels)
+        self._backend = create_backend("auto", CPU, attention_shape(network, BLOCK_SIZE, dtype, cache_dtype), kernels)
         self._host = host_model(model, self._backend)
-        num_blocks = -(-config.max_position_embeddings // BLOCK_SIZE)
+        num_blocks = -(-network.max_position_embeddings // BLOCK_SIZE)
         shape = CacheShape(
-            num_layers=config.num_layers,
+            num_layers=len(network.layers),
             block_size=BLOCK_SIZE,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=network.heads.num_kv_heads,
+            head_dim=network.heads.head_dim,
             dtype=cache_dtype,
             is_head_major=self._backend.is_head_major,
         )

@@ -1,226 +1,295 @@
-"""Composes the list of operations of a model: the only telling of what it computes.
+"""The blocks of models, which families compose: each yields operations over weights of a checkpoint's own names.
 
-A layer adds to its input `x` what attention makes of it, then what the MLP makes of that, or of the same where the
-model is parallel. What is added is written to a buffer of its own, and added by the norm that reads the sum.
+A layer adds to its input `x` what attention makes of it, then what the MLP makes of that. Blocks read `normed` and
+write `update`, where they are not told otherwise.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from pagewire.common.network.config import Experts, ModelConfig
+from pagewire.common.network.expert_routing import ExpertRouting
 from pagewire.common.network.operations import (
     Activate,
+    Activation,
     Add,
-    AllReduce,
     AttendPaged,
+    AttentionHeads,
     Clip,
     CombineExperts,
     Embed,
     Gate,
+    HeadRows,
     LmHead,
     Multiply,
     MultiplyRouted,
     Normalize,
     NormalizeProjections,
     Operation,
+    Part,
     Projection,
     QkNormRopeStore,
     RouteTopK,
+    Share,
     Table,
     Vector,
 )
-from pagewire.common.network.shard import Shard, vocabulary_share
+from pagewire.common.network.rope import QueryGrowth, RopeConfig
 
 
-def compose(shard: Shard) -> tuple[Operation, ...]:
-    """Return what one rank computes of a model."""
-    return tuple(_Composition(shard.config, shard.rank, shard.size).model())
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The norms of a model, over its hidden states: RMS norms, or centered ones."""
+
+    size: int
+    eps: float
+    is_centered: bool = False
+    has_bias: bool = False
+    adds_one: bool = False  # they multiply by 1 + weight, in float32; those of heads too
+
+    def __call__(self, name: str, source: str = "x", target: str = "normed") -> Normalize:
+        values, adds_one = Share.of(self.size), self.adds_one
+        weight = Vector(f"{name}.weight", values, is_float32=adds_one, adds_one=adds_one)
+        bias = Vector(f"{name}.bias", values, is_float32=adds_one) if self.has_bias else None
+        return Normalize(source, target, weight, self.eps, bias=bias, is_centered=self.is_centered)
 
 
-@dataclass(slots=True)
-class _Composition:
-    config: ModelConfig  # with the heads and columns of this rank
-    rank: int
-    num_ranks: int
-    updates: list[str] = field(default_factory=list)  # buffers that are still to be added to x
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What the attention of a layer is, but for the names of its weights."""
 
-    def model(self) -> Iterator[Operation]:
-        config = self.config
-        hidden, positions = config.hidden_size, config.max_position_embeddings
-        learnt = Table("position_embedding", positions, hidden) if config.has_position_embedding else None
-        embedded = "embedded" if config.embedding_norm else "x"
-        yield Embed(embedded, Table("embedding", config.vocab_size, hidden), learnt, config.embedding_multiplier)
-        if config.embedding_norm:
-            yield self.normalize(embedded, "x", "embedding_norm")
-        for layer in range(config.num_layers):
-            yield from self.layer(layer, f"layers.{layer}")
-        yield from self.read("norm")
-        num_logits = vocabulary_share(config.vocab_size, self.num_ranks)
-        head = Projection("head", hidden, (num_logits,), gives_float32=True)
-        yield LmHead("normed", head, config.logits_multiplier, config.logits_softcap)
+    layer: int
+    hidden_size: int
+    heads: AttentionHeads
+    rope: RopeConfig | None
+    num_positions: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["none", "head", "projection"] = "none"  # RMS norm of queries and keys: each head, or all of them
+    norm_eps: float = 0.0
+    norm_adds_one: bool = False
+    limit: float = 0.0  # of queries, keys and values, behind norms of projections, on both sides; 0: there is none
+    growth: QueryGrowth | None = None
+    has_sinks: bool = False
 
-    def layer(self, layer: int, name: str) -> Iterator[Operation]:
-        config = self.config
-        source = "normed" if config.pre_norm else "x"
-        yield from self.read(f"{name}.attention_norm" if config.pre_norm else None)
-        yield from self.attention(layer, f"{name}.attention", source, "update")
-        if not config.is_parallel:
-            yield from self.finish("update", f"{name}.attention_post_norm")
-        yield from self.read(f"{name}.mlp_norm" if config.pre_norm else None)
-        if config.is_parallel:
-            yield from self.finish("update", f"{name}.attention_post_norm")
-        target = "mlp_update" if config.is_parallel else "update"
-        if config.experts is not None and config.has_experts(layer):
-            yield from self.experts(config.experts, f"{name}.mlp", source, target)
-        else:
-            yield from self.mlp(config.intermediate_size, f"{name}.mlp", source, target)
-        yield from self.sum_ranks(target)
-        yield from self.finish(target, f"{name}.mlp_post_norm")
+    def __call__(
+        self,
+        name: str,
+        qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        output: str = "o_proj",
+        *,
+        are_by_head: bool = False,
+        is_transposed: bool = False,
+        source: str = "normed",
+    ) -> Iterator[Operation]:
+        """Yield paged attention.
 
-    def attention(self, layer: int, name: str, source: str, target: str) -> Iterator[Operation]:
-        """Paged attention with grouped heads (Ainslie et al., 2023, https://arxiv.org/abs/2305.13245)."""
-        config, rope = self.config, self.config.ropes[layer]
-        sizes = tuple(num * config.head_dim for num in (config.num_heads, config.num_kv_heads, config.num_kv_heads))
-        order = None if rope is None else rope.head_order(config.head_dim)
-        qkv = Projection(
-            f"{name}.qkv", config.hidden_size, sizes, has_bias=config.qkv_bias, row_order=_row_order(config, order)
-        )
-        output = self.reducing(f"{name}.output", sizes[0], has_bias=config.output_bias)
-        query_norm = self.head_norm(f"{name}.query_norm", config.num_heads, order)
-        key_norm = self.head_norm(f"{name}.key_norm", config.num_kv_heads, order)
-        heads = "heads"
-        yield Multiply(source, heads, qkv)
-        if config.qk_norm == "projection" and query_norm is not None and key_norm is not None:
-            yield NormalizeProjections(heads, "normed_heads", query_norm, key_norm, config.norm_eps)
-            heads, query_norm, key_norm = "normed_heads", None, None
-        if config.qkv_limit:
-            yield Clip(heads, "clipped_heads", config.qkv_limit)
-            heads = "clipped_heads"
-        yield QkNormRopeStore(
-            *(heads, "queries", layer, config.num_heads, config.head_dim, config.max_position_embeddings),
-            *(query_norm, key_norm, config.norm_eps, rope, config.query_growth),
-        )
-        sinks = Vector(f"{name}.sinks", config.num_heads, is_float32=True)
-        yield AttendPaged("queries", "attended", layer, sinks if config.has_sinks else None)
-        yield Multiply("attended", target, output)
-        yield from self.sum_ranks(target)
+        Args:
+            name: of the module.
+            qkv: names in it of queries, keys and values; one: of all three, one below the other.
+            are_by_head: that one has the rows of each head's query, key and value together instead.
+            is_transposed: weights are [in, out].
+        """
+        heads, order = self.heads, () if self.rope is None else self.rope.head_order(self.heads.head_dim)
+        rows = HeadRows(heads.head_dim, order, are_by_head) if order or are_by_head else None
+        parts, hidden = self._qkv(name, qkv, are_by_head=are_by_head), Share.of(self.hidden_size)
+        products = Projection(parts, hidden, self.qkv_bias, is_transposed=is_transposed, heads=rows)
+        yield Multiply(source, "heads", products)
+        query_norm = self._norm(f"{name}.q_norm", heads.num_heads, order)
+        key_norm = self._norm(f"{name}.k_norm", heads.num_kv_heads, order)
+        made = "heads"
+        if self.qk_norm == "projection" and query_norm is not None and key_norm is not None:
+            yield NormalizeProjections(made, "normed_heads", query_norm, key_norm, self.norm_eps)
+            made, query_norm, key_norm = "normed_heads", None, None
+        if self.limit:
+            yield Clip(made, "clipped_heads", self.limit)
+            made = "clipped_heads"
+        norms = query_norm, key_norm, self.norm_eps
+        yield QkNormRopeStore(made, "queries", self.layer, heads, self.num_positions, *norms, self.rope, self.growth)
+        sinks = Vector(f"{name}.sinks", _of_heads(heads.num_heads, 1), is_float32=True)
+        yield AttendPaged("queries", "attended", self.layer, heads, sinks if self.has_sinks else None)
+        columns = _of_heads(heads.num_heads * heads.head_dim, heads.head_dim)
+        down = Projection((Part(f"{name}.{output}", hidden),), columns, self.output_bias, is_transposed=is_transposed)
+        yield Multiply("attended", "update", down)
 
-    def mlp(self, size: int, name: str, source: str, target: str, prefix: str = "") -> Iterator[Operation]:
-        """An activation between two products; or gated, as GLU variants are (Shazeer, 2020,
-        https://arxiv.org/abs/2002.05202). `prefix`: of the buffers in between."""
-        config = self.config
-        sizes = (size,) * (1 + config.is_gated)
-        yield Multiply(
-            source, f"{prefix}up", Projection(f"{name}.up", config.hidden_size, sizes, has_bias=config.mlp_bias)
-        )
-        yield self.activate(f"{prefix}up", f"{prefix}activated")
-        yield Multiply(f"{prefix}activated", target, self.reducing(f"{name}.down", size, has_bias=config.mlp_bias))
+    def _qkv(self, name: str, qkv: tuple[str, ...], *, are_by_head: bool) -> tuple[Part, ...]:
+        heads, size = self.heads, self.heads.head_dim
+        queries = _of_heads(heads.num_heads * size, size)
+        values = Share.of(heads.num_kv_heads * size, size, "KV heads", is_repeated=True)
+        shares = [_of_heads(3 * queries.size, 3 * size)] if are_by_head else [queries, values, values]
+        return tuple(parts_of([f"{name}.{each}" for each in qkv], shares))
 
-    def experts(self, experts: Experts, name: str, source: str, target: str) -> Iterator[Operation]:
-        """The sum of what a token's experts make of it, times their weights, and of what the shared one does, if there
-        is one (Shazeer et al., 2017, https://arxiv.org/abs/1701.06538). Ranks have some columns of each expert, and all
-        of the router."""
-        config, size, num_experts = self.config, experts.intermediate_size, experts.num_experts
-        hidden = config.hidden_size
-        router = Projection(
-            f"{name}.router",
-            hidden,
-            (num_experts,),
-            has_bias=experts.has_router_bias,
-            is_float32=True,
-        )
-        up = Projection(
-            f"{name}.up", hidden, (size,) * (1 + config.is_gated), has_bias=experts.bias, num_experts=num_experts
-        )
-        down = self.reducing(f"{name}.down", size, has_bias=experts.bias, num_experts=num_experts)
-        yield Multiply(source, "router_logits", router)
-        correction = Vector(f"{router.name}.e_score_correction_bias", num_experts, is_float32=True)
-        yield RouteTopK("router_logits", "routes", experts.routing, correction if experts.has_correction else None)
-        yield MultiplyRouted(source, "up_slots", "routes", up)
-        yield self.activate("up_slots", "activated_slots", experts.routing.num_chosen)
-        yield MultiplyRouted("activated_slots", "down_slots", "routes", down)
-        yield CombineExperts("down_slots", target, "routes")
-        if experts.shared_intermediate_size:
-            yield from self.mlp(experts.shared_intermediate_size, f"{name}.shared", source, "shared", "shared_")
-            if experts.has_shared_gate:
-                gate = Projection(f"{name}.shared_gate", hidden, (1,), is_float32=True)
-                yield Multiply(source, "shared_gate", gate)
-                yield Gate("shared", "shared_gate", "shared")
-            yield Add(target, "shared")
-
-    def reducing(self, name: str, in_size: int, *, has_bias: bool, num_experts: int = 0) -> Projection:
-        """A projection whose inputs ranks share out, so that its outputs are summed up."""
-        return Projection(
-            name,
-            in_size,
-            (self.config.hidden_size,),
-            has_bias=has_bias,
-            adds_bias=self.rank == 0,
-            num_experts=num_experts,
-        )
-
-    def sum_ranks(self, buffer: str) -> Iterator[Operation]:
-        if self.num_ranks > 1:
-            yield AllReduce(buffer, buffer)
-
-    def activate(self, source: str, output: str, num_parts: int = 1) -> Activate:
-        config = self.config
-        return Activate(
-            source, output, config.activation, config.is_gated, num_parts, config.swiglu_alpha, config.swiglu_limit
-        )
-
-    def normalize(self, source: str, output: str, norm: str, update: str | None = None) -> Normalize:
-        """`norm`: its name."""
-        config, size, adds_one = self.config, self.config.hidden_size, self.config.norm_adds_one
-        return Normalize(
-            source,
-            output,
-            Vector(f"{norm}.weight", size, is_float32=adds_one, adds_one=adds_one),
-            config.norm_eps,
-            update,
-            Vector(f"{norm}.bias", size, is_float32=adds_one) if config.norm_bias else None,
-            is_centered=config.norm == "layer",
-            factor=config.residual_multiplier,
-        )
-
-    def head_norm(self, name: str, num_heads: int, order: list[int] | None) -> Vector | None:
+    def _norm(self, name: str, num_heads: int, order: tuple[int, ...]) -> Vector | None:
         """Of the values of one of so many heads, or of all; None: they are not normalized."""
-        config = self.config
-        num_normed = {"none": 0, "head": 1, "projection": num_heads}[config.qk_norm]
-        if not num_normed:
+        size, adds_one = self.heads.head_dim, self.norm_adds_one
+        if self.qk_norm == "none":
             return None
-        adds_one, ordered = config.norm_adds_one, _repeated(order or [], num_normed)
-        size = num_normed * config.head_dim
-        return Vector(f"{name}.weight", size, is_float32=adds_one, adds_one=adds_one, order=tuple(ordered))
-
-    def read(self, norm: str | None) -> Iterator[Operation]:
-        """Adds to x what is still to be added, and normalizes it where there is a norm."""
-        while self.updates and (norm is None or len(self.updates) > 1):
-            yield Add("x", self.updates.pop(0), self.config.residual_multiplier)
-        if norm is not None:
-            yield self.normalize("x", "normed", norm, self.updates.pop() if self.updates else None)
-
-    def finish(self, update: str, norm: str) -> Iterator[Operation]:
-        """What becomes of an update before it is added."""
-        if self.config.post_norm:
-            yield self.normalize(update, f"normed_{update}", norm)
-            update = f"normed_{update}"
-        self.updates.append(update)
+        values = Share.of(size)
+        if self.qk_norm == "projection":
+            values = Share.of(num_heads * size, size, "heads", is_repeated=True)
+        return Vector(f"{name}.weight", values, is_float32=adds_one, adds_one=adds_one, head_order=order)
 
 
-def _row_order(config: ModelConfig, order: list[int] | None) -> tuple[int, ...]:
-    """Which row of the checkpoint's queries, keys and values each of ours is; none: they are in that order."""
-    num_heads, num_kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-    if order is None and not config.qkv_by_head:
-        return ()
-    heads = _repeated(order or list(range(size)), num_heads + num_kv_heads)
-    rows = [*heads, *range(len(heads), len(heads) + num_kv_heads * size)]
-    if config.qkv_by_head:
-        # The checkpoint has each head's query, key and value together.
-        rows = [(row // size % num_heads * 3 + row // size // num_heads) * size + row % size for row in rows]
-    return tuple(rows)
+def _of_heads(size: int, head_dim: int) -> Share:
+    return Share.of(size, head_dim, "attention heads")
 
 
-def _repeated(order: list[int], num_heads: int) -> list[int]:
-    """The order of the values of several heads."""
-    return [head * len(order) + value for head in range(num_heads) for value in order]
+def parts_of(names: list[str], shares: list[Share]) -> Iterator[Part]:
+    """Yield the parts of a projection, one below the other: of modules of their own, or all of one."""
+    whole, first = sum(share.size for share in shares), 0
+    for number, share in enumerate(shares):
+        if len(names) == len(shares):
+            yield Part(names[number], share)
+        else:
+            yield Part(names[0], replace(share, whole=whole, first=first))
+        first += share.size
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """An activation between two products; gated, as GLU variants are (Shazeer, 2020,
+    https://arxiv.org/abs/2002.05202)."""
+
+    hidden_size: int
+    size: int
+    activation: Activate
+    has_bias: bool = False
+    counted: str = "columns of the MLP"
+
+    def __call__(
+        self,
+        name: str,
+        up: tuple[str, ...] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
+        *,
+        is_transposed: bool = False,
+        source: str = "normed",
+        target: str = "update",
+        prefix: str = "",
+    ) -> Iterator[Operation]:
+        """Yield an MLP.
+
+        Args:
+            up: names in the module `name` of gates and ups, or of one that has both; where it is not gated, of the one.
+            is_transposed: weights are [in, out].
+            prefix: of the buffers in between.
+        """
+        ups = self.up(name, up, is_transposed=is_transposed)
+        yield Multiply(source, f"{prefix}up", ups)
+        yield replace(self.activation, input=f"{prefix}up", output=f"{prefix}activated")
+        yield Multiply(f"{prefix}activated", target, self.down(name, down, is_transposed=is_transposed))
+
+    def up(self, name: str, names: tuple[str, ...], *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
+        """Return the first product."""
+        shares = [self._share()] * (2 if self.activation.is_gated else 1)
+        parts = tuple(parts_of([f"{name}.{each}" for each in names], shares))
+        return Projection(
+            *(parts, Share.of(self.hidden_size), self.has_bias), is_transposed=is_transposed, num_experts=num_experts
+        )
+
+    def down(self, name: str, down: str, *, is_transposed: bool = False, num_experts: int = 0) -> Projection:
+        """Return the second product."""
+        parts = (Part(f"{name}.{down}", Share.of(self.hidden_size)),)
+        return Projection(*(parts, self._share(), self.has_bias), is_transposed=is_transposed, num_experts=num_experts)
+
+    def _share(self) -> Share:
+        return Share.of(self.size, 1, self.counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """MLPs of which each token goes to a few: see `pagewire.kernels.experts`. A router's logits are float32."""
+
+    routing: ExpertRouting
+    num_experts: int
+    mlp: Mlp  # each
+
+    def __call__(
+        self,
+        router: str,
+        name: str,
+        up: tuple[str, ...] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
+        *,
+        router_bias: bool = False,
+        has_correction: bool = False,
+        source: str = "normed",
+        target: str = "update",
+    ) -> Iterator[Operation]:
+        """Yield the sum of what a token's experts make of it, times their weights (Shazeer et al., 2017,
+        https://arxiv.org/abs/1701.06538). Ranks have some columns of each expert, and all of the router.
+
+        Args:
+            router: the name of its module.
+            name: of the modules of experts, with `{expert}`; `up` and `down`: as `Mlp` has them in each.
+            has_correction: something is added to the router's scores for the routing alone.
+        """
+        num_experts, chosen = self.num_experts, self.routing.num_chosen
+        yield Multiply(source, "router_logits", whole(router, self.mlp.hidden_size, num_experts, has_bias=router_bias))
+        correction = Vector(f"{router}.e_score_correction_bias", Share.of(num_experts), is_float32=True)
+        yield RouteTopK("router_logits", "routes", self.routing, correction if has_correction else None)
+        yield MultiplyRouted(source, "up_slots", "routes", self.mlp.up(name, up, num_experts=num_experts))
+        yield replace(self.mlp.activation, input="up_slots", output="activated_slots", num_parts=chosen)
+        downs = self.mlp.down(name, down, num_experts=num_experts)
+        yield MultiplyRouted("activated_slots", "down_slots", "routes", downs)
+        yield CombineExperts("down_slots", target, "routes")
+
+
+def whole(name: str, in_size: int, out_size: int, *, has_bias: bool = False) -> Projection:
+    """Return a projection in float32 that all ranks have, such as a router."""
+    return Projection((Part(name, Share.of(out_size)),), Share.of(in_size), has_bias, is_float32=True)
+
+
+def shared_expert(mlp: Mlp, name: str, gate: str | None = None) -> Iterator[Operation]:
+    """Yield what adds to the experts' sum what one gives to which every token goes; with a gate, times the sigmoid of
+    its product of the input."""
+    yield from replace(mlp, counted="columns of the shared expert")(name, target="shared", prefix="shared_")
+    if gate is not None:
+        yield Multiply("normed", "shared_gate", whole(gate, mlp.hidden_size, 1))
+        yield Gate("shared", "shared_gate", "shared")
+    yield Add("update", "shared")
+
+
+def layer(
+    norm: Norm,
+    norms: tuple[str, str],
+    attention: Iterator[Operation],
+    mlp: Iterator[Operation],
+    *,
+    post_norms: tuple[str, str] | None = None,
+    factor: float = 1.0,
+) -> Iterator[Operation]:
+    """Yield a layer with norms before attention and MLP.
+
+    Args:
+        norms: their names.
+        post_norms: of those behind attention and MLP; None: there are none.
+        factor: of what both add.
+    """
+    for number, block in enumerate((attention, mlp)):
+        yield norm(norms[number])
+        yield from block
+        yield from added(norm, None if post_norms is None else post_norms[number], factor)
+
+
+def added(norm: Norm, post_norm: str | None, factor: float = 1.0) -> Iterator[Operation]:
+    """Yield what adds an update to `x`, normalized where there is a norm for that."""
+    if post_norm is not None:
+        yield norm(post_norm, "update", "normed_update")
+    yield Add("x", "update" if post_norm is None else "normed_update", factor)
+
+
+def embed(name: str, vocab_size: int, width: int, factor: float = 1.0) -> Embed:
+    """Return what makes hidden states of tokens."""
+    return Embed("x", Table(name, vocab_size, width), None, factor)
+
+
+def lm_head(name: str, hidden_size: int, vocab_size: int, factor: float = 1.0, softcap: float = 0.0) -> LmHead:
+    """Return what makes logits of hidden states, of which each rank has equally many."""
+    rows = Share.of(vocab_size, 1, "tokens", is_padded=True)
+    return LmHead("normed", Projection((Part(name, rows),), Share.of(hidden_size), gives_float32=True), factor, softcap)
+
+
+def activation(function: Activation, *, is_gated: bool = True, alpha: float = 1.0, limit: float = 0.0) -> Activate:
+    """Return what is between the products of an MLP, whose buffers are the MLP's."""
+    return Activate("", "", function, is_gated, alpha=alpha, limit=limit)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pagewire.common.gguf import ROPE_FACTORS, GgufError, GgufFile, config_json
 from pagewire.common.network.checkpoint_files import CheckpointError, TensorHeader
-from pagewire.common.network.config import ModelConfig
 from pagewire.common.network.families import parse_config
+from pagewire.common.network.network import Network
+from pagewire.common.network.rewrites import with_ropes
 
 _FREQUENCIES = "rope_freqs.weight"
 
@@ -21,7 +22,7 @@ def open_gguf(path: Path) -> GgufFile:
         raise CheckpointError(str(error)) from error
 
 
-def load_gguf_config(path: Path) -> ModelConfig:
+def load_gguf_config(path: Path) -> Network:
     """Return the model of a file, whose tensors have been looked for but not read."""
     file = open_gguf(path)
     try:
@@ -40,8 +41,8 @@ def load_gguf_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: what it says of the model makes no config.json: {error}") from error
     if _FREQUENCIES not in file.tensors or model.rope is None:
         return model
-    divisors = _read_divisors(file, _FREQUENCIES, model.head_dim // 2)
-    return replace(model, ropes=tuple(rope and replace(rope, divisors=divisors) for rope in model.ropes))
+    divisors = _read_divisors(file, _FREQUENCIES, model.heads.head_dim // 2)
+    return replace(model, operations=with_ropes(model.operations, lambda rope: replace(rope, divisors=divisors)))
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:

@@ -1,14 +1,58 @@
-"""The operations that a model is a list of, over weights that they name.
+"""The operations that a model is a list of, over weights that they name as checkpoints do.
 
-Operations name the buffers that they read and write: [T, width] for a step of T tokens. Executors carry them out in
+Listing name the buffers that they read and write: [T, width] for a step of T tokens. Executors carry them out in
 their order: one call of C on a CPU, or a function for each on any device.
 """
 
-from dataclasses import dataclass, fields
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
-from pagewire.common.network.config import Activation, QueryGrowth, RopeConfig
 from pagewire.common.network.expert_routing import ExpertRouting
+from pagewire.common.network.rope import QueryGrowth, RopeConfig
+
+Activation: TypeAlias = str  # a name of `_ACTIVATIONS` in `worker_service/models/functions.py`, and of C's FUNCTION_
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Places of a dimension of a tensor: `size` of them, from `first` on, of as many as `whole` says."""
+
+    size: int
+    whole: int
+    first: int = 0
+    unit: int = 0  # places that stay together where ranks share them out; 0: each rank has all
+    counted: str = ""  # what units are
+    is_repeated: bool = False  # of fewer units than ranks several have the same; else ranks must divide them
+    is_padded: bool = False  # all ranks have equally many, of which the last of them may stand for nothing
+
+    @staticmethod
+    def of(size: int, unit: int = 0, counted: str = "", **how: bool) -> "Share":
+        """All of a dimension."""
+        return Share(size, size, 0, unit, counted, **how)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of the dimension, in its order."""
+        return self.size == self.whole
+
+    @property
+    def stored(self) -> slice:
+        """Which places of the tensor these are, as far as they are there."""
+        return slice(min(self.first, self.whole), min(self.first + self.size, self.whole))
+
+    def of_rank(self, rank: int, num_ranks: int) -> "Share":
+        """Return what one rank has. Raises ValueError if so many cannot share it out."""
+        if not self.unit or num_ranks == 1:
+            return self
+        num_units = self.size // self.unit
+        per_rank = -(-num_units // num_ranks)
+        if num_units % num_ranks and not self.is_padded:
+            if not self.is_repeated or num_ranks % num_units:
+                need = f"divide the {num_units} {self.counted}{', or be a multiple of them' * self.is_repeated}"
+                raise ValueError(f"--tensor-parallel-size is {num_ranks}; for this model it must {need}")
+            return replace(self, size=self.unit, first=self.first + rank * num_units // num_ranks * self.unit)
+        return replace(self, size=per_rank * self.unit, first=self.first + rank * per_rank * self.unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +60,20 @@ class Vector:
     """Numbers that belong to the places of a vector, or to heads."""
 
     name: str
-    size: int
+    values: Share
     is_float32: bool = False  # whatever the model computes in
     adds_one: bool = False  # to what is stored
-    order: tuple[int, ...] = ()  # which of the checkpoint's each is; none: they are in that order
+    head_order: tuple[int, ...] = ()  # which of the values of a checkpoint's head each is; none: they are in that order
 
     @property
     def num_elements(self) -> int:
         """What is stored of it."""
-        return self.size
+        return self.values.size
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Which of the checkpoint's each is; none: they are in that order."""
+        return _repeated(self.head_order, self.num_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +83,11 @@ class Table:
     name: str
     num_rows: int
     width: int
-    is_float32: bool = False
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Its name alone, as that of a projection of one part."""
+        return (self.name,)
 
     @property
     def num_elements(self) -> int:
@@ -43,24 +96,93 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
-    """x W^T + b, where W [out_size, in_size] may be several projections of one input, one below the other; or one of
-    each expert, all of one size."""
+class Part:
+    """Rows of the weight, and of the bias, of a module of the checkpoint."""
 
     name: str
-    in_size: int
-    out_sizes: tuple[int, ...]  # the rows of each
+    rows: Share
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """x W^T + b, where W [out_size, in_size] may be several projections of one input, one below the other; or one of
+    each expert, all of one size, in whose names `{expert}` counts from 0."""
+
+    parts: tuple[Part, ...]  # one below the other
+    columns: Share
     has_bias: bool = False
     adds_bias: bool = True  # of several ranks whose outputs are summed one alone does
+    is_transposed: bool = False  # the checkpoint holds [in, out]
     num_experts: int = 0  # 0: it belongs to none
     is_float32: bool = False  # whatever the model computes in, and not quantised
     gives_float32: bool = False
-    row_order: tuple[int, ...] = ()  # which row of the checkpoint's each is; none: they are in that order
+    gives_rows: bool = False  # by their indexes too
+    heads: "HeadRows | None" = None  # queries, keys and values; None: rows are in the checkpoint's order
+
+    @property
+    def name(self) -> str:
+        """That of its first part."""
+        return self.parts[0].name
+
+    @property
+    def in_size(self) -> int:
+        """How many inputs it has."""
+        return self.columns.size
+
+    @property
+    def out_sizes(self) -> tuple[int, ...]:
+        """The rows of each part."""
+        return tuple(part.rows.size for part in self.parts)
 
     @property
     def num_elements(self) -> int:
         """What is stored of it."""
         return max(1, self.num_experts) * sum(self.out_sizes) * (self.in_size + self.has_bias)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of its parts, each once, of all experts."""
+        experts = range(max(1, self.num_experts))
+        return tuple(dict.fromkeys(part.name.format(expert=expert) for expert in experts for part in self.parts))
+
+    @property
+    def row_order(self) -> tuple[int, ...]:
+        """Which row of the checkpoint's each is; none: they are in that order."""
+        return () if self.heads is None else self.heads.row_order(self.out_sizes)
+
+    def of_expert(self, expert: int) -> "Projection":
+        """Return that of one expert alone."""
+        parts = tuple(replace(part, name=part.name.format(expert=expert)) for part in self.parts)
+        return replace(self, parts=parts, num_experts=0)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """In which order a checkpoint has the rows of queries, keys and values."""
+
+    head_dim: int
+    order: tuple[int, ...] = ()  # which of the values of its heads, of queries and keys, each is; none: in that order
+    are_by_head: bool = False  # the rows of each head's query, key and value are together
+
+    def row_order(self, out_sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """See `Projection`."""
+        if not self.order and not self.are_by_head:
+            return ()
+        size, num_rows = self.head_dim, sum(out_sizes)
+        num_turned = num_rows // 3 * 2 if self.are_by_head else sum(out_sizes[:2])
+        rows = [*_repeated(self.order or tuple(range(size)), num_turned), *range(num_turned, num_rows)]
+        if self.are_by_head:
+            num_heads = num_rows // 3 // size
+            rows = [(row // size % num_heads * 3 + row // size // num_heads) * size + row % size for row in rows]
+        return tuple(rows)
+
+
+Weight: TypeAlias = Vector | Table | Projection
+
+
+def _repeated(order: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The order of the values of several heads."""
+    return tuple(first + value for first in range(0, size, max(1, len(order))) for value in order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +190,7 @@ class Embed:
     """output = table[token] * factor + positions[position]."""
 
     output: str
-    table: Table
+    table: Table | Projection  # the latter where rows are taken of what a product has too, or of codes
     positions: Table | None = None
     factor: float = 1.0
 
@@ -188,6 +310,27 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """Heads of queries, and those of keys and values that they share (Ainslie et al., 2023,
+    https://arxiv.org/abs/2305.13245), and how they score: see `Scoring` of `pagewire.kernels.arguments`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the products of queries and keys
+    window: int = 0  # positions a query attends to, its own included; 0: all up to its own
+    softcap: float = 0.0  # scores are bounded to softcap * tanh(score / softcap); 0: they are not
+    alibi_slopes: tuple[float, ...] = ()  # [num_heads]; none: scores fall by no distance
+
+    def of_rank(self, rank: int, num_ranks: int) -> "AttentionHeads":
+        """Return what one rank has. Where there are more ranks than KV heads, several have the same one."""
+        share = self.num_heads // num_ranks
+        slopes = self.alibi_slopes[rank * share : (rank + 1) * share]
+        num_kv_heads = max(1, self.num_kv_heads // num_ranks)
+        return replace(self, num_heads=share, num_kv_heads=num_kv_heads, alibi_slopes=slopes)
+
+
+@dataclass(frozen=True, slots=True)
 class QkNormRopeStore:
     """Of heads (queries, then keys, then values), normalizes those of queries and keys where there is a weight, turns
     them by their position where there is a rope, gives the queries, and stores keys and values."""
@@ -195,8 +338,7 @@ class QkNormRopeStore:
     input: str  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     output: str  # [T, num_heads * head_dim]
     layer: int
-    num_heads: int
-    head_dim: int
+    heads: AttentionHeads
     num_positions: int  # that there are
     query_norm: Vector | None = None
     key_norm: Vector | None = None
@@ -212,7 +354,8 @@ class AttendPaged:
     input: str
     output: str
     layer: int
-    sinks: Vector | None = None
+    heads: AttentionHeads
+    sinks: Vector | None = None  # [num_heads], see `Scoring.sinks`
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,31 +395,59 @@ Operation: TypeAlias = (
     | AllReduce
 )
 _READ = ("input", "update", "gate", "routes")
+Listing: TypeAlias = tuple[Operation, ...]
 
 
-def weights_of(operations: tuple[Operation, ...]) -> dict[str, Vector | Table | Projection]:
-    """Return all weights by their names, in the order in which they are first used."""
+def weights_of(operations: Listing) -> tuple[Weight, ...]:
+    """Return all weights, in the order in which they are first used."""
     values = (getattr(operation, field.name) for operation in operations for field in fields(operation))
-    return {value.name: value for value in values if hasattr(value, "num_elements")}
+    return tuple(dict.fromkeys(value for value in values if type(value) in (Vector, Table, Projection)))
 
 
-def last_uses(operations: tuple[Operation, ...]) -> list[tuple[str, ...]]:
+def head_of(operations: Listing) -> Projection:
+    """Return what makes logits of hidden states."""
+    (head,) = [operation.head for operation in operations if type(operation) is LmHead]
+    return head
+
+
+def embedding_of(operations: Listing) -> Table | Projection:
+    """Return what makes hidden states of tokens."""
+    (table,) = [operation.table for operation in operations if type(operation) is Embed]
+    return table
+
+
+def replaced(operation: Any, change: Mapping[type, Callable[[Any], Any]]) -> Any:
+    """Return the operation in which each operand is what `change` has for its type, where it has that."""
+    operands = {field.name: getattr(operation, field.name) for field in fields(operation)}
+    changed = {name: change[type(value)](value) for name, value in operands.items() if type(value) in change}
+    return replace(operation, **changed) if changed else operation
+
+
+def buffers_read(operation: Operation) -> set[str]:
+    """Return the names of what an operation reads."""
+    return {getattr(operation, name) for name in _READ if getattr(operation, name, None) is not None}
+
+
+def output_of(operation: Operation) -> str | None:
+    """Return the name of what an operation writes; of an `Add` that is its input. None: nothing, which is the head."""
+    return operation.input if type(operation) is Add else getattr(operation, "output", None)
+
+
+def last_uses(operations: Listing) -> list[tuple[str, ...]]:
     """Return for each operation the buffers that none behind it reads before they are written anew."""
     needed: set[str] = set()
     released = []
     for operation in reversed(operations):
-        read = {getattr(operation, name) for name in _READ if getattr(operation, name, None) is not None}
-        written = {operation.output} if hasattr(operation, "output") else set()
+        read, written = buffers_read(operation), {getattr(operation, "output", None)}
         released.append(tuple(sorted(read - needed)))
         needed = (needed - written) | read
     return released[::-1]
 
 
-def num_elements(operations: tuple[Operation, ...], *, is_tied: bool) -> int:
-    """Return how many numbers a model holds: those of its weights, and cosines and sines of all positions. `is_tied`:
-    the head is the embedding."""
-    left_out = {operation.head.name for operation in operations if type(operation) is LmHead and is_tied}
-    weights = sum(weight.num_elements for name, weight in weights_of(operations).items() if name not in left_out)
+def num_elements(operations: Listing) -> int:
+    """Return how many numbers a model holds: those of its weights, and cosines and sines of all positions. An embedding
+    that is the head too, all of it, counts once."""
+    weights = {(weight.name, weight.num_elements) for weight in weights_of(operations)}
     turns = [operation for operation in operations if type(operation) is QkNormRopeStore]
-    tables = {turn.rope: turn.num_positions * turn.head_dim for turn in turns if turn.rope is not None}
-    return weights + 2 * sum(tables.values())
+    tables = {turn.rope: turn.num_positions * turn.heads.head_dim for turn in turns if turn.rope is not None}
+    return sum(number for _, number in weights) + 2 * sum(tables.values())

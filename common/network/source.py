@@ -7,9 +7,9 @@ from pathlib import Path
 from pagewire.common.gguf import is_gguf
 from pagewire.common.network import checkpoint_files
 from pagewire.common.network.checkpoint_files import CONFIG_FILE, TensorHeader, read_json
-from pagewire.common.network.config import ModelConfig
 from pagewire.common.network.families import parse_config
 from pagewire.common.network.gguf_files import load_gguf_config, open_gguf, read_gguf_headers
+from pagewire.common.network.network import Network
 from pagewire.common.network.quantization import with_quantization_file
 
 # Of what `weights_digest` looks at.
@@ -18,7 +18,7 @@ _MIN_STRIDE = 1 << 20
 _MAX_SAMPLES = 1 << 12
 
 
-def load_config(path: Path) -> ModelConfig:
+def load_config(path: Path) -> Network:
     """Return what a GGUF file describes, or config.json in a checkpoint directory, with a file beside it that says how
     weights are quantised. Raises CheckpointError for a model that is broken or asks for something that is not
     supported."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagewire.common.network.expert_routing import ExpertRouting
-from pagewire.common.network.operations import AttendPaged, QkNormRopeStore
+from pagewire.common.network.operations import AttendPaged, AttentionHeads, QkNormRopeStore
 from pagewire.kernels.arguments import LayerCache, Scoring
 from pagewire.kernels.cache_rows import head_dim_of
 from pagewire.kernels.cpu.abi import Structure, address_of, check, constants, element_of, ffi
@@ -104,6 +104,8 @@ class DecoderKernel:
                         _put_tensor(place, name, part)
                 case ExpertRouting() as routing:
                     self._put_fields(getattr(at, name), routing)
+                case AttentionHeads(num_heads=num_heads, head_dim=head_dim):  # how these score is told with the cache
+                    at.num_heads, at.head_dim = num_heads, head_dim
                 case PackedLinear(layer=layer):
                     at.linear = layer
                 case [*linears]:

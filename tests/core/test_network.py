@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from pagewire.common.network.blocks import compose
 from pagewire.common.network.families import parse_config
 from pagewire.common.network.operations import (
     Activate,
@@ -18,8 +17,7 @@ from pagewire.common.network.operations import (
     num_elements,
     weights_of,
 )
-from pagewire.common.network.rewrites import gate_projections
-from pagewire.common.network.shard import Shard
+from pagewire.common.network.rewrites import cut, fuse_updates, gate_projections, tied
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -37,8 +35,8 @@ ARCHITECTURES = (
 
 
 def listed(architecture: str, rank: int = 0, num_ranks: int = 1) -> tuple[Operation, ...]:
-    config = parse_config({"architectures": [architecture], **SIZES, **EXPERTS})
-    return compose(Shard.of(config, rank, num_ranks))
+    network = parse_config({"architectures": [architecture], **SIZES, **EXPERTS})
+    return tuple(fuse_updates(cut(network.operations, rank, num_ranks)))
 
 
 def read_by(operation: Operation) -> set[str]:
@@ -77,7 +75,8 @@ def test_projections_gate_where_they_can(architecture: str) -> None:
     """Each that can takes the silu behind it, and nothing else changes."""
     operations = listed(architecture)
     assert list(gate_projections(operations, lambda projection: False)) == list(operations)
-    chosen = random.Random(4).sample(sorted(weights_of(operations)), len(weights_of(operations)) // 2)
+    names = sorted(weight.name for weight in weights_of(operations))
+    chosen = random.Random(4).sample(names, len(names) // 2)
     rewritten = list(gate_projections(operations, lambda projection: projection.name in chosen))
     expected: list[Operation] = []
     for operation in operations:
@@ -95,10 +94,9 @@ def test_ranks_share_out_what_a_model_is(architecture: str) -> None:
     """Two have all projections of one between them, and each the vectors and tables that are not cut."""
     whole = weights_of(listed(architecture))
     shares = [weights_of(listed(architecture, rank, 2)) for rank in (0, 1)]
-    assert list(whole) == list(shares[0]) == list(shares[1])
-    for name, weight in whole.items():
-        held = [share[name].num_elements for share in shares]
+    names = [[weight.name for weight in share] for share in (whole, *shares)]
+    assert names[0] == names[1] == names[2]
+    for weight, *parts in zip(whole, *shares, strict=True):
+        held = [part.num_elements for part in parts]
         assert weight.num_elements <= sum(held) <= 2 * weight.num_elements
-    assert (
-        num_elements(listed(architecture), is_tied=False) - num_elements(listed(architecture), is_tied=True) == 64 * 151
-    )
+    assert num_elements(listed(architecture)) - num_elements(tied(listed(architecture))) == 64 * 151

@@ -6,6 +6,7 @@ import torch
 from pagewire.common.network.operations import (
     Activate,
     AttendPaged,
+    AttentionHeads,
     Clip,
     Embed,
     LmHead,
@@ -25,15 +26,15 @@ def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=N
         return cpu_kernels.pack_linear(HeldWeight(torch.randn(out_size, in_size)))
 
     angles = torch.ones(16, head_dim) if angles is None else angles
-    update = "update" if number else None
+    update, heads = "update" if number else None, AttentionHeads(NUM_HEADS, NUM_KV_HEADS, head_dim, 1.0)
     return [
         Normalize("x", "normed", torch.ones(HIDDEN), 1e-6, update),
         Multiply("normed", "heads", packed((NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, HIDDEN)),
         QkNormRopeStore(
-            *("heads", "queries", number, NUM_HEADS, head_dim, 16),
+            *("heads", "queries", number, heads, 16),
             *(torch.ones(norm_dim), torch.ones(norm_dim), 1e-6, (angles, angles)),
         ),
-        AttendPaged("queries", "attended", number, sinks),
+        AttendPaged("queries", "attended", number, heads, sinks),
         Multiply("attended", "update", packed(HIDDEN, NUM_HEADS * head_dim)),
         Normalize("x", "normed", torch.ones(HIDDEN), 1e-6, "update"),
         Multiply("normed", "gate_up", packed(96, HIDDEN)),

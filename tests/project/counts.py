@@ -29,15 +29,15 @@ MAX_STATEMENTS = {
         9_173, "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants"
     ),
     "worker_service": Ceiling(
-        6_203, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
+        6_133, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
     ),
     "pagewire/kernels": Ceiling(
         3_652,
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        5_021,
-        "29 architectures, the operations of their models, GGUF, transport, tracing, limits, grammars, templates",
+        5_255,
+        "29 architectures, each composed over its checkpoint's names, GGUF, transport, tracing, limits, templates",
     ),
     "pagewire": Ceiling(
         5_754,
@@ -51,6 +51,7 @@ MAX_FUNCTION_NAMES_TWICE = Ceiling(
 )
 MAX_PROTOCOLS = Ceiling(15, "what has several implementations, or fakes that tests name")
 MAX_FUNCTION_LINES = 60
+MAX_NETWORK_LINES = 40  # of a function in `common/network`: what a model is reads from top to bottom
 MAX_MODULES = 20  # of a folder
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -158,7 +159,7 @@ def long_functions() -> list[str]:
             if isinstance(node, Function) and node.end_lineno is not None:
                 first_line = node.body[0].lineno if is_kernel(node) else node.lineno
                 num_lines = node.end_lineno - first_line + 1
-                if num_lines > MAX_FUNCTION_LINES:
+                if num_lines > (MAX_NETWORK_LINES if "network" in path.parts else MAX_FUNCTION_LINES):
                     found.append(f"{path}:{node.lineno}: {node.name} has {num_lines} lines")
     return found
 

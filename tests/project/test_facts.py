@@ -13,8 +13,8 @@ from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES, model_file
 from pagewire.common.gguf.tokenizer_files import classes
 from pagewire.common.grammars import trial
 from pagewire.common.messages import PROTOCOL_VERSION
-from pagewire.common.network.config import MAX_EXPERTS
 from pagewire.common.network.families import BY_ARCHITECTURE
+from pagewire.common.network.families.reading import MAX_EXPERTS
 from pagewire.common.network.quantization import METHODS
 from pagewire.common.process import EXIT_REFUSED
 from pagewire.common.sampling_ranges import RANGES

@@ -34,20 +34,20 @@ def host_operations():
     return create_host_operations(load_cpu_kernels())
 
 
-def create_attention(config, name="auto", block_size=8, dtype=torch.float32):
-    return create_backend(name, CPU, attention_shape(config, block_size, dtype, dtype), load_cpu_kernels())
+def create_attention(network, name="auto", block_size=8, dtype=torch.float32):
+    return create_backend(name, CPU, attention_shape(network, block_size, dtype, dtype), load_cpu_kernels())
 
 
 @torch.inference_mode()
 def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.float32):
     """Logits at every position of one sequence, computed chunk by chunk: [sum(chunks), vocab_size]."""
-    config = model.config
+    network, heads = model.network, model.network.heads
     is_fused = getattr(model, "is_fused", False)
-    host = host_model(model, create_attention(config)) if is_fused else model
+    host = host_model(model, create_attention(network)) if is_fused else model
     num_blocks = -(-sum(chunks) // block_size)
-    shape = (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+    shape = (num_blocks + 1, len(network.layers), 2, block_size, heads.num_kv_heads, heads.head_dim)
     storage = torch.full(shape, float("nan"), dtype=dtype)
-    kv_cache = [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(config.num_layers)]
+    kv_cache = [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(len(network.layers))]
     block_table = torch.arange(num_blocks, 0, -1)[None]
     logits, end = [], 0
     for num_tokens in chunks:
@@ -55,7 +55,7 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
         end += num_tokens
         slots = block_table[0, positions // block_size] * block_size + positions % block_size
         batch = AttentionBatch([0, num_tokens], [end], block_table, slots)
-        attend = create_attention(config, block_size=block_size, dtype=dtype).prepare(batch, kv_cache)
+        attend = create_attention(network, block_size=block_size, dtype=dtype).prepare(batch, kv_cache)
         outputs = host.forward_logits(token_ids[positions], positions, attend, torch.arange(num_tokens))
         logits.append(outputs.logits)
     return torch.cat(logits)

@@ -29,17 +29,17 @@ class Engine:
     """A model over a paged cache that holds NaN wherever nothing was written."""
 
     def __init__(self, model, dtype, cache_dtype, block_size, rng):
-        shape = attention_shape(model.config, block_size, dtype, cache_dtype)
+        shape = attention_shape(model.network, block_size, dtype, cache_dtype)
         self._backend = create_backend("auto", CPU, shape, load_cpu_kernels())
         self._host = host_model(model, self._backend)
         assert isinstance(self._host, CpuDecoder)
         self._block_size = block_size
-        config, num_blocks = model.config, 1 + 4000 // block_size
-        row = row_size(config.head_dim, cache_dtype)
-        places = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, row)
+        network, num_blocks = model.network, 1 + 4000 // block_size
+        row = row_size(network.heads.head_dim, cache_dtype)
+        places = (num_blocks, len(network.layers), 2, network.heads.num_kv_heads, block_size, row)
         # The bytes of NaN, or of integers whose scale is one.
         storage = torch.full((*places[:-1], row * cache_dtype.itemsize), 0xFF, dtype=torch.uint8).view(cache_dtype)
-        self._cache = [tuple(storage[:, i, j].transpose(1, 2) for j in (0, 1)) for i in range(config.num_layers)]
+        self._cache = [tuple(storage[:, i, j].transpose(1, 2) for j in (0, 1)) for i in range(len(network.layers))]
         self._free = rng.sample(range(1, num_blocks), num_blocks - 1)
 
     def row(self, tokens: Tensor) -> Row:

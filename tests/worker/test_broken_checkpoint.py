@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pagewire.common.network.checkpoint_files import CheckpointError, read_headers
-from pagewire.common.network.config import MAX_SIZE
 from pagewire.common.network.families import parse_config
+from pagewire.common.network.families.reading import MAX_SIZE
 from pagewire.common.network.source import load_config
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from tests.broken_json import refusal_of, spoilt, spoilt_bytes
@@ -68,8 +68,8 @@ def test_an_odd_value_is_refused_by_name_or_harmless(configs, family, seed):
             continue
         parsed = parse_config(config)
         assert 1 <= parsed.max_position_embeddings <= MAX_SIZE
-        if parsed.rope is not None and parsed.head_dim <= 1024:
-            assert inverse_frequencies(parsed.rope, parsed.head_dim).isfinite().all(), config
+        if parsed.rope is not None and parsed.heads.head_dim <= 1024:
+            assert inverse_frequencies(parsed.rope, parsed.heads.head_dim).isfinite().all(), config
     assert num_refused > 10
 
 
@@ -104,7 +104,7 @@ def test_what_no_model_has_is_named(configs, family, fields, message):
 
 def test_head_dim_counts_where_it_is_given(configs):
     config = {**configs["qwen3"], "hidden_size": 66}
-    assert parse_config(config).head_dim == 16
+    assert parse_config(config).heads.head_dim == 16
     with pytest.raises(CheckpointError, match="hidden_size is 66, but must be a multiple of 4 attention heads"):
         parse_config({**config, "head_dim": None})
 

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.config import ModelConfig
 from pagewire.common.network.families import parse_config
+from pagewire.common.network.network import Network
 from testing.checkpoints.families import DEFAULTS, FAMILIES, NO_SPECIAL_TOKENS, draw_weights
 from testing.models import load_model
 from tests.worker.model_logits import TOLERANCE, compute_logits
@@ -112,7 +112,7 @@ def tokens(vocab_size: int) -> torch.Tensor:
     return torch.randint(0, min(vocab_size, 90), (24,), generator=torch.Generator().manual_seed(2))
 
 
-def ours(config: dict[str, Any]) -> ModelConfig | None:
+def ours(config: dict[str, Any]) -> Network | None:
     try:
         return parse_config(config)
     except CheckpointError:
@@ -165,7 +165,7 @@ def test_a_field_means_what_it_means_to_transformers(tmp_path: Path, family: str
     num_read, faults = 0, []
     unread: dict[int, list[tuple[str, Any]]] = defaultdict(list)  # by which of the field's values it is
     for key, value in sorted(fields(family).items()):
-        for number, other in enumerate(values(key, value, plain.num_layers)):
+        for number, other in enumerate(values(key, value, len(plain.layers))):
             changed = {**config, key: other}
             parsed = ours(changed)
             if parsed is None or other == config.get(key):

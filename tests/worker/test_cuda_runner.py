@@ -123,7 +123,9 @@ class Pair:
             sliding_window=config.sliding_window,
         )
         self.num_host_blocks = num_host_blocks
-        shape = CacheShape(config.num_layers, block_size, config.num_kv_heads, config.head_dim, torch.float32)
+        shape = CacheShape(
+            len(config.layers), block_size, config.heads.num_kv_heads, config.heads.head_dim, torch.float32
+        )
         plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks)
         attention = attention_shape(config, block_size, torch.float32, torch.float32)
         plain_attention = TorchAttention(attention, CPU)
@@ -133,7 +135,7 @@ class Pair:
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # what has not been written
-        backend = DeviceAttention(config.windows, attention.scoring(0, CPU))
+        backend = DeviceAttention(tuple(heads.window for heads in config.layers), attention.scoring(0, CPU))
         graphs = {"max_graph_batch_size": max_graph_batch_size, "max_graph_tokens": max_graph_tokens}
         own = grammars and grammars[1]
         self.runner = device_runner(

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.common.network.blocks import compose
 from pagewire.common.network.operations import QkNormRopeStore, num_elements
-from pagewire.common.network.shard import Shard
+from pagewire.common.network.rewrites import cut, tied
 from pagewire.common.network.source import load_config
 from testing.checkpoints.families import FAMILIES, make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
@@ -38,7 +37,7 @@ class Rank:
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
-        *((family, {"tie_word_embeddings": tied}) for family in FAMILIES for tied in (True, False)),
+        *((family, {"tie_word_embeddings": is_tied}) for family in FAMILIES for is_tied in (True, False)),
         ("llama", BIASES),
         ("qwen3", {"attention_bias": True, "head_dim": 40}),
         ("qwen2", {"vocab_size": 149, "num_key_value_heads": 1}),
@@ -47,40 +46,36 @@ class Rank:
 )  # fmt: skip
 def test_arithmetic_counts_what_the_model_is_made_of(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
     path = make_checkpoint(tmp_path, family, seed=1, **overrides)
-    config = load_config(path)
+    network = load_config(path)
     for rank, num_ranks in ((0, 1), (0, 2), (1, 2), (0, 4), (3, 4)):
         unloaded = prepare_model(path, dtype=torch.float32, device=CPU, communicator=Rank(rank, num_ranks))
         built = [*unloaded.model.parameters(), *unloaded.model.buffers()]
-        listed = compose(Shard.of(config, rank, num_ranks))
-        assert 4 * num_elements(listed, is_tied=unloaded.is_tied) == sum(tensor.nbytes for tensor in built)
+        listed = tied(network.operations) if network.tie_word_embeddings else network.operations
+        listed = cut(listed, rank, num_ranks)
+        assert 4 * num_elements(listed) == sum(tensor.nbytes for tensor in built)
 
 
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_a_loaded_model_holds_what_was_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool, held: str, mode: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, is_tied: bool, held: str, mode: str
 ) -> None:
     """What oneDNN packs cannot be seen from outside; it is as large as the weight."""
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
-    path = make_checkpoint(tmp_path, family, seed=1, dtype=held, tie_word_embeddings=tied, vocab_size=160)
+    path = make_checkpoint(tmp_path, family, seed=1, dtype=held, tie_word_embeddings=is_tied, vocab_size=160)
     unloaded = prepare_model(
         path, dtype=torch.float32, device=CPU, operations=create_host_operations(load_cpu_kernels())
     )
     footprint = unloaded.footprint()
     weights = {id(module): module.weight.nbytes for module in unloaded.model.modules() if _has_weight(module)}
-    head = (
-        unloaded.model.embedding.weight.nbytes
-        if unloaded.is_tied and unloaded.model.embedding.weight is not None
-        else 0
-    )
     model = unloaded.load()
     actual = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     for module in model.modules():
         if isinstance(module, Linear):
             is_ours = isinstance(module.product, CpuProduct)
-            actual += module.product.packed.panels.nbytes if is_ours else weights.get(id(module), head)
+            actual += module.product.packed.panels.nbytes if is_ours else weights[id(module)]
     assert footprint.held == actual
     assert footprint.held <= footprint.peak
 

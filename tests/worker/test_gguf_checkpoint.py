@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.config import RopeConfig
 from pagewire.common.network.families.gpt_oss import FAMILY as GPT_OSS
 from pagewire.common.network.gguf_files import open_gguf
+from pagewire.common.network.rewrites import with_ropes
+from pagewire.common.network.rope import RopeConfig
 from pagewire.common.network.source import load_config, model_digest, read_headers
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import dequantized, write_dequantized, write_gguf
@@ -127,8 +128,8 @@ def test_phi3_has_its_factors_in_tensors(tmp_path: Path, original: int) -> None:
     assert ours.rope.divisors == tuple(rope["long_factor" if original < 128 else "short_factor"])
     factor = expected.rope.attention_factor  # of which a file has float32
     assert ours.rope.attention_factor == pytest.approx(factor, rel=1e-7)
-    ropes = tuple(dataclasses.replace(of_layer, attention_factor=factor) for of_layer in ours.ropes if of_layer)
-    assert dataclasses.replace(ours, ropes=ropes) == expected
+    exact = with_ropes(ours.operations, lambda of_layer: dataclasses.replace(of_layer, attention_factor=factor))
+    assert dataclasses.replace(ours, operations=exact) == expected
 
 
 def test_gemma3_scales_the_layers_without_a_window_alone(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_gemma3_scales_the_layers_without_a_window_alone(tmp_path: Path) -> None
     ours = load_config(write_gguf(tmp_path / "model.gguf", source, "F32"))
     assert ours == load_config(source)
     assert [(rope.theta, rope.factor) for rope in ours.ropes if rope] == [(5_000.0, 1.0), (1_000_000.0, 8.0)] * 3
-    assert ours.logits_softcap == 5.0
+    assert ours.operations[-1].softcap == 5.0
 
 
 @pytest.mark.parametrize(("architecture", "num_layers"), [("gemma2", 46), ("gemma3_text", 62)])
@@ -420,21 +421,21 @@ def test_the_kernels_multiply_with_what_a_file_means(
         unloaded = prepare_model(path, **options)
         footprint = unloaded.footprint()
         model, expected = unloaded.load(), load_model(plain, **options)
-        rows_of = model.embedding.rows
-        assert (rows_of is not None) == (num_ranks == 1 and not tied)
-        held = 0 if rows_of is None else rows_of.product.packed.panels.nbytes
-        modules = [module for module in model.modules() if module is not rows_of]
-        for ours, theirs in zip(modules, expected.modules(), strict=True):
+        assert isinstance(model.embedding, Linear) == (num_ranks == 1)
+        assert (model.embedding is model.head) == (num_ranks == 1 and tied)
+        held = 0
+        for (name, ours), (_, theirs) in zip(model.named_modules(), expected.named_modules(), strict=True):
             if isinstance(ours, Linear):
                 assert isinstance(ours.product, CpuProduct)
                 assert ours.product.packed.format.element == torch.int8
                 held += ours.product.packed.panels.nbytes
                 # Behind the last token of the vocabulary a head's rows stand for nothing.
-                rows = torch.arange(151 - rank * ours.out_sizes[0] if ours is model.head else sum(ours.out_sizes))
-                rows = rows[: sum(ours.out_sizes)]
-                assert torch.equal(ours.product.take_rows(rows), theirs.product.take_rows(rows))
+                num_rows = ours.shape[0]
+                rows = torch.arange(151 - rank * num_rows if ours is model.head else num_rows)[:num_rows]
+                rows_of = theirs.take_rows if isinstance(theirs, Embedding) else theirs.product.take_rows
+                assert torch.equal(ours.product.take_rows(rows), rows_of(rows)), name
             elif isinstance(ours, Embedding):
-                assert torch.equal(ours(torch.arange(151)), theirs(torch.arange(151)))
+                assert torch.equal(ours.take_rows(torch.arange(151)), theirs.take_rows(torch.arange(151)))
         held += sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
         assert footprint.held == pytest.approx(held, rel=0.1)
 
@@ -459,7 +460,9 @@ def test_a_weight_whose_groups_shares_would_cut_is_widened(tmp_path: Path, monke
     assert "7 of 9 products read them as they are" in description
     plain = write_dequantized(tmp_path / "plain", path, source)
     expected = load_model(plain, dtype=torch.float32, device=cpu, operations=operations, communicator=Rank(1, 2))
-    for ours, theirs in zip(unloaded.load().layers, expected.layers, strict=True):
-        rows = torch.arange(128)
-        assert ours.mlp.down.product.packed.format.element == torch.float32
-        assert torch.equal(ours.mlp.down.product.take_rows(rows), theirs.mlp.down.product.take_rows(rows))
+    model, rows = unloaded.load(), torch.arange(128)
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.down_proj"
+        ours, theirs = model.get_submodule(name).product, expected.get_submodule(name).product
+        assert ours.packed.format.element == torch.float32
+        assert torch.equal(ours.take_rows(rows), theirs.take_rows(rows))

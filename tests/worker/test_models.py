@@ -15,6 +15,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from pagewire.common.network.checkpoint_files import CheckpointError
 from pagewire.common.network.families import parse_config
+from pagewire.common.network.operations import Part, Projection, Share
 from pagewire.common.network.source import load_config
 from testing import models
 from testing.checkpoints.families import (
@@ -241,7 +242,7 @@ def test_rows_of_a_batch_do_not_touch_each_other(load_model, tmp_path):
     slots = torch.cat([torch.arange(8, 17), torch.arange(24, 38)])
     batch = AttentionBatch([0, 9, 23], [9, 14], torch.tensor([[1, 2], [3, 4]]), slots)
     with torch.inference_mode():
-        attend = create_attention(model.config).prepare(batch, kv_cache)
+        attend = create_attention(model.network).prepare(batch, kv_cache)
         positions = torch.cat([torch.arange(9), torch.arange(14)])
         together = model.compute_logits(model.forward(torch.cat([first, second]), positions, attend))
     torch.testing.assert_close(together[:9], compute_logits(model, first, (9,)), rtol=0, atol=5e-5)
@@ -306,7 +307,7 @@ def test_slopes_are_those_of_transformers(tmp_path, num_heads, bias_max):
     slopes = {}
     for family, overrides in (("mpt", mpt), ("bloom", bloom)):
         edit_config(make_checkpoint(tmp_path / family, family, seed=16), **overrides)
-        slopes[family] = torch.tensor(load_config(tmp_path / family).alibi_slopes)
+        slopes[family] = torch.tensor(load_config(tmp_path / family).heads.alibi_slopes)
     distance_of_1 = -build_mpt_alibi_tensor(num_heads, 2, bias_max)[:, 0, 0]
     torch.testing.assert_close(slopes["mpt"], distance_of_1, rtol=1e-6, atol=0)
     torch.testing.assert_close(slopes["bloom"], build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1])
@@ -348,7 +349,7 @@ def test_weights_are_not_held_twice(tmp_path, monkeypatch, mode):
     model = models.load_model(path, dtype=torch.float32, device=CPU, operations=host_operations())
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 9
-    assert all(linear.weight is None for linear in linears)
+    assert all(linear.weight is None for linear in linears if linear is not model.embedding)
     assert (model.embedding.weight is None) == (mode == "require")
 
 
@@ -378,8 +379,8 @@ def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
     ]:  # fmt: skip
         path = make_checkpoint(tmp_path / f"{family}-{dtype}-{expected}", family, seed=22)
         model = models.load_model(path, dtype=dtype, device=CPU, operations=operations)
-        assert isinstance(host_model(model, create_attention(model.config)), CpuDecoder) == expected
-        assert host_model(model, create_attention(model.config, "torch")) is model
+        assert isinstance(host_model(model, create_attention(model.network)), CpuDecoder) == expected
+        assert host_model(model, create_attention(model.network, "torch")) is model
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -388,10 +389,10 @@ def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
 def test_linear_keeps_its_values_when_packed(monkeypatch, mode, num_rows, bias):
     use_kernels(monkeypatch, mode)
     torch.manual_seed(0)
-    linear = Linear(24, [8, 3, 3], host_operations(), bias=bias)
-    weights = [torch.randn(size, 24) for size in linear.out_sizes]
-    for part, weight in enumerate(weights):
-        linear.weight.data[linear.rows(part)] = weight
+    parts = tuple(Part(f"part.{size}", Share.of(size)) for size in (8, 3, 3))
+    linear = Linear(Projection(parts, Share.of(24), has_bias=bias), host_operations())
+    weights = [torch.randn(size, 24) for size in (8, 3, 3)]
+    linear.weight.data[:] = torch.cat(weights)
     if bias:
         linear.bias.data.normal_()
     x = torch.randn(num_rows, 24)
@@ -498,7 +499,7 @@ def test_the_recipe_of_model_cards_needs_its_base():
 def test_windows_of_the_layers(tmp_path, family, fields, windows, widest):
     edit_config(make_checkpoint(tmp_path, family, seed=20), **fields)
     config = load_config(tmp_path)
-    assert (config.windows, config.sliding_window) == (windows, widest)
+    assert (tuple(heads.window for heads in config.layers), config.sliding_window) == (windows, widest)
 
 
 def test_gemma3_as_it_is_published_has_two_bases():
@@ -510,13 +511,13 @@ def test_gemma3_as_it_is_published_has_two_bases():
     }  # fmt: skip
     config = parse_config(published)
     assert [(rope.theta, rope.factor) for rope in config.ropes] == [(20_000.0, 1.0)] * 5 + [(1_000_000.0, 8.0)]
-    assert (config.attention_softcap, config.logits_softcap) == (0.0, 0.0)
+    assert (config.heads.softcap, config.operations[-1].softcap) == (0.0, 0.0)
 
 
 def test_mistral_without_a_window_in_its_config_has_the_published_one(tmp_path):
     config = read_config(make_checkpoint(tmp_path, "mistral", seed=21))
     del config["sliding_window"]
-    assert parse_config(config).windows == (4096, 4096)
+    assert [heads.window for heads in parse_config(config).layers] == [4096, 4096]
 
 
 def test_positions_served(tmp_path):

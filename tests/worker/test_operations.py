@@ -1,7 +1,7 @@
 """What a model computes with on a GPU, and what is told where that is plain torch."""
 
+import json
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.kernels.triton.device import choose_device
 
 choose_device()
 
-from pagewire.common.network.source import load_config  # noqa: E402
+from pagewire.common.network.families import parse_config  # noqa: E402
 from worker_service.attention import AttentionShape, create_backend  # noqa: E402
 from worker_service.device.kernels import create_device_operations  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
@@ -20,18 +20,16 @@ from worker_service.models.operations import Operations  # noqa: E402
 CUDA = torch.device("cuda")
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    return load_config(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", seed=1, head_dim=32))
+def listed(tmp_path, family, **overrides):
+    config = json.loads((make_checkpoint(tmp_path, family, seed=1) / "config.json").read_text())
+    return parse_config({**config, **overrides}).operations
 
 
-def test_triton_kernels_compute_on_a_gpu(config, caplog):
-    assert isinstance(create_device_operations(config, CUDA), TritonOperations)
+def test_triton_kernels_compute_on_a_gpu(tmp_path, caplog):
+    qwen3, gpt2 = listed(tmp_path / "qwen3", "qwen3", head_dim=32), listed(tmp_path / "gpt2", "gpt2", n_head=8)
+    assert isinstance(create_device_operations(qwen3, CUDA), TritonOperations)
     # GPT-2 uses the products alone, whatever its heads.
-    assert isinstance(
-        create_device_operations(replace(config, ropes=(None, None), qk_norm="none", norm="layer", head_dim=8), CUDA),
-        TritonOperations,
-    )
+    assert isinstance(create_device_operations(gpt2, CUDA), TritonOperations)
     assert not caplog.records
 
 
@@ -42,21 +40,21 @@ def test_triton_kernels_compute_on_a_gpu(config, caplog):
         ({"hidden_size": 65537}, "normalize rows of at most 65536, and the model's are 65537"),
     ],
 )
-def test_what_they_cannot_compute_is_plain_torch_and_told(config, caplog, changes, message):
-    assert type(create_device_operations(replace(config, **changes), CUDA)) is Operations
+def test_what_they_cannot_compute_is_plain_torch_and_told(tmp_path, caplog, changes, message):
+    assert type(create_device_operations(listed(tmp_path, "qwen3", **changes), CUDA)) is Operations
     assert [record.getMessage() for record in caplog.records] == [
         f"the model is computed in plain torch, which is slower: the Triton kernels {message}"
     ]
 
 
-def test_missing_triton_is_told(config, caplog, monkeypatch):
+def test_missing_triton_is_told(tmp_path, caplog, monkeypatch):
     for package, module in (
         ("worker_service.attention.backends", "triton"),
         ("worker_service.device", "triton_operations"),
     ):
         monkeypatch.setitem(sys.modules, f"{package}.{module}", None)
         monkeypatch.delattr(f"{package}.{module}", raising=False)
-    assert type(create_device_operations(config, CUDA)) is Operations
+    assert type(create_device_operations(listed(tmp_path, "qwen3"), CUDA)) is Operations
     shape = AttentionShape(4, 2, 32, 16, torch.float32, torch.float32, (0, 0))
     assert create_backend("auto", CUDA, shape).name == "torch"
     messages = [record.getMessage() for record in caplog.records]

@@ -154,7 +154,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
     parts: dict[str, Any] = dict.fromkeys(
         (
             "model",
-            "model_config",
+            "network",
             "dtype",
             "weight_format",
             "weight_bytes",

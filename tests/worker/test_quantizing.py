@@ -124,21 +124,18 @@ def test_gpt2s_weights_are_turned_first(tmp_path: Path, quantization: str, is_ti
         blocks = gguf.quants.quantize(np.ascontiguousarray(turned.numpy()), qtype)
         return torch.from_numpy(gguf.quants.dequantize(blocks, qtype))
 
-    names = {"attention.qkv": "attn.c_attn", "attention.output": "attn.c_proj"}
-    names |= {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-    expected = {
-        f"layers.{layer}.{ours}": meant(f"h.{layer}.{theirs}", GGUF_TYPES[quantization])
-        for layer in range(2)
-        for ours, theirs in names.items()
-    }
+    names = [
+        f"h.{layer}.{name}" for layer in range(2) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+    expected = {f"transformer.{name}": meant(name, GGUF_TYPES[quantization]) for name in names}
     expected["head"] = meant("wte" if is_tied else "lm_head", "Q8_0")
     if not is_tied:
-        expected["embedding.rows"] = meant("wte", "Q8_0")
+        expected["transformer.wte"] = meant("wte", "Q8_0")
     assert products(model).keys() == expected.keys()
     for name, product in products(model).items():
         assert torch.equal(product.take_rows(torch.arange(len(expected[name]))), expected[name]), name
     rows = torch.arange(151)
-    assert torch.equal(model.embedding(rows), meant("wte", "Q8_0"))
+    assert torch.equal(model.embedding.take_rows(rows), meant("wte", "Q8_0"))
     assert torch.equal(logits_of(model), logits_of(load(source, quantization)))
 
 
@@ -160,15 +157,17 @@ def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, quantization:
     source = make_checkpoint(tmp_path / "model", "qwen2_moe", seed=25, dtype="bfloat16")
     model, stored = load(source, quantization), load_file(source / "model.safetensors")
     found = products(model)
-    for name, router in (("mlp.router", "mlp.gate"), ("mlp.shared_gate", "mlp.shared_expert_gate")):
-        packed = found[f"layers.1.{name}"].packed
+    for router in ("mlp.gate", "mlp.shared_expert_gate"):
+        name = f"model.layers.1.{router}"
+        packed = found[name].packed
         assert (packed.format.group_size, packed.activation) == (0, torch.float32)
-        rows = found[f"layers.1.{name}"].take_rows(torch.arange(packed.out_size))
-        assert torch.equal(rows, stored[f"model.layers.1.{router}.weight"].float())
+        rows = found[name].take_rows(torch.arange(packed.out_size))
+        assert torch.equal(rows, stored[f"{name}.weight"].float())
     for expert in range(8):
         down = stored[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].float()
+        product = found[f"model.layers.1.mlp.experts.{{expert}}.down_proj.{expert}"]
         meant = load_cpu_kernels().quantize(down, bits).dequantized()
-        assert torch.equal(found[f"layers.1.mlp.down.{expert}"].take_rows(torch.arange(len(down))), meant)
+        assert torch.equal(product.take_rows(torch.arange(len(down))), meant)
     exact = logits_of(load(source))
     similarity = torch.nn.functional.cosine_similarity(logits_of(model), exact)
     assert similarity.median() > (0.999 if bits == 8 else 0.9)

@@ -16,8 +16,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.config import MAX_SIZE, RopeConfig
 from pagewire.common.network.families import parse_config
+from pagewire.common.network.families.reading import MAX_SIZE
+from pagewire.common.network.rope import RopeConfig
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import write_gguf
 from testing.models import load_model

@@ -226,7 +226,7 @@ def make_runner(
         num_device_blocks=100,
         vocab_size=config.vocab_size,
     )
-    shape = CacheShape(config.num_layers, 16, config.num_kv_heads, config.head_dim, torch.float32)
+    shape = CacheShape(len(config.layers), 16, config.heads.num_kv_heads, config.heads.head_dim, torch.float32)
     forward = model.forward
 
     @as_kernel

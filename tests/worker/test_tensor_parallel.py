@@ -90,17 +90,17 @@ class FailingRank:
 def test_the_parts_of_a_decoder_make_the_whole(tmp_path, tied):
     tensors = load_file(make_checkpoint(tmp_path, "qwen2", seed=32, tie_word_embeddings=tied) / "model.safetensors")
     ranks = kept(tmp_path, 2)
-    qkv = [rank["layers.1.attention.qkv"] for rank in ranks]
+    qkv = [rank["model.layers.1.self_attn.q_proj"] for rank in ranks]
     for kind in ("weight", "bias"):
         heads = [getattr(product, kind).split([32, 16, 16]) for product in qkv]
         for part, letter in enumerate("qkv"):
             whole = tensors[f"model.layers.1.self_attn.{letter}_proj.{kind}"]
             assert torch.equal(torch.cat([rank[part] for rank in heads]), whole)
-    for name, target in (("self_attn.o_proj", "attention.output"), ("mlp.down_proj", "mlp.down")):
-        parts = [rank[f"layers.1.{target}"].weight for rank in ranks]
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        parts = [rank[f"model.layers.1.{name}"].weight for rank in ranks]
         assert torch.equal(torch.cat(parts, dim=1), tensors[f"model.layers.1.{name}.weight"])
     for part, name in enumerate(("gate_proj", "up_proj")):
-        parts = [rank["layers.0.mlp.up"].weight.chunk(2)[part] for rank in ranks]
+        parts = [rank["model.layers.0.mlp.gate_proj"].weight.chunk(2)[part] for rank in ranks]
         assert torch.equal(torch.cat(parts), tensors[f"model.layers.0.mlp.{name}.weight"])
     head = torch.cat([rank["head"].weight for rank in ranks])
     assert len(head) == 152
@@ -111,13 +111,13 @@ def test_the_parts_of_gpt2_make_the_whole(tmp_path):
     """Its checkpoint holds queries, keys and values as one weight, the other way round; one rank adds the biases."""
     tensors = load_file(make_checkpoint(tmp_path, "gpt2", seed=33) / "model.safetensors")
     ranks = kept(tmp_path, 2)
-    qkv = [rank["layers.1.attention.qkv"] for rank in ranks]
+    qkv = [rank["transformer.h.1.attn.c_attn"] for rank in ranks]
     parts = [part.weight.chunk(3)[i] for i in range(3) for part in qkv]
     assert torch.equal(torch.cat(parts), tensors["transformer.h.1.attn.c_attn.weight"].t())
     biases = [part.bias.chunk(3)[i] for i in range(3) for part in qkv]
     assert torch.equal(torch.cat(biases), tensors["transformer.h.1.attn.c_attn.bias"])
-    for name, target in (("attn.c_proj", "attention.output"), ("mlp.c_proj", "mlp.down")):
-        products = [rank[f"layers.0.{target}"] for rank in ranks]
+    for name in ("attn.c_proj", "mlp.c_proj"):
+        products = [rank[f"transformer.h.0.{name}"] for rank in ranks]
         whole = tensors[f"transformer.h.0.{name}.weight"].t()
         assert torch.equal(torch.cat([product.weight for product in products], dim=1), whole)
         assert torch.equal(products[0].bias, tensors[f"transformer.h.0.{name}.bias"])

@@ -60,7 +60,7 @@ def make_runner(
     model = load_model(path, dtype=dtype, device=CPU, **options)
     for rope in model.ropes:  # in the model's dtype, as on a GPU
         rope.to(dtype)
-    cache_shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype)
+    cache_shape = CacheShape(len(config.layers), BLOCK_SIZE, config.heads.num_kv_heads, config.heads.head_dim, dtype)
     limits = TableLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,

@@ -42,10 +42,12 @@ def make_runner(path, backend="triton", device=None):
     """That of the host; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows that
     decode, and for 16 and 32 tokens of any."""
     config = load_config(path)
-    assert TritonOperations.refusal(config) is None
+    assert TritonOperations.refusal(config.operations) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
     model = load_model(path, dtype=torch.float32, device=DEVICE, operations=TritonOperations(DEVICE))
-    cache_shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32)
+    cache_shape = CacheShape(
+        len(config.layers), BLOCK_SIZE, config.heads.num_kv_heads, config.heads.head_dim, torch.float32
+    )
     limits = TableLimits(
         max_num_seqs=4,
         max_num_batched_tokens=64,

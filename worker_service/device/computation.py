@@ -129,7 +129,7 @@ class DeviceComputation:
     def _work(self, rows: WorkingRows) -> "_Work":
         rows = choosing_rows(self.table, rows)
         sampling = self.table.sampling_of(rows)
-        return _Work(rows, sampling, self._model.config.hidden_size)
+        return _Work(rows, sampling, self._model.network.hidden_size)
 
     def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:
         """Packs what the work reads and sends it with what the edits read, which are carried out.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.operations import Listing
 from pagewire.kernels import gathering, sampling
 from pagewire.kernels.gathering import GatheredTokens, RowTables
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns, TokenTarget
@@ -59,14 +59,14 @@ def create_sampler(vocab_size: int) -> Sampler:
     return Sampler(sampler.sample, sampler.count_tokens, gather_tokens, gather_columns, is_capturable=True)
 
 
-def create_device_operations(config: ModelConfig, device: torch.device) -> Operations:
+def create_device_operations(listed: Listing, device: torch.device) -> Operations:
     """The Triton kernels where there are any and they can compute the model, else plain torch, which is told."""
     try:
         from worker_service.device.triton_operations import TritonOperations
     except ImportError as error:
         logger.warning("the model is computed in plain torch, which is slower: triton cannot be imported (%s)", error)
         return Operations()
-    reason = TritonOperations.refusal(config)
+    reason = TritonOperations.refusal(listed)
     if reason is None:
         return TritonOperations(device)
     logger.warning("the model is computed in plain torch, which is slower: the Triton kernels %s", reason)

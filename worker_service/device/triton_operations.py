@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.operations import Listing, Normalize, QkNormRopeStore
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import experts, fused, linear, scaled
 from pagewire.kernels.triton.cache import HEAD_DIMS
@@ -36,15 +36,17 @@ class TritonOperations(Operations):
         self._assigned: tuple[Tensor, experts.Assignment] | None = None  # the last ids, and what became of them
 
     @staticmethod
-    def refusal(config: ModelConfig) -> str | None:
+    def refusal(listed: Listing) -> str | None:
         """Why the kernels cannot compute a model, behind "they"; None: they can, or it uses the products alone."""
-        if config.rope is None and config.qk_norm == "none" and config.norm == "layer":
-            return None
-        if config.head_dim not in HEAD_DIMS:
+        turns = [each for each in listed if type(each) is QkNormRopeStore and (each.rope or each.query_norm)]
+        norms = [each for each in listed if type(each) is Normalize and not each.is_centered]
+        odd = next((turn.heads.head_dim for turn in turns if turn.heads.head_dim not in HEAD_DIMS), None)
+        if odd is not None:
             bounds = f"{HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}"
-            return f"turn heads of {bounds}, and the model's are {config.head_dim}"
-        if config.norm == "rms" and config.hidden_size > fused.MAX_NORM_SIZE:
-            return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {config.hidden_size}"
+            return f"turn heads of {bounds}, and the model's are {odd}"
+        width = max((norm.weight.num_elements for norm in norms), default=0)
+        if width > fused.MAX_NORM_SIZE:
+            return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {width}"
         return None
 
     def prepare_product(

@@ -1,15 +1,14 @@
 """A model that is computed by one call of the C kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagewire.common.network.config import QueryGrowth, RopeConfig
-from pagewire.common.network.operations import Projection, Table, Vector
+from pagewire.common.network.operations import NormalizeProjections, Projection, Table, Vector, replaced
 from pagewire.common.network.rewrites import gate_projections
+from pagewire.common.network.rope import QueryGrowth, RopeConfig
 from pagewire.kernels.cpu import CpuKernels, DecoderKernel, PackedLinear
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.operations import CpuProduct
@@ -21,7 +20,8 @@ def host_model(model: Decoder, backend: AttentionBackend) -> "CpuDecoder | Decod
     """A `CpuDecoder` where the kernels compute all of the model, else the model, operation by operation. Norms over
     projections that ranks share out are summed up by the latter alone."""
     product = model.head.product
-    is_summed = model.communicator.size > 1 and model.config.qk_norm == "projection"
+    kinds = {type(operation) for operation in model.network.operations}
+    is_summed = model.communicator.size > 1 and NormalizeProjections in kinds
     if is_summed or not isinstance(backend, CpuAttention) or not isinstance(product, CpuProduct):
         return model
     return CpuDecoder(model, product.kernels)
@@ -33,7 +33,7 @@ class CpuDecoder:
     def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
         self.compute_logits = model.compute_logits
         self._communicator = model.communicator
-        self._vocab_size = model.config.vocab_size
+        self._vocab_size = model.network.vocab_size
         all_reduce = self._communicator.all_reduce if self._communicator.size > 1 else None
         self._kernel = DecoderKernel(kernels, list(_Binding(model, kernels).operations()), all_reduce)
 
@@ -54,38 +54,28 @@ class _Binding:
     def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
         self._model = model
         self._kernels = kernels
-        positions = torch.arange(model.config.max_position_embeddings)
+        positions = torch.arange(model.network.max_position_embeddings)
         grown = {growth: table(positions) for growth, table in model.tables.items() if type(growth) is QueryGrowth}
         self._bind: dict[type, Callable[[Any], Any]] = {
-            Vector: lambda vector: model.held[vector.name].float(),
-            Table: self._table,
+            Vector: lambda vector: model.holders[vector].float(),
+            Table: lambda table: model.holders[table].weight.data,
             Projection: self._projection,
             RopeConfig: lambda rope: (model.tables[rope].cos.float(), model.tables[rope].sin.float()),
             QueryGrowth: lambda growth: grown[growth],
         }
 
     def operations(self) -> Iterator[Any]:
-        for operation in gate_projections(self._model.listed, self._can_gate):
-            values = {field.name: getattr(operation, field.name) for field in fields(operation)}
-            named = {name: value for name, value in values.items() if type(value) in self._bind}
-            yield replace(operation, **{name: self._bind[type(value)](value) for name, value in named.items()})
-
-    def _table(self, table: Table) -> Tensor | PackedLinear:
-        holder = self._model.held[table.name]
-        return _packed(holder.rows or self._model.head)[0] if holder.weight is None else holder.weight.data
+        for operation in gate_projections(self._model.network.operations, self._can_gate):
+            yield replaced(operation, self._bind)
 
     def _projection(self, projection: Projection) -> PackedLinear | Sequence[PackedLinear]:
         linears = self._linears(projection)
         return linears if projection.num_experts else linears[0]
 
     def _linears(self, projection: Projection) -> Sequence[PackedLinear]:
-        return _packed(self._model.held[projection.name])
+        """The weight of a projection, or those of experts."""
+        packed = self._model.holders[projection].product.packed
+        return getattr(packed, "linears", None) or (packed,)
 
     def _can_gate(self, projection: Projection) -> bool:
         return all(map(self._kernels.can_gate, self._linears(projection)))
-
-
-def _packed(holder: Any) -> Sequence[PackedLinear]:
-    """The weight of a projection, or those of experts."""
-    packed = holder.product.packed
-    return getattr(packed, "linears", None) or (packed,)

@@ -11,18 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pagewire.common.network.blocks import compose
-from pagewire.common.network.config import QueryGrowth, RopeConfig
+from pagewire.common.network.network import Network
 from pagewire.common.network.operations import (
     LmHead,
     Projection,
     QkNormRopeStore,
     Table,
     Vector,
+    Weight,
+    embedding_of,
     last_uses,
+    replaced,
     weights_of,
 )
-from pagewire.common.network.shard import Shard
+from pagewire.common.network.rope import QueryGrowth, RopeConfig
 from worker_service.models.communicator import Communicator
 from worker_service.models.functions import Step
 from worker_service.models.linear import Embedding, ExpertLinear, Linear
@@ -39,63 +41,91 @@ class Outputs(NamedTuple):
     times: dict[str, int]  # nanoseconds by part, as `StepParts` names them, as far as they are told apart
 
 
+class Place(NamedTuple):
+    """What holds a weight; each expert's has its own."""
+
+    name: str  # in the model
+    weight: Any  # of `pagewire.common.network.operations`
+    holder: Any  # a `Linear` or an `Embedding`; None: a parameter
+    experts: ExpertLinear | None = None  # to whose holders it belongs
+
+
 class Decoder(nn.Module):
     """Token ids to final hidden states to logits, of one rank's part of a model.
 
-    Each weight is held by a module of its name; `bind` has them ready to compute once they are loaded. Callers hold
-    `torch.inference_mode`.
+    Each weight is held by a module of its name in the checkpoint, but for the head's, which is "head"; `bind` has them
+    ready to compute once they are loaded. Callers hold `torch.inference_mode`.
     """
 
-    embedding: Embedding
     head: Linear
 
-    def __init__(self, shard: Shard, operations: Operations, communicator: Communicator) -> None:
+    def __init__(self, network: Network, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
-        self.config = shard.config
+        self.network = network
         self.operations = operations
         self.communicator = communicator
-        self.listed = compose(shard)
-        self.weights = weights_of(self.listed)
-        self.held: dict[str, Any] = {}
-        for name, weight in self.weights.items():
-            _place(self, name, _HOLDERS[type(weight)](weight, operations))
-        turns = [operation for operation in self.listed if type(operation) is QkNormRopeStore]
-        ropes = {turn.rope: (turn.head_dim, turn.num_positions) for turn in turns if turn.rope is not None}
+        *before, head = network.operations
+        assert type(head) is LmHead
+        self._head = head
+        self._before = list(zip(before, last_uses(network.operations), strict=False))  # and the buffers that they leave
+        self._steps: list[tuple[Any, tuple[str, ...]]] = []  # the same, bound
+        self.holders: dict[Weight, Any] = {}  # of vectors their values, once they are bound
+        self.places: list[Place] = []
+        for weight in weights_of(network.operations):
+            self._hold(weight, "head" if weight == head.head else weight.name)
+        turns = [operation for operation in before if type(operation) is QkNormRopeStore]
+        ropes = {turn.rope: (turn.heads.head_dim, turn.num_positions) for turn in turns if turn.rope is not None}
         self.ropes = nn.ModuleList(RotaryEmbedding(rope, *sizes) for rope, sizes in ropes.items())
         # What is looked up by position, by what it is made of.
         self.tables: dict[RopeConfig | QueryGrowth, Any] = {
             **dict(zip(ropes, self.ropes, strict=True)),
             **{turn.growth: partial(query_scales, turn.growth) for turn in turns if turn.growth is not None},
         }
-        *before, head = self.listed
-        assert type(head) is LmHead
-        self._head = head
-        self._released = list(zip(before, last_uses(self.listed), strict=False))  # and the buffers that they leave
+
+    def _hold(self, weight: Weight, name: str) -> None:
+        holder: Any = _HOLDERS[type(weight)](weight, self.operations)
+        self.holders[weight] = holder
+        _place(self, name, holder)
+        if type(weight) is Projection and weight.num_experts:
+            self.places += [
+                Place(f"{name}.{expert}", linear.projection, linear, holder)
+                for expert, linear in enumerate(holder.linears)
+            ]
+        else:
+            self.places.append(Place(name, weight, None if type(weight) is Vector else holder))
+
+    @property
+    def embedding(self) -> Any:
+        """What holds the embedding: an `Embedding`, or a `Linear`, such as the head."""
+        return self.holders[embedding_of(self.network.operations)]
 
     def keep_float32(self) -> None:
         """Leaves in float32 what is computed in that, whatever the model is."""
-        kept = [(name, weight) for name, weight in self.weights.items() if weight.is_float32]
-        for name, weight in kept:
-            if type(weight) is Vector:
+        for name, weight, holder, _ in self.places:
+            if type(weight) is Vector and weight.is_float32:
                 self.get_parameter(name).data = self.get_parameter(name).data.float()
-            else:
-                self.get_submodule(name).float()
+            elif type(weight) is Projection and weight.is_float32:
+                holder.float()
 
     def bind(self) -> None:
         """Has the operations find their weights, which are loaded."""
-        for name, weight in self.weights.items():
-            if type(weight) is not Vector:
-                self.held[name] = self.get_submodule(name)
-                continue
-            values = self.get_parameter(name).data
-            if weight.order:
-                values.copy_(values[torch.tensor(weight.order)])
-            self.held[name] = values.add_(1) if weight.adds_one else values
+        for weight in self.holders:
+            if type(weight) is Vector:
+                self.holders[weight] = self._values(weight)
+        bound: dict[type, Callable[[Any], Any]] = dict.fromkeys((Vector, Table, Projection), self.holders.__getitem__)
+        bound |= dict.fromkeys((RopeConfig, QueryGrowth), self.tables.__getitem__)
+        self._steps = [(replaced(operation, bound), released) for operation, released in self._before]
+
+    def _values(self, vector: Vector) -> Tensor:
+        values = self.get_parameter(vector.name).data
+        if vector.order:
+            values.copy_(values[torch.tensor(vector.order)])
+        return values.add_(1) if vector.adds_one else values
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, [T, hidden_size], of a flat batch: token_ids and positions are [T] int64."""
         step = Step(self, token_ids, positions, attend)
-        for operation, released in self._released:
+        for operation, released in self._steps:
             step.carry_out(operation)
             for buffer in released:
                 del step.buffers[buffer]
@@ -109,7 +139,7 @@ class Decoder(nn.Module):
             chosen = hidden if len(logit_rows) == len(hidden) else hidden.index_select(0, logit_rows)
             logits = self.compute_logits(chosen)
         else:
-            logits = torch.empty(0, self.config.vocab_size)
+            logits = torch.empty(0, self.network.vocab_size)
         return Outputs(hidden, logits, None, {"head": time.perf_counter_ns() - began_ns})
 
     def tables_digest(self, slopes: Sequence[float]) -> str:
@@ -124,7 +154,7 @@ class Decoder(nn.Module):
             logits = self.head.multiply_to_float32(hidden, out)
         else:
             gathered = self.communicator.all_gather(self.head.multiply_to_float32(hidden))
-            logits = gathered[:, : self.config.vocab_size]
+            logits = gathered[:, : self.network.vocab_size]
             logits = logits if out is None else out.copy_(logits)
         if self._head.factor != 1:
             logits.mul_(self._head.factor)
@@ -134,24 +164,16 @@ class Decoder(nn.Module):
 
 
 def _hold_projection(projection: Projection, operations: Operations) -> Linear | ExpertLinear:
-    linears = [
-        Linear(
-            *(projection.in_size, projection.out_sizes, operations),
-            bias=projection.has_bias,
-            adds_bias=projection.adds_bias,
-            is_float32=projection.is_float32,
-            gives_float32=projection.gives_float32,
-            row_order=projection.row_order,
-        )
-        for _ in range(max(1, projection.num_experts))
-    ]
-    return ExpertLinear(linears, operations) if projection.num_experts else linears[0]
+    if not projection.num_experts:
+        return Linear(projection, operations)
+    of_each = map(projection.of_expert, range(projection.num_experts))
+    return ExpertLinear([Linear(each, operations) for each in of_each], operations)
 
 
 # What holds a weight.
 _HOLDERS: dict[type, Callable[[Any, Operations], nn.Module | nn.Parameter]] = {
     Table: lambda table, operations: Embedding(table.num_rows, table.width),
-    Vector: lambda vector, operations: nn.Parameter(torch.empty(vector.size), requires_grad=False),
+    Vector: lambda vector, operations: nn.Parameter(torch.empty(vector.num_elements), requires_grad=False),
     Projection: _hold_projection,
 }
 

@@ -1,4 +1,8 @@
-"""A function for each kind of operation of a model, on any device: what `Operations` compute, over buffers."""
+"""A function for each kind of operation of a model, on any device: what `Operations` compute, over buffers.
+
+Operations have in place of each weight what holds it: tensors of vectors, modules of products and tables; and in place
+of ropes and growths what gives cosines and sines, or factors, of positions.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +28,6 @@ from pagewire.common.network.operations import (
     NormalizeProjections,
     QkNormRopeStore,
     RouteTopK,
-    Vector,
 )
 from pagewire.kernels.arguments import HeadPreparation
 from worker_service.models.operations import Attend
@@ -56,19 +59,15 @@ class Step:
             self._looked_up[table] = table(self.positions)
         return self._looked_up[table]
 
-    def vector(self, vector: Vector | None) -> Any:
-        """Return its values, [size]; None: there is none."""
-        return None if vector is None else self.model.held[vector.name]
 
-
-def _embed(operation: Embed, step: Step) -> Tensor:
-    x = step.model.held[operation.table.name](step.token_ids)
+def _embed(operation: Any, step: Step) -> Tensor:
+    x = operation.table.take_rows(step.token_ids)
     if operation.factor != 1:
         x = x * operation.factor
-    return x if operation.positions is None else x + step.model.held[operation.positions.name](step.positions)
+    return x if operation.positions is None else x + operation.positions.take_rows(step.positions)
 
 
-def _add(operation: Add, step: Step) -> Tensor:
+def _add(operation: Any, step: Step) -> Tensor:
     return step.buffers[operation.input].add_(_scaled(step.buffers[operation.update], operation.factor))
 
 
@@ -76,21 +75,21 @@ def _scaled(update: Tensor, factor: float) -> Tensor:
     return update if factor == 1 else update * factor
 
 
-def _normalize(operation: Normalize, step: Step) -> Tensor:
-    x, weight, operations = step.buffers[operation.input], step.vector(operation.weight), step.model.operations
+def _normalize(operation: Any, step: Step) -> Tensor:
+    x, weight, operations = step.buffers[operation.input], operation.weight, step.model.operations
     update = None if operation.update is None else _scaled(step.buffers[operation.update], operation.factor)
     if operation.is_centered:
         x = x if update is None else x.add_(update)
-        return F.layer_norm(x, x.shape[-1:], weight, step.vector(operation.bias), operation.eps)
+        return F.layer_norm(x, x.shape[-1:], weight, operation.bias, operation.eps)
     if update is None:
         return operations.rms_norm(x, weight, operation.eps)
     return operations.add_rms_norm(x, update, weight, operation.eps)
 
 
-def _normalize_projections(operation: NormalizeProjections, step: Step) -> Tensor:
+def _normalize_projections(operation: Any, step: Step) -> Tensor:
     heads, communicator, eps = step.buffers[operation.input], step.model.communicator, operation.eps
-    norms = operation.query_norm, operation.key_norm
-    sizes, weights = [norm.size for norm in norms], [step.vector(norm) for norm in norms]
+    weights = operation.query_norm, operation.key_norm
+    sizes = [len(weight) for weight in weights]
     *parts, values = heads.split([*sizes, heads.shape[1] - sum(sizes)], dim=1)
     parts = [part.contiguous() for part in parts]
     if communicator.size == 1:
@@ -107,9 +106,9 @@ def _normalize_projections(operation: NormalizeProjections, step: Step) -> Tenso
     return torch.cat([*normed, values], dim=1)
 
 
-def _multiply(operation: Multiply, step: Step) -> Tensor:
+def _multiply(operation: Any, step: Step) -> Tensor:
     x = step.buffers[operation.input]
-    return step.model.held[operation.projection.name](x.float() if operation.projection.is_float32 else x)
+    return operation.projection(x.float() if operation.projection.projection.is_float32 else x)
 
 
 # Of plain MLPs, or of the first half of gated ones.
@@ -121,7 +120,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _activate(operation: Activate, step: Step) -> Tensor:
+def _activate(operation: Any, step: Step) -> Tensor:
     up = step.buffers[operation.input]
     if operation.is_gated and operation.function == "silu":
         return step.model.operations.silu_mul(up)
@@ -135,54 +134,53 @@ def _activate(operation: Activate, step: Step) -> Tensor:
     return _ACTIVATIONS[operation.function](gate) * up
 
 
-def _route(operation: RouteTopK, step: Step) -> tuple[Tensor, Tensor]:
-    logits, correction = step.buffers[operation.input], step.vector(operation.correction)
+def _route(operation: Any, step: Step) -> tuple[Tensor, Tensor]:
+    logits, correction = step.buffers[operation.input], operation.correction
     return step.model.operations.route_tokens(logits, operation.routing, correction)
 
 
-def _multiply_routed(operation: MultiplyRouted, step: Step) -> Tensor:
+def _multiply_routed(operation: Any, step: Step) -> Tensor:
     ids, _ = step.buffers[operation.routes]
-    return step.model.held[operation.projection.name](step.buffers[operation.input], ids)
+    return operation.projection(step.buffers[operation.input], ids)
 
 
-def _combine(operation: CombineExperts, step: Step) -> Tensor:
+def _combine(operation: Any, step: Step) -> Tensor:
     _, weights = step.buffers[operation.routes]
     return step.model.operations.sum_slots(step.buffers[operation.input], weights)
 
 
-def _gate(operation: Gate, step: Step) -> Tensor:
+def _gate(operation: Any, step: Step) -> Tensor:
     x = step.buffers[operation.input]
     return (x * step.buffers[operation.gate].sigmoid()).to(x.dtype)
 
 
-def _clip(operation: Clip, step: Step) -> Tensor:
+def _clip(operation: Any, step: Step) -> Tensor:
     return step.buffers[operation.input].clamp(-operation.limit, operation.limit)
 
 
-def _turn(operation: QkNormRopeStore, step: Step) -> tuple[Tensor, ...]:
-    num_heads, tables = operation.num_heads, step.model.tables
-    heads = step.buffers[operation.input].unflatten(1, (-1, operation.head_dim))  # [T, all heads, head_dim]
+def _turn(operation: Any, step: Step) -> tuple[Tensor, ...]:
+    num_heads, query_weight, key_weight = operation.heads.num_heads, operation.query_norm, operation.key_norm
+    heads = step.buffers[operation.input].unflatten(1, (-1, operation.heads.head_dim))  # [T, all heads, head_dim]
     if operation.growth is not None:
-        heads[:, :num_heads] *= step.at_positions(tables[operation.growth])[:, None, None].to(heads.dtype)
-    query_weight, key_weight = step.vector(operation.query_norm), step.vector(operation.key_norm)
+        heads[:, :num_heads] *= step.at_positions(operation.growth)[:, None, None].to(heads.dtype)
     if operation.rope is not None:
-        angles = step.at_positions(tables[operation.rope])
+        angles = step.at_positions(operation.rope)
     elif query_weight is None and key_weight is None:
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     else:
-        ones = heads.new_ones(len(heads), operation.head_dim)
+        ones = heads.new_ones(len(heads), operation.heads.head_dim)
         angles = ones, torch.zeros_like(ones)
     preparation = HeadPreparation(num_heads, query_weight, key_weight, operation.eps, *angles)
     return step.model.operations.turn(step.attend, operation.layer, heads, preparation)
 
 
-def _attend(operation: AttendPaged, step: Step) -> Tensor:
-    turned, sinks = step.buffers[operation.input], step.vector(operation.sinks)
+def _attend(operation: Any, step: Step) -> Tensor:
+    turned, sinks = step.buffers[operation.input], operation.sinks
     return step.model.operations.attend_turned(step.attend, operation.layer, turned, sinks).flatten(1)
 
 
-def _all_reduce(operation: AllReduce, step: Step) -> Tensor:
+def _all_reduce(operation: Any, step: Step) -> Tensor:
     return step.model.communicator.all_reduce(step.buffers[operation.input])
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pagewire.common.network.operations import Projection
 from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product
 
@@ -14,55 +15,34 @@ KeptProduct = Callable[[Tensor | None], Product]
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, where W may be several projections of the same input, one below the other.
+    """A `Projection` that belongs to no expert, or to one: x W^T + b.
 
-    `out_sizes` are the rows of each. `finish_loading` must be called once the weights are in. Of several ranks whose
-    outputs are summed one alone `adds_bias`. `is_float32`: whatever the model computes in, and not quantised.
-    `gives_float32`: there is `multiply_to_float32`, and no bias.
-    `row_order`: which row of the checkpoint's each row is; none: they are in that order.
+    `finish_loading` must be called once the weights are in.
     """
 
-    def __init__(
-        self,
-        in_size: int,
-        out_sizes: Sequence[int],
-        operations: Operations,
-        *,
-        bias: bool,
-        adds_bias: bool = True,
-        is_float32: bool = False,
-        gives_float32: bool = False,
-        row_order: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, projection: Projection, operations: Operations) -> None:
         super().__init__()
-        assert not (bias and gives_float32)
-        self.is_float32 = is_float32
-        self._gives_float32 = gives_float32
-        self.out_sizes = tuple(out_sizes)
-        self.shape = sum(out_sizes), in_size
+        self.projection = projection
+        num_rows = sum(projection.out_sizes)
+        self.shape = num_rows, projection.in_size
         self.weight: Tensor | None = nn.Parameter(torch.empty(self.shape), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if bias else None
+        self.bias = nn.Parameter(torch.empty(num_rows), requires_grad=False) if projection.has_bias else None
         self.product: Product | None = None
         self._float32_product: Float32Product | None = None
+        self._take_rows: Callable[[Tensor], Tensor] | None = None  # where the product's layout is good for that
+        self._dtype = torch.float32
         # What the weight stays in, where it stays quantised.
         self.quantized_format: HeldFormat | None = None
-        self._row_order = row_order
         self._parts: list[HeldWeight] = []
         self._operations = operations
-        self._adds_bias = adds_bias
-
-    def rows(self, part: int) -> slice:
-        """The rows of weight and bias that belong to the projection of this index."""
-        start = sum(self.out_sizes[:part])
-        return slice(start, start + self.out_sizes[part])
 
     def finish_loading(self, dtype: torch.dtype, kept: KeptProduct | None = None) -> None:
         """Hands the weight over to the product, once. `dtype`: what the model computes in; `kept` has the weight
         already."""
-        if self.weight is None:
+        if self.weight is None or self.product is not None:
             return
-        dtype = torch.float32 if self.is_float32 else dtype
-        bias = self.added_bias()
+        self._dtype = dtype = torch.float32 if self.projection.is_float32 else dtype
+        bias, weight = self.added_bias(), self.weight
         if kept is None:
             rounds_inputs = self.quantized_format is not None and self.quantized_format.rounds_inputs
             self.product = self._operations.prepare_product(
@@ -70,31 +50,37 @@ class Linear(nn.Module):
             )
         else:
             self.product = kept(bias)
-        if self._gives_float32:
+        if self.projection.gives_float32:
             self._float32_product = self._operations.float32_product_of(self.product)
-        self.weight = None
+        if self.projection.gives_rows:
+            self._take_rows = self._operations.embedding_of(self.product)
+        self.weight = weight if self.projection.gives_rows and self._take_rows is None else None
 
     def take_weight(self) -> HeldWeight:
         """Give the weight away, in the order of rows that the product has."""
         assert self.weight is not None
         weight = HeldWeight.join(self._parts or [HeldWeight(self.weight.data)])
         self.weight, self._parts = None, []
-        return weight[torch.tensor(self._row_order)] if self._row_order else weight
+        order = self.projection.row_order
+        return weight[torch.tensor(order)] if order else weight
 
     def added_bias(self) -> Tensor | None:
         """The bias that the product adds."""
-        if self.bias is None or not self._adds_bias:
+        if self.bias is None or not self.projection.adds_bias:
             return None
-        return self.bias.data[torch.tensor(self._row_order)] if self._row_order else self.bias.data
+        order = self.projection.row_order
+        return self.bias.data[torch.tensor(order)] if order else self.bias.data
 
     def add_part(self, weight: HeldWeight) -> None:
         """Take the next projection, in place of rows of the weight."""
         self._parts.append(weight)
 
-    def embedding(self) -> Callable[[Tensor], Tensor] | None:
-        """Takes rows of the weight by their indexes, once it is loaded, if its layout is good for that."""
-        assert self.product is not None
-        return self._operations.embedding_of(self.product)
+    def take_rows(self, indexes: Tensor) -> Tensor:
+        """Rows of the weight by their indexes, in the model's dtype: [T] int64 -> [T, in_size]."""
+        if self._take_rows is not None:
+            return self._take_rows(indexes)
+        assert self.weight is not None
+        return _rows(self.weight, self._dtype, indexes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_size] -> [T, sum(out_sizes)]"""
@@ -179,31 +165,17 @@ class Embedding(nn.Module):
 
     def __init__(self, num_embeddings: int, size: int) -> None:
         super().__init__()
-        self.weight: Tensor | None = nn.Parameter(torch.empty(num_embeddings, size), requires_grad=False)
-        self.rows: Linear | None = None  # holds the weight, where this does not
+        self.weight = nn.Parameter(torch.empty(num_embeddings, size), requires_grad=False)
         self._dtype = torch.float32
-        self._take_rows: Callable[[Tensor], Tensor] | None = None
 
-    def hold_rows(self, operations: Operations) -> str:
-        """Let a layer hold the weight instead, in whatever that can be in. Returns the layer's name in the model."""
-        assert self.weight is not None
-        num_embeddings, size = self.weight.shape
-        with self.weight.device:
-            self.rows = Linear(size, [num_embeddings], operations, bias=False)
-        self.weight = None
-        return "embedding.rows"
-
-    def finish_loading(self, dtype: torch.dtype, holder: Linear | None = None) -> None:
-        """`dtype`: what rows are given in; `holder`: whose weight this is too, already loaded."""
+    def finish_loading(self, dtype: torch.dtype) -> None:
+        """`dtype`: what rows are given in."""
         self._dtype = dtype
-        if holder is not None:
-            self._take_rows = holder.embedding()
-            if self._take_rows is not None:
-                self.weight = None
 
-    def forward(self, indexes: Tensor) -> Tensor:
+    def take_rows(self, indexes: Tensor) -> Tensor:
         """[T] int64 -> [T, size]"""
-        if self._take_rows is not None:
-            return self._take_rows(indexes)
-        assert self.weight is not None
-        return F.embedding(indexes, self.weight).to(self._dtype)
+        return _rows(self.weight, self._dtype, indexes)
+
+
+def _rows(weight: Tensor, dtype: torch.dtype, indexes: Tensor) -> Tensor:
+    return F.embedding(indexes, weight).to(dtype)

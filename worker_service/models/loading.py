@@ -1,7 +1,7 @@
 """Loads a checkpoint directory or a GGUF file into a model, tensor by tensor."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +10,19 @@ from torch import Tensor
 
 from pagewire.common.gguf import is_gguf
 from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
-from pagewire.common.network.config import ModelConfig
 from pagewire.common.network.families import BY_ARCHITECTURE
-from pagewire.common.network.families.family import Family, Split, Weight
-from pagewire.common.network.shard import Shard
+from pagewire.common.network.families.family import Family
+from pagewire.common.network.operations import (
+    Listing,
+    Part,
+    Projection,
+    Share,
+    Table,
+    embedding_of,
+    head_of,
+    weights_of,
+)
+from pagewire.common.network.rewrites import cut, fuse_updates, renamed, rewrite, tied, with_rows_of
 from pagewire.common.network.source import load_config
 from pagewire.kernels.quantized import BITS, GROUP_SIZE
 from pagewire.kernels.weight import HeldFormat
@@ -29,7 +38,6 @@ from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.weights import (
     TensorProgress,
     check_weights,
-    fill_layers,
     hold_dtypes,
     keep_quantized,
     load_weights,
@@ -71,42 +79,52 @@ def prepare_model(
         CheckpointError: the checkpoint is broken or not supported.
         ValueError: the model cannot be shared out among so many ranks.
     """
-    communicator = communicator or SingleRank()
-    shard = Shard.of(load_config(path).serving(max_model_len), communicator.rank, communicator.size)
-    checkpoint = DummyTensors() if is_dummy else _open(path, shard.config)
-    family = BY_ARCHITECTURE[shard.config.architecture]
-    operations = operations or Operations()
-    with torch.device("meta"):
-        model = Decoder(shard, operations, communicator)
-    table = tuple(_weights(family, model, checkpoint))
-    if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
-        linears = [weight.source for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
-        checkpoint = QuantizedCheckpoint(checkpoint, formats_of(shard.config.quantization, linears))
+    communicator, operations = communicator or SingleRank(), operations or Operations()
+    network = load_config(path).serving(max_model_len)
+    family = BY_ARCHITECTURE[network.architecture]
+    checkpoint = DummyTensors() if is_dummy else _open(path, family)
+    listed = _named(network.operations, family, checkpoint)
+    is_tied = network.tie_word_embeddings
+    if is_tied if is_dummy else _lacks_head(checkpoint, listed, path, is_tied=is_tied):
+        listed = tied(listed)
+    if isinstance(checkpoint, Checkpoint) and network.quantization is not None:
+        checkpoint = QuantizedCheckpoint(checkpoint, formats_of(network.quantization, _modules(listed)))
     if quantization is not None:
-        assert (shard.size, checkpoint.formats) == (1, ()), "refused before"
-        checkpoint, table = _quantizing(model, checkpoint, table, BITS[quantization], operations)
-    is_tied = shard.config.tie_word_embeddings
-    if not is_dummy:
-        is_tied = _lacks_head(checkpoint, table, path, is_tied=is_tied)
-    table = _place_embedding(model, checkpoint, table, shard.size, operations, is_tied=is_tied)
+        assert (communicator.size, checkpoint.formats) == (1, ()), "refused before"
+        checkpoint, listed = _quantizing(listed, checkpoint, BITS[quantization], operations, network.heads.head_dim)
+    if communicator.size == 1:
+        listed = _with_rows(listed, checkpoint, operations)
+    listed = tuple(fuse_updates(cut(listed, communicator.rank, communicator.size)))
+    with torch.device("meta"):
+        model = Decoder(replace(network, operations=listed), operations, communicator)
     model.to(dtype)
     _keep_float32(model, device)
-    hold_dtypes(model, checkpoint, table, held_dtype, lambda held: operations.can_hold(held, dtype))
-    keep_quantized(model, checkpoint, table, operations.holds_quantized)
-    targets = [target for weight in table for target in targets_of(model, weight, shard)]
-    check_weights(model, checkpoint, targets, _ignored(family, shard.config))
+    hold_dtypes(model, checkpoint, held_dtype, lambda held: operations.can_hold(held, dtype))
+    keep_quantized(model, checkpoint, operations.holds_quantized)
+    targets = [target for place in model.places for target in targets_of(model, place)]
+    check_weights(model, checkpoint, targets, "|".join(filter(None, (family.ignored, network.ignored))))
     return UnloadedModel(
-        *(model, checkpoint, table, shard, dtype, device, operations),
-        is_tied=is_tied and shard.size == 1,
+        *(model, checkpoint, dtype, device, operations),
         reading_bytes=working_bytes(checkpoint, targets),
         quantization=quantization,
     )
 
 
-def _lacks_head(checkpoint: Tensors, table: tuple[Weight, ...], path: Path, *, is_tied: bool) -> bool:
+def _named(listed: Listing, family: Family, checkpoint: Tensors) -> Listing:
+    """Return the model in the names that this checkpoint has for its weights."""
+    named = (renamed(listed, renaming) for renaming in family.renamings)
+    return max(named, key=lambda each: _num_stored(each, checkpoint))
+
+
+def _num_stored(listed: Listing, checkpoint: Tensors) -> int:
+    names = (f"{module}.weight" for module in _modules(listed))
+    return sum(not checkpoint.names.isdisjoint(checkpoint.stored_names(name)) for name in names)
+
+
+def _lacks_head(checkpoint: Tensors, listed: Listing, path: Path, *, is_tied: bool) -> bool:
     """Return whether the embedding is the head too. As in transformers, a head that the checkpoint holds counts, though
     config.json says that they are tied. Raises CheckpointError where there is neither."""
-    (head,) = [weight.source for weight in table if weight.target == "head"]
+    head = head_of(listed).name
     if not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight")):
         return False
     if not is_tied:
@@ -117,48 +135,37 @@ def _lacks_head(checkpoint: Tensors, table: tuple[Weight, ...], path: Path, *, i
     return True
 
 
-def _place_embedding(
-    model: Decoder,
-    checkpoint: Tensors,
-    table: tuple[Weight, ...],
-    num_ranks: int,
-    operations: Operations,
-    *,
-    is_tied: bool,
-) -> tuple[Weight, ...]:
-    """Return the table in which embedding and head have the weights that each is to hold, and take from the model those
-    that neither does."""
-    (embedding,) = [weight for weight in table if weight.target == "embedding"]
-    embedding_format = checkpoint.quantized_format(f"{embedding.source}.weight", model.config.hidden_size)
-    has_codes = embedding_format is not None and operations.holds_quantized(embedding_format)
-    if has_codes and num_ranks == 1:
-        # The embedding takes rows of the head, which has the codes, or of a layer of its own.
-        holder = "head" if is_tied else model.embedding.hold_rows(operations)
-        others = (weight for weight in table if not is_tied or weight.target != "head")
-        table = tuple(replace(weight, target=holder) if weight.target == "embedding" else weight for weight in others)
-        model.embedding.weight = None
-    elif is_tied and num_ranks > 1:
-        # Each rank's head has the rows of its tokens, and their codes if there are any; the embedding is whole.
-        others = (weight for weight in table if weight.target != "head")
-        table = (*others, replace(embedding, target="head", split=Split.VOCABULARY))
-    elif is_tied:
-        model.head.weight = None
-    return table
+def _modules(listed: Listing) -> list[str]:
+    """The checkpoint's names of what may be quantised."""
+    projections = [weight for weight in weights_of(listed) if type(weight) is Projection]
+    return [module for projection in projections for module in projection.modules]
+
+
+def _with_rows(listed: Listing, checkpoint: Tensors, operations: Operations) -> Listing:
+    """Take the rows of tokens from the head where it has their weight, or from a product of their own where the
+    checkpoint has codes that can be held."""
+    embedding, head = embedding_of(listed), head_of(listed)
+    if embedding.name == head.name:
+        return with_rows_of(listed, head)
+    assert type(embedding) is Table
+    stored = checkpoint.quantized_format(f"{embedding.name}.weight", embedding.width)
+    if stored is None or not operations.holds_quantized(stored):
+        return listed
+    rows = Part(embedding.name, Share.of(embedding.num_rows))
+    return with_rows_of(listed, Projection((rows,), Share.of(embedding.width)))
 
 
 def _quantizing(
-    model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...], bits: int, operations: Operations
-) -> tuple[QuantizingTensors, tuple[Weight, ...]]:
-    """Return the checkpoint whose weights are codes, and the table of what it has: the head and the embedding are of 8
-    bits, and no matrix is transposed."""
-    names = {weight: f"{weight.source}.weight" for weight in table}
-    modules = {weight: model.get_submodule(weight.target) for weight in table}
-    found = [weight for weight, module in modules.items() if isinstance(module, Linear) and not module.is_float32]
-    by_name = {names[weight]: 8 if weight.target == "head" else bits for weight in found}
-    by_name |= {name: 8 for weight, name in names.items() if weight.target == "embedding"}
-    transposed = frozenset(names[weight] for weight in found if weight.is_transposed)
-    tensors = QuantizingTensors(checkpoint, operations.quantize, by_name, transposed, model.config.head_dim)
-    return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
+    listed: Listing, checkpoint: Tensors, bits: int, operations: Operations, head_dim: int
+) -> tuple[QuantizingTensors, Listing]:
+    """Return the checkpoint whose weights are codes, and what it then has: the head and the embedding are of 8 bits,
+    and no matrix is transposed."""
+    found = [weight for weight in weights_of(listed) if type(weight) is Projection and not weight.is_float32]
+    by_name = {f"{module}.weight": bits for weight in found for module in weight.modules}
+    by_name |= {f"{weight.name}.weight": 8 for weight in (head_of(listed), embedding_of(listed))}
+    transposed = frozenset(f"{module}.weight" for weight in found if weight.is_transposed for module in weight.modules)
+    tensors = QuantizingTensors(checkpoint, operations.quantize, by_name, transposed, head_dim)
+    return tensors, rewrite(listed, {Projection: lambda projection: replace(projection, is_transposed=False)})
 
 
 def _keep_float32(model: Decoder, device: torch.device) -> None:
@@ -184,12 +191,9 @@ class UnloadedModel:
 
     model: Decoder
     checkpoint: Tensors
-    table: tuple[Weight, ...]
-    shard: Shard
     dtype: torch.dtype
     device: torch.device
     operations: Operations
-    is_tied: bool  # the embedding is the head
     reading_bytes: int  # that reading a weight takes at most beside the model
     quantization: str | None = None  # what its weights become while they load
 
@@ -208,10 +212,10 @@ class UnloadedModel:
         products += [module.num_bytes() for module in modules if isinstance(module, ExpertLinear)]
         weights += sum(self.operations.quantized_bytes(stored, *module.shape) for module, stored in self._quantized())
         packs = self.operations.packs(self.dtype, self.device)
-        embedding = self.model.embedding.weight
-        tied_bytes = embedding.nbytes if self.is_tied and embedding is not None else 0
-        held = weights + (tied_bytes if packs and not self.operations.takes_rows() else 0)
-        copies = [*products, tied_bytes] if packs else []
+        rows = [module for module in modules if isinstance(module, Linear) and module.projection.gives_rows]
+        copied = [module.weight.nbytes for module in rows if module.weight is not None and _is_whole(module)]
+        held = weights + (sum(copied) if packs and not self.operations.takes_rows() else 0)
+        copies = products if packs else []
         copies += [self._unpacked_bytes(module) for module, _ in self._quantized()]
         if self.device.type != "cpu":  # where experts are joined in one memory
             copies += [self._joined_bytes(module) for module in modules if isinstance(module, ExpertLinear)]
@@ -228,7 +232,7 @@ class UnloadedModel:
 
     def _unpacked_bytes(self, module: Linear) -> int:
         """Return what codes and scales take beside the panels while these are packed: twice, where parts are joined."""
-        is_whole = self.quantization is not None and len(module.out_sizes) == 1
+        is_whole = self.quantization is not None and len(module.projection.parts) == 1
         return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(module.shape))
 
     def _joined_bytes(self, experts: ExpertLinear) -> int:
@@ -290,57 +294,24 @@ class UnloadedModel:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if memory is None else memory
 
         model._apply(allocate)
-        load_weights(model, self.checkpoint, self.table, progress, self.shard, self.dtype, find_kept)
-        if self.is_tied and model.embedding.weight is not None:
-            model.head.weight = model.embedding.weight
-        _finish(model, self.dtype, self.is_tied)
+        load_weights(model, self.checkpoint, progress, self.dtype, find_kept)
+        _finish(model, self.dtype)
         return model.requires_grad_(False).eval()
 
 
-def _open(path: Path, config: ModelConfig) -> Tensors:
-    if is_gguf(path):
-        return GgufCheckpoint(path)
-    return Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
+def _open(path: Path, family: Family) -> Tensors:
+    return GgufCheckpoint(path) if is_gguf(path) else Checkpoint(path, family.stacks)
 
 
-def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
-    modules = list(model.modules())
-    for module in modules:
-        if isinstance(module, Linear | ExpertLinear):
+def _finish(model: Decoder, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear | ExpertLinear | Embedding):
             module.finish_loading(dtype)
         elif isinstance(module, RotaryEmbedding):
             module.finish_loading()
-    for module in modules:
-        if isinstance(module, Embedding):
-            module.finish_loading(dtype, model.head if is_tied and module is model.embedding else module.rows)
     model.bind()
 
 
 def _is_whole(module: Linear | Embedding) -> bool:
     """Whether a layer's weight is not of codes."""
     return isinstance(module, Embedding) or module.quantized_format is None
-
-
-def _weights(family: Family, model: Decoder, checkpoint: Tensors) -> Iterator[Weight]:
-    """What the architecture's table has for this model, in the names this checkpoint uses."""
-    tables = [tuple(fill_layers(table, model.config)) for table in (family.weights, *family.alternatives)]
-    table = max(tables, key=lambda weights: _num_stored(weights, checkpoint)) if len(tables) > 1 else tables[0]
-    prefix = family.optional_prefix
-    has_prefix = any(name.startswith(prefix) for name in checkpoint.names)
-    modules = {name for name, _ in model.named_modules()}
-    for weight in table:
-        if weight.target in modules:
-            yield weight if has_prefix else replace(weight, source=weight.source.removeprefix(prefix))
-
-
-def _ignored(family: Family, config: ModelConfig) -> str:
-    """Return the pattern of checkpoint names that are left alone."""
-    further = range(config.num_layers, config.num_layers + config.num_further_layers)
-    layers = "|".join(map(str, further))
-    return rf"{family.ignored}|^(model\.)?layers\.({layers})\." if layers else family.ignored
-
-
-def _num_stored(table: tuple[Weight, ...], checkpoint: Tensors) -> int:
-    """Return how many weights of a table are there."""
-    stored = (checkpoint.stored_names(f"{weight.source}.weight") for weight in table)
-    return sum(not checkpoint.names.isdisjoint(names) for names in stored)

@@ -2,19 +2,18 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from pagewire.common.network.checkpoint_files import CheckpointError
-from pagewire.common.network.config import ModelConfig
-from pagewire.common.network.families.family import Split, Weight
-from pagewire.common.network.shard import Shard
+from pagewire.common.network.operations import Part, Projection, Share, Table, Vector
 from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.checkpoint import Piece, Tensors
-from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
+from worker_service.models.decoder import Decoder, Place
+from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 
 # Of each parameter: its name in the checkpoint, and what is read of it and where it goes.
 Targets = Sequence[tuple[str, Sequence[Piece]]]
@@ -27,11 +26,9 @@ TensorProgress = Callable[[int, int], None]
 
 
 def load_weights(
-    model: nn.Module,
+    model: Decoder,
     checkpoint: Tensors,
-    table: Iterable[Weight],
     progress: TensorProgress | None,
-    shard: Shard,
     dtype: torch.dtype,
     find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
 ) -> None:
@@ -40,21 +37,17 @@ def load_weights(
 
     Args:
         model: its parameters are allocated, but of what stays quantised, and `check_weights` has passed it.
-        table: as `fill_layers` gives it.
-        find_kept: finds the weight of a module that stays quantised where it is packed already.
+        find_kept: finds the weight of a place that stays quantised, by its name, where it is packed already.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    by_module: dict[str, list[tuple[str, list[Piece]]]] = {}
-    for weight in table:
-        by_module.setdefault(weight.target, []).extend(targets_of(model, weight, shard))
-    num_loaded, num_all = 0, sum(map(len, by_module.values()))
-    for target, sources in by_module.items():
-        module = model.get_submodule(target)
-        product = module if isinstance(module, Linear) and module.quantized_format is not None else None
-        kept = None if product is None else find_kept(target)
-        for name, pieces in sources:
+    by_place = {place: dict(targets_of(model, place)) for place in model.places}
+    num_loaded, num_all = 0, sum(map(len, by_place.values()))
+    for place, sources in by_place.items():
+        product = place.holder if getattr(place.holder, "quantized_format", None) is not None else None
+        kept = None if product is None else find_kept(place.name)
+        for name, pieces in sources.items():
             if product is not None and name.endswith(".weight"):
                 for piece in pieces if kept is None else ():
                     _add_codes(product, checkpoint, name, piece)
@@ -73,7 +66,7 @@ def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) ->
     num_rows, in_size = piece.target.shape
     if num_rows:
         product.add_part(checkpoint.quantized(name, piece))
-    num_missing = sum(product.out_sizes) - num_rows if len(product.out_sizes) == 1 else 0
+    num_missing = sum(product.projection.out_sizes) - num_rows if len(product.projection.out_sizes) == 1 else 0
     if num_missing:
         codes = torch.zeros(num_missing, in_size, dtype=torch.int8)
         product.add_part(HeldWeight(codes, torch.zeros(num_missing, 1), in_size))
@@ -102,9 +95,8 @@ def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignor
 
 
 def hold_dtypes(
-    model: nn.Module,
+    model: Decoder,
     checkpoint: Tensors,
-    table: Iterable[Weight],
     narrowed: torch.dtype | None,
     can_hold: Callable[[torch.dtype], bool],
 ) -> None:
@@ -114,21 +106,23 @@ def hold_dtypes(
     The parts of a merged one must agree, and all experts of a layer. Parameters hold no values yet.
     """
     found: dict[nn.Module, set[torch.dtype | None]] = {}
-    modules: dict[Linear | Embedding, nn.Module] = {}
-    for weight in table:
-        module, name = model.get_submodule(weight.target), f"{weight.source}.weight"
-        if not isinstance(module, Linear | Embedding) or (isinstance(module, Linear) and module.is_float32):
-            continue
-        if not checkpoint.names.isdisjoint(checkpoint.stored_names(name)):
-            holder = model.get_submodule(weight.target.rpartition(".")[0])
-            modules[module] = holder if isinstance(holder, ExpertLinear) else module
-            found.setdefault(modules[module], set()).add(checkpoint.dtype(name))
-    for module, holder in modules.items():
-        dtype = next(iter(found[holder])) if len(found[holder]) == 1 else None
+    for _, weight, holder, experts in _held(model):
+        stored = [f"{module}.weight" for module in weight.modules]
+        present = [name for name in stored if not checkpoint.names.isdisjoint(checkpoint.stored_names(name))]
+        found.setdefault(experts or holder, set()).update(map(checkpoint.dtype, present))
+    for _, _, holder, experts in _held(model):
+        dtypes = found[experts or holder]
+        dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
         if dtype == torch.float32 and narrowed is not None:
             dtype = narrowed
-        if dtype is not None and module.weight is not None and can_hold(dtype):
-            module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
+        if dtype is not None and can_hold(dtype):
+            holder.weight = nn.Parameter(holder.weight.to(dtype), requires_grad=False)
+
+
+def _held(model: Decoder) -> list[Place]:
+    """The places of products and embeddings that are not computed in float32 whatever the model is."""
+    places = [place for place in model.places if type(place.weight) is not Vector]
+    return [place for place in places if type(place.weight) is Table or not place.weight.is_float32]
 
 
 def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
@@ -138,19 +132,17 @@ def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
 
 
 def keep_quantized(
-    model: nn.Module,
+    model: Decoder,
     checkpoint: Tensors,
-    table: Iterable[Weight],
     holds: Callable[[HeldFormat], bool],
 ) -> None:
     """Tells the products all of whose weights the checkpoint has as codes, or all in FP8, that they stay so, where that
     can be held: of experts all or none."""
     found: dict[Linear, list[HeldFormat | None]] = {}
-    for weight in table:
-        module = model.get_submodule(weight.target)
-        if isinstance(module, Linear) and module.weight is not None and not module.is_float32:
-            stored = checkpoint.quantized_format(f"{weight.source}.weight", module.weight.shape[1])
-            found.setdefault(module, []).append(None if weight.is_transposed else stored)
+    for _, weight, holder, _ in _held(model):
+        if type(weight) is Projection:
+            of_parts = [checkpoint.quantized_format(f"{name}.weight", weight.in_size) for name in weight.modules]
+            found[holder] = [None if weight.is_transposed else stored for stored in of_parts]
     for module, stored_formats in found.items():
         known = [stored for stored in stored_formats if stored is not None]
         if len(known) == len(stored_formats) and len({stored.element for stored in known}) == 1:
@@ -164,49 +156,44 @@ def keep_quantized(
                 linear.quantized_format = replace(stored, rounds_inputs=False) if stored and is_one else None
 
 
-def fill_layers(table: Iterable[Weight], config: ModelConfig) -> Iterator[Weight]:
-    """Repeats the entries that name `{layer}` for every layer that has such weights, and those that name `{expert}` for
-    every expert."""
-    for weight in table:
-        for layer in range(config.num_layers if "{layer}" in weight.source else 1):
-            if weight.layers != "all" and config.has_experts(layer) != (weight.layers == "experts"):
-                continue
-            num_experts = config.experts.num_experts if config.experts and "{expert}" in weight.source else 1
-            for expert in range(num_experts):
-                source, target = (name.format(layer=layer, expert=expert) for name in (weight.source, weight.target))
-                yield replace(weight, source=source, target=target)
+def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]]:
+    """Yield where this rank's part of each parameter of a place is in the checkpoint: the name of a tensor there, and
+    what is read of it and where that goes."""
+    weight, holder = place.weight, place.holder
+    if type(weight) is Vector:
+        yield weight.name, [_piece(model.get_parameter(place.name).data, weight.values)]
+    elif type(weight) is Table:
+        yield f"{weight.name}.weight", [Piece(holder.weight.data)]
+    else:
+        for kind, parameter in (("weight", holder.weight), ("bias", holder.bias)):
+            pieces: dict[str, list[Piece]] = {}
+            first = 0
+            for part in _joined(weight.parts) if parameter is not None else ():
+                target = parameter.data[first : first + part.rows.size]
+                first += part.rows.size
+                piece = _piece(target, part.rows, *[weight.columns] * (target.dim() - 1))
+                turned = piece.transposed() if weight.is_transposed and target.dim() == 2 else piece
+                pieces.setdefault(f"{part.name}.{kind}", []).append(turned)
+            yield from pieces.items()
 
 
-def targets_of(model: nn.Module, weight: Weight, shard: Shard) -> Iterator[tuple[str, list[Piece]]]:
-    """Yield where this rank's part of each parameter of a module is in the checkpoint: its name there, and what is read
-    of it and where that goes. `weight`: as `fill_layers` gives it."""
-    module = model.get_submodule(weight.target)
-    for kind, parameter in module.named_parameters(recurse=False):
-        target = parameter.data
-        if weight.part is not None:
-            assert isinstance(module, Linear)
-            target = target[module.rows(weight.part)]
-        is_whole = shard.size == 1 or weight.split is None or weight.axis >= target.dim()
-        pieces = [Piece(target)] if is_whole else list(_pieces(module, weight, target, shard))
-        if weight.is_transposed and target.dim() == 2:
-            pieces = [piece.transposed() for piece in pieces]
-        yield f"{weight.source}.{kind}", pieces
+def _joined(parts: Sequence[Part]) -> Iterator[Part]:
+    """Yield neighbours that lie one behind the other in one tensor as one part."""
+    joined, *others = parts
+    for part in others:
+        if part.name == joined.name and part.rows.first == joined.rows.first + joined.rows.size:
+            joined = replace(joined, rows=replace(joined.rows, size=joined.rows.size + part.rows.size))
+        else:
+            yield joined
+            joined = part
+    yield joined
 
 
-def _pieces(module: nn.Module, weight: Weight, target: Tensor, shard: Shard) -> Iterator[Piece]:
-    """This rank's part of each projection that the checkpoint's weight holds."""
-    assert weight.split is not None
-    if weight.axis == 1:
-        assert isinstance(weight.split, Split)
-        length, span = shard.length(weight.split), shard.span(weight.split)
-        yield Piece(target, shape=(len(target), length), index=(slice(None), span))
-        return
-    num_projections = len(module.out_sizes) if isinstance(module, Linear) and weight.part is None else 1
-    splits = weight.split if isinstance(weight.split, tuple) else (weight.split,) * num_projections
-    spans, lengths = [shard.span(split) for split in splits], [shard.length(split) for split in splits]
-    sizes = module.out_sizes if isinstance(module, Linear) and len(splits) == len(module.out_sizes) else (len(target),)
-    first = 0
-    for span, length, rows in zip(spans, lengths, target.split(list(sizes)), strict=True):
-        start, stop = first + span.start, first + span.stop
-        yield Piece(rows[: stop - start], shape=(sum(lengths), *target.shape[1:]), index=(slice(start, stop),))
-        first += length
+def _piece(target: Tensor, *shares: Share) -> Piece:
+    """Return what a rank has of a tensor, by the dimensions that are shared out."""
+    if all(share.is_whole for share in shares):
+        return Piece(target)
+    places = [share.stored for share in shares]
+    columns = [slice(None) if share.is_whole else share.stored for share in shares[1:]]
+    index = (places[0], *columns) if columns != [slice(None)] else (places[0],)
+    return Piece(target[: places[0].stop - places[0].start], tuple(share.whole for share in shares), index)

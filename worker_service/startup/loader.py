@@ -8,8 +8,8 @@ import torch
 
 from pagewire.common.memory_size import describe_memory
 from pagewire.common.messages import WorkerCapacity
-from pagewire.common.network.config import ModelConfig, RopeConfig
-from pagewire.common.network.shard import Shard
+from pagewire.common.network.network import Network
+from pagewire.common.network.rope import RopeConfig
 from pagewire.common.network.source import load_config, model_digest, weights_digest
 from pagewire.common.process import announce_memory
 from pagewire.kernels.cpu import CpuKernels
@@ -89,16 +89,16 @@ def _load_worker(
     device = choose_device(config.device, config.tensor_parallel_rank)
     report.tell("preparing to load")
     communicator = _communicator(config, device)
-    model_config = Shard.of(load_config(path), communicator.rank, communicator.size).config
+    network = load_config(path).of_rank(communicator.rank, communicator.size)
     is_gpu, uses_onednn, block_size = device.type == "cuda", config.cpu_products == "onednn", config.choose_block_size()
     kernels = None if is_gpu else load_cpu_kernels(report.tell)
-    dtype = choose_dtype(config.dtype, model_config.dtype, device, None if uses_onednn else kernels)
+    dtype = choose_dtype(config.dtype, network.dtype, device, None if uses_onednn else kernels)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
-    max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
+    max_model_len = choose_max_model_len(config.max_model_len, network.max_position_embeddings)
     host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
-    operations = create_device_operations(model_config, device) if is_gpu else host_operations
+    operations = create_device_operations(network.operations, device) if is_gpu else host_operations
     check_products(config.quantization, operations, device)
-    attention = attention_shape(model_config, block_size, dtype, cache_dtype)
+    attention = attention_shape(network, block_size, dtype, cache_dtype)
     backend = create_backend(config.attention_backend, device, attention, kernels)
     unloaded = prepare_model(
         path,
@@ -112,10 +112,10 @@ def _load_worker(
         held_dtype=_DTYPES.get(config.dtype),
     )
     shape = CacheShape(
-        num_layers=model_config.num_layers,
+        num_layers=len(network.layers),
         block_size=block_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
+        num_kv_heads=network.heads.num_kv_heads,
+        head_dim=network.heads.head_dim,
         dtype=cache_dtype,
         is_head_major=backend.is_head_major,
     )
@@ -123,13 +123,13 @@ def _load_worker(
     check_memory(unloaded, sizes)
     log_formats(unloaded)
     if communicator.rank == 0:
-        log_stretch(unloaded.shard.config.rope, max_model_len)
+        log_stretch(unloaded.model.network.rope, max_model_len)
     weight_bytes = unloaded.footprint().held  # known before they are loaded, which changes what is held
     assembly = _Assembly(
         config=config,
         weight_bytes=weight_bytes,
         model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest)),
-        model_config=model_config,
+        network=network,
         dtype=dtype,
         weight_format=unloaded.describe_weights(),
         backend=backend,
@@ -150,7 +150,7 @@ def _begin(
     """Make a runner with as many blocks as there is room for, and all that it computes by."""
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_lowered(assembly.config, sizes)
-    log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.model_config.sliding_window)
+    log_size(assembly.shape, num_device_blocks, assembly.max_model_len, assembly.network.sliding_window)
     grammars, grammar_version = start.finish()
     runner, cache = _allocate(replace(assembly, grammars=grammars), num_device_blocks, num_host_blocks)
     swap_bandwidth = cache.measure_bandwidth()
@@ -170,22 +170,21 @@ def _begin(
     return LoadedWorker(runner, ready, grammars.close)
 
 
-def attention_shape(
-    model_config: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
-) -> AttentionShape:
+def attention_shape(network: Network, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:
     """Return the shape of the attention that a model needs."""
+    heads = network.heads
     return AttentionShape(
-        num_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         block_size=block_size,
         dtype=dtype,
         cache_dtype=cache_dtype,
-        windows=model_config.windows,
-        scale=model_config.attention_scale,
-        softcap=model_config.attention_softcap,
-        alibi_slopes=model_config.alibi_slopes,
-        has_sinks=model_config.has_sinks,
+        windows=tuple(of_layer.window for of_layer in network.layers),
+        scale=heads.scale,
+        softcap=heads.softcap,
+        alibi_slopes=heads.alibi_slopes,
+        has_sinks=network.has_sinks,
     )
 
 
@@ -258,7 +257,7 @@ class _Assembly:
 
     config: WorkerConfig
     model: Decoder
-    model_config: ModelConfig  # of this rank
+    network: Network  # of this rank
     dtype: torch.dtype
     weight_format: str
     weight_bytes: int
@@ -288,8 +287,8 @@ class _Assembly:
             max_model_len=self.max_model_len,
             block_size=self.shape.block_size,
             num_device_blocks=cache.num_device_blocks,
-            vocab_size=self.model_config.vocab_size,
-            sliding_window=self.model_config.sliding_window,
+            vocab_size=self.network.vocab_size,
+            sliding_window=self.network.sliding_window,
         )
         table = SequenceTable(limits, gates_grammars=self.streams is not None)
         if self.streams is None:
@@ -304,7 +303,7 @@ class _Assembly:
         return WorkerCapacity(
             worker_id=worker_id,
             model_digest=self.digest,
-            vocab_size=self.model_config.vocab_size,
+            vocab_size=self.network.vocab_size,
             max_model_len=self.max_model_len,
             block_size=self.shape.block_size,
             num_device_blocks=cache.num_device_blocks,
@@ -316,7 +315,7 @@ class _Assembly:
             attention_backend=self.backend.name,
             num_host_blocks=cache.num_host_blocks,
             swap_bandwidth=swap_bandwidth,
-            sliding_window=self.model_config.sliding_window,
+            sliding_window=self.network.sliding_window,
             tensor_parallel_rank=self.communicator.rank,
             tensor_parallel_size=self.communicator.size,
             quantization=self.config.quantization or "",
@@ -324,7 +323,7 @@ class _Assembly:
             weight_bytes=self.weight_bytes,
             grammar_version=grammar_version,
             gates_grammars=self.streams is not None,
-            tables_digest=self.model.tables_digest(load_config(Path(self.config.model)).alibi_slopes),
+            tables_digest=self.model.tables_digest(load_config(Path(self.config.model)).heads.alibi_slopes),
         )
 
     def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from pagewire.common.gguf import is_gguf
 from pagewire.common.memory_size import describe_memory
-from pagewire.common.network.blocks import compose
 from pagewire.common.network.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
-from pagewire.common.network.config import ModelConfig
+from pagewire.common.network.network import Network
 from pagewire.common.network.operations import num_elements
-from pagewire.common.network.shard import Shard
+from pagewire.common.network.rewrites import cut, tied
 from pagewire.common.network.source import load_config, model_digest, read_headers
 from worker_service.config import WorkerConfig
 from worker_service.startup.resources import available_bytes
@@ -40,11 +39,12 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
         raise ValueError(f"--model {config.model}: {error}") from error
     if config.quantization is not None:
         _check_unquantized(config, model, headers)
-    shard = Shard.of(model, config.tensor_parallel_rank, config.tensor_parallel_size)
+    listed = tied(model.operations) if model.tie_word_embeddings else model.operations
+    own = cut(listed, config.tensor_parallel_rank, config.tensor_parallel_size)
     if config.device == "cpu" or (config.device == "auto" and not any(Path(file).exists() for file in _GPU_FILES)):
         computed = model.dtype if config.dtype == "auto" else config.dtype
         bits = _least_bits({config.quantization or computed, *(header.dtype for header in headers.values())})
-        weights = num_local_ranks * num_elements(compose(shard), is_tied=model.tie_word_embeddings) * bits // 8
+        weights = num_local_ranks * num_elements(own) * bits // 8
         available = available_bytes()
         if weights > available:
             raise ValueError(
@@ -55,7 +55,7 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> bytes:
     return digest
 
 
-def _check_unquantized(config: WorkerConfig, model: ModelConfig, headers: Mapping[str, TensorHeader]) -> None:
+def _check_unquantized(config: WorkerConfig, model: Network, headers: Mapping[str, TensorHeader]) -> None:
     """Raises ValueError if the weights are quantised already."""
     found = {header.dtype for header in headers.values()} - FLOAT_BYTES.keys()
     if model.quantization is not None:

@@ -1,6 +1,6 @@
-"""The families of models that are served, relatives in a file: how config.json is read, and what weights are called.
+"""The families of models that are served, relatives in a file: how config.json becomes a list of operations.
 
-One more is a `Family` with a name in a file here; what it needs that no other has is a flag of `ModelConfig`.
+One more is a `Family` with a name in a file here, which composes its model of `pagewire.common.network.blocks`.
 """
 
 from pkgutil import iter_modules, resolve_name
@@ -8,10 +8,10 @@ from typing import Any
 
 from pagewire.common.gguf import shown
 from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
-from pagewire.common.network.config import JsonObject, ModelConfig
 from pagewire.common.network.families.family import Family
 from pagewire.common.network.families.llama import LLAMA
-from pagewire.common.network.families.reading import check_names, unserved
+from pagewire.common.network.families.reading import JsonObject, check_names, unserved
+from pagewire.common.network.network import Network
 
 _MODULES = [resolve_name(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
 _FAMILIES = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]
@@ -38,7 +38,7 @@ def text_settings(config: JsonObject) -> tuple[dict[str, Any], str]:
     return settings, next((key for key in keys if key in settings), " or ".join(keys))
 
 
-def parse_config(config: JsonObject) -> ModelConfig:
+def parse_config(config: JsonObject) -> Network:
     """The model that the contents of a config.json describe.
 
     Raises:
@@ -46,19 +46,20 @@ def parse_config(config: JsonObject) -> ModelConfig:
     """
     architecture = _architecture(config)
     check_names(config)
-    model = BY_ARCHITECTURE[architecture].parse(config, architecture)
-    if model.num_heads % model.num_kv_heads:
-        raise unserved("num_key_value_heads", model.num_kv_heads, f"a divisor of {model.num_heads} attention heads")
-    if model.rope is None:
-        return model
-    if model.head_dim % 2:
-        raise unserved("head_dim", model.head_dim, "even, for rotary embedding")
-    rotary_size = model.rope.rotary_size(model.head_dim)
+    network = BY_ARCHITECTURE[architecture].parse(config, architecture)
+    heads, rope = network.heads, network.rope
+    if heads.num_heads % heads.num_kv_heads:
+        raise unserved("num_key_value_heads", heads.num_kv_heads, f"a divisor of {heads.num_heads} attention heads")
+    if rope is None:
+        return network
+    if heads.head_dim % 2:
+        raise unserved("head_dim", heads.head_dim, "even, for rotary embedding")
+    rotary_size = rope.rotary_size(heads.head_dim)
     if rotary_size < 2 or rotary_size % 2:
         raise unserved(
-            "partial_rotary_factor", model.rope.rotary_share, f"such that an even part of {model.head_dim} is turned"
+            "partial_rotary_factor", rope.rotary_share, f"such that an even part of {heads.head_dim} is turned"
         )
-    return model
+    return network
 
 
 def _architecture(config: JsonObject) -> str:

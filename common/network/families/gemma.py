@@ -5,26 +5,13 @@ logits; Gemma 3 normalizes heads instead, and its layers with a sliding window h
 """
 
 import math
-from typing import Any
+from collections.abc import Iterator
 
-from pagewire.common.network.config import JsonObject, ModelConfig
-from pagewire.common.network.families.family import (
-    ATTENTION_OUTPUT,
-    EMBEDDING,
-    GATED_MLP,
-    HEAD,
-    HEAD_NORMS,
-    LAYER,
-    MLP_OUTPUT,
-    OURS,
-    QKV,
-    Family,
-    Weight,
-    inside,
-    read_decoder,
-)
-from pagewire.common.network.families.positions import FULL, SLIDING, read_ropes_by_kind, read_windows
+from pagewire.common.network.blocks import layer
+from pagewire.common.network.families.family import Family, TextConfig, inside
+from pagewire.common.network.families.positions import FULL, SLIDING, Ropes, read_ropes_by_kind, read_windows
 from pagewire.common.network.families.reading import (
+    JsonObject,
     attention_biases,
     expect,
     num_layers_of,
@@ -33,48 +20,59 @@ from pagewire.common.network.families.reading import (
     positive,
     unserved,
 )
-
-_WEIGHTS = (
-    EMBEDDING,
-    Weight(f"{LAYER}.input_layernorm", f"{OURS}.attention_norm"),
-    *QKV,
-    ATTENTION_OUTPUT,
-    Weight(f"{LAYER}.post_attention_layernorm", f"{OURS}.attention_post_norm"),
-    Weight(f"{LAYER}.pre_feedforward_layernorm", f"{OURS}.mlp_norm"),
-    *GATED_MLP,
-    MLP_OUTPUT,
-    Weight(f"{LAYER}.post_feedforward_layernorm", f"{OURS}.mlp_post_norm"),
-    *HEAD,
-)
+from pagewire.common.network.network import Network
+from pagewire.common.network.operations import Operation
 
 # What files may leave out.
 _DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA3_DEFAULTS = {**_DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 
 
-def _flags(config: JsonObject, attention_softcap: float, logits_softcap: float) -> dict[str, Any]:
-    """What both share; the softcaps are those where config.json does not say."""
+def _read(
+    config: JsonObject,
+    architecture: str,
+    windows: tuple[int, ...],
+    ropes: Ropes | None,
+    softcaps: tuple[float, float],
+) -> Network:
+    """Read what both share. `softcaps`: of scores and of logits."""
+    text = TextConfig.read(
+        config,
+        architecture,
+        ropes=ropes,
+        windows=windows,
+        activation_key="hidden_activation",
+        activations=("gelu_pytorch_tanh",),
+    )
     if config.get("use_bidirectional_attention"):
         expect(config, "use_bidirectional_attention", False)
-    return {
-        **attention_biases(config),
-        "activation_key": "hidden_activation",
-        "activations": ("gelu_pytorch_tanh",),
-        "norm_adds_one": True,
-        "post_norm": True,
-        "embedding_multiplier": math.sqrt(positive(config, "hidden_size")),
-        "attention_scale": number(config, "query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": number_or_none(config, "attn_logit_softcapping", attention_softcap),
-        "logits_softcap": number_or_none(config, "final_logit_softcapping", logits_softcap),
-    }
+    norm, mlp, scale = text.norm(adds_one=True), text.mlp(), number(config, "query_pre_attn_scalar", 256) ** -0.5
+    how = {**attention_biases(config), "norm_adds_one": True, "qk_norm": "none" if ropes is None else "head"}
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        yield from layer(
+            norm,
+            (f"{name}.input_layernorm", f"{name}.pre_feedforward_layernorm"),
+            text.attention(at, text.heads(at, scale, softcaps[0]), **how)(f"{name}.self_attn"),
+            mlp(f"{name}.mlp"),
+            post_norms=(f"{name}.post_attention_layernorm", f"{name}.post_feedforward_layernorm"),
+        )
+
+    return text.model(norm, layers, embedding_factor=math.sqrt(text.hidden_size), softcap=softcaps[1])
 
 
-def _read_gemma2(config: JsonObject, architecture: str) -> ModelConfig:
+def _softcaps(config: JsonObject, of_scores: float, of_logits: float) -> tuple[float, float]:
+    """Bounds of scores and of logits. The numbers are those where config.json does not say."""
+    attention = number_or_none(config, "attn_logit_softcapping", of_scores)
+    return attention, number_or_none(config, "final_logit_softcapping", of_logits)
+
+
+def _read_gemma2(config: JsonObject, architecture: str) -> Network:
     _, windows = read_windows(config, [FULL if layer % 2 else SLIDING for layer in range(num_layers_of(config))])
-    return read_decoder(config, architecture, windows=windows, **_flags(config, 50.0, 30.0))
+    return _read(config, architecture, windows, None, _softcaps(config, 50.0, 30.0))
 
 
-def _read_gemma3(config: JsonObject, architecture: str) -> ModelConfig:
+def _read_gemma3(config: JsonObject, architecture: str) -> Network:
     interval = positive(config, "sliding_window_pattern", 6)
     kinds = [FULL if (layer + 1) % interval == 0 else SLIDING for layer in range(num_layers_of(config))]
     layer_types, windows = read_windows(config, kinds)
@@ -82,12 +80,12 @@ def _read_gemma3(config: JsonObject, architecture: str) -> ModelConfig:
     ropes, _ = read_ropes_by_kind(config, layer_types, thetas, shares_theta=False)
     # The positions that config.json names are those that scaling has stretched.
     num_positions = positive(config, "max_position_embeddings")
-    flags = _flags(config, 0.0, 0.0)
-    if flags["attention_softcap"]:
-        raise unserved("attn_logit_softcapping", flags["attention_softcap"], "null: Gemma 3 normalizes heads instead")
-    return read_decoder(config, architecture, ropes=(ropes, num_positions), windows=windows, qk_norm="head", **flags)
+    softcaps = _softcaps(config, 0.0, 0.0)
+    if softcaps[0]:
+        raise unserved("attn_logit_softcapping", softcaps[0], "null: Gemma 3 normalizes heads instead")
+    return _read(config, architecture, windows, (ropes, num_positions), softcaps)
 
 
-GEMMA2 = Family(("Gemma2ForCausalLM",), _read_gemma2, _WEIGHTS, defaults=_DEFAULTS)
-GEMMA3 = Family(("Gemma3ForCausalLM",), _read_gemma3, (*_WEIGHTS, *HEAD_NORMS), defaults=_GEMMA3_DEFAULTS)
+GEMMA2 = Family(("Gemma2ForCausalLM",), _read_gemma2, defaults=_DEFAULTS)
+GEMMA3 = Family(("Gemma3ForCausalLM",), _read_gemma3, defaults=_GEMMA3_DEFAULTS)
 GEMMA3_WITH_VISION = inside(GEMMA3, "Gemma3ForConditionalGeneration", ("gemma3_text",))

@@ -6,13 +6,16 @@ values are one product, head by head. MPT (MosaicML, 2023, https://www.databrick
 own, layer norms that have no bias, as nothing has, and queries, keys and values that may be bounded.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-from pagewire.common.network.config import MAX_LAYERS, MAX_SIZE, JsonObject, ModelConfig
-from pagewire.common.network.families.family import OURS, Family, Split, Weight
+from pagewire.common.network.blocks import activation, embed, layer, lm_head
+from pagewire.common.network.families.family import Family, TextConfig
 from pagewire.common.network.families.reading import (
     GELUS,
-    activation,
+    MAX_LAYERS,
+    MAX_SIZE,
+    JsonObject,
     choice,
     dtype,
     expect,
@@ -21,50 +24,16 @@ from pagewire.common.network.families.reading import (
     json_object,
     number,
     positive,
+    read_activation,
     split_evenly,
     unserved,
 )
+from pagewire.common.network.network import Network
+from pagewire.common.network.operations import Embed, Operation, Table
 from pagewire.common.network.quantization import parse_quantization
+from pagewire.common.network.rewrites import Renaming
 
 _GPT2 = "GPT2LMHeadModel"
-_LAYER, _MPT_LAYER = "transformer.h.{layer}", "transformer.blocks.{layer}"
-_HEAD = Weight("lm_head", "head", split=Split.VOCABULARY)
-# Linear layers were 1-d convolutions: their weights are [in, out].
-_GPT2_WEIGHTS = (
-    Weight("transformer.wte", "embedding"),
-    Weight("transformer.wpe", "position_embedding"),
-    Weight(f"{_LAYER}.ln_1", f"{OURS}.attention_norm"),
-    Weight(f"{_LAYER}.attn.c_attn", f"{OURS}.attention.qkv", is_transposed=True, split=Split.HEADS),
-    Weight(f"{_LAYER}.attn.c_proj", f"{OURS}.attention.output", is_transposed=True, split=Split.HEADS, axis=1),
-    Weight(f"{_LAYER}.ln_2", f"{OURS}.mlp_norm"),
-    Weight(f"{_LAYER}.mlp.c_fc", f"{OURS}.mlp.up", is_transposed=True, split=Split.INTERMEDIATE),
-    Weight(f"{_LAYER}.mlp.c_proj", f"{OURS}.mlp.down", is_transposed=True, split=Split.INTERMEDIATE, axis=1),
-    Weight("transformer.ln_f", "norm"),
-    _HEAD,
-)
-_BLOOM_WEIGHTS = (
-    Weight("transformer.word_embeddings", "embedding"),
-    Weight("transformer.word_embeddings_layernorm", "embedding_norm"),
-    Weight(f"{_LAYER}.input_layernorm", f"{OURS}.attention_norm"),
-    Weight(f"{_LAYER}.self_attention.query_key_value", f"{OURS}.attention.qkv", split=(Split.QKV_BY_HEAD,)),
-    Weight(f"{_LAYER}.self_attention.dense", f"{OURS}.attention.output", split=Split.HEADS, axis=1),
-    Weight(f"{_LAYER}.post_attention_layernorm", f"{OURS}.mlp_norm"),
-    Weight(f"{_LAYER}.mlp.dense_h_to_4h", f"{OURS}.mlp.up", split=Split.INTERMEDIATE),
-    Weight(f"{_LAYER}.mlp.dense_4h_to_h", f"{OURS}.mlp.down", split=Split.INTERMEDIATE, axis=1),
-    Weight("transformer.ln_f", "norm"),
-    _HEAD,
-)
-_MPT_WEIGHTS = (
-    Weight("transformer.wte", "embedding"),
-    Weight(f"{_MPT_LAYER}.norm_1", f"{OURS}.attention_norm"),
-    Weight(f"{_MPT_LAYER}.attn.Wqkv", f"{OURS}.attention.qkv", split=Split.HEADS),
-    Weight(f"{_MPT_LAYER}.attn.out_proj", f"{OURS}.attention.output", split=Split.HEADS, axis=1),
-    Weight(f"{_MPT_LAYER}.norm_2", f"{OURS}.mlp_norm"),
-    Weight(f"{_MPT_LAYER}.ffn.up_proj", f"{OURS}.mlp.up", split=Split.INTERMEDIATE),
-    Weight(f"{_MPT_LAYER}.ffn.down_proj", f"{OURS}.mlp.down", split=Split.INTERMEDIATE, axis=1),
-    Weight("transformer.norm_f", "norm"),
-    _HEAD,
-)
 _BLOOM_LENGTH = 2048  # where a file says null, or nothing
 # What MPT's attention is served without.
 _WITHOUT = ("prefix_lm", "qk_ln", "qk_gn", "rope", "attn_uses_sequence_id")
@@ -77,43 +46,35 @@ def _read(
     hidden_key: str,
     heads_key: str,
     layers_key: str,
-    has_bias: bool = True,
-    **flags: Any,
-) -> ModelConfig:
+    **others: Any,
+) -> TextConfig:
     """Read what all of these have.
 
     Args:
         hidden_key, heads_key, layers_key: where config.json says the hidden size, and how many heads and layers.
-        has_bias: norms and products have.
-        flags: fields of `ModelConfig` that this family sets.
+        others: fields of `TextConfig`.
     """
     hidden_size, num_heads = positive(config, hidden_key), positive(config, heads_key)
     num_layers = positive(config, layers_key, limit=MAX_LAYERS)
-    head_dim = split_evenly(hidden_key, hidden_size, num_heads)
-    return ModelConfig(
+    return TextConfig(
+        config=config,
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=head_dim,
+        head_dim=split_evenly(hidden_key, hidden_size, num_heads),
         vocab_size=positive(config, "vocab_size"),
         norm_eps=number(config, "layer_norm_epsilon", 1e-5),
         ropes=(None,) * num_layers,
         windows=(0,) * num_layers,
         tie_word_embeddings=flag(config, "tie_word_embeddings", True),
         dtype=dtype(config),
-        norm="layer",
-        norm_bias=has_bias,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        is_gated=False,
-        mlp_bias=has_bias,
-        **{"attention_scale": head_dim**-0.5, "intermediate_size": 4 * hidden_size, **flags},
+        **{"intermediate_size": 4 * hidden_size, "quantization": None, **others},
     )
 
 
-def _read_gpt2(config: JsonObject, architecture: str) -> ModelConfig:
+def _read_gpt2(config: JsonObject, architecture: str) -> Network:
     if config.get("quantization_config"):
         raise unserved("quantization_config", config["quantization_config"], f"unset for {_GPT2}")
     if config.get("use_sliding_window"):
@@ -121,35 +82,69 @@ def _read_gpt2(config: JsonObject, architecture: str) -> ModelConfig:
     expect(config, "scale_attn_weights", True)
     expect(config, "scale_attn_by_inverse_layer_idx", False)
     expect(config, "add_cross_attention", False)
-    return _read(
+    text = _read(
         config,
         architecture,
         hidden_key="n_embd",
         heads_key="n_head",
         layers_key="n_layer",
         intermediate_size=positive(config, "n_inner", 4 * positive(config, "n_embd")),
-        max_position_embeddings=positive(config, "n_positions"),
-        has_position_embedding=True,
-        activation=activation(config, "activation_function", "gelu_new", GELUS),
+        num_positions=positive(config, "n_positions"),
+        activation=read_activation(config, "activation_function", "gelu_new", GELUS),
     )
+    return text.network(_gpt2(text))
 
 
-def _read_bloom(config: JsonObject, architecture: str) -> ModelConfig:
+def _gpt2(text: TextConfig) -> Iterator[Operation]:
+    """Linear layers were 1-d convolutions: their weights are [in, out]."""
+    norm = text.norm(is_centered=True, has_bias=True)
+    mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=True)
+    tokens = Table("transformer.wte", text.vocab_size, text.hidden_size)
+    yield Embed("x", tokens, Table("transformer.wpe", text.num_positions, text.hidden_size))
+    for at in range(text.num_layers):
+        name = f"transformer.h.{at}"
+        attend = text.attention(at, qkv_bias=True, output_bias=True)
+        yield from layer(
+            norm,
+            (f"{name}.ln_1", f"{name}.ln_2"),
+            attend(f"{name}.attn", ("c_attn",), "c_proj", is_transposed=True),
+            mlp(f"{name}.mlp", ("c_fc",), "c_proj", is_transposed=True),
+        )
+    yield norm("transformer.ln_f")
+    yield lm_head("lm_head", text.hidden_size, text.vocab_size)
+
+
+def _read_bloom(config: JsonObject, architecture: str) -> Network:
     expect(config, "apply_residual_connection_post_layernorm", False)
-    heads_key = first_key(config, "n_head", "num_attention_heads")
-    return _read(
+    text = _read(
         config,
         architecture,
         hidden_key=first_key(config, "hidden_size", "n_embed"),
-        heads_key=heads_key,
+        heads_key=first_key(config, "n_head", "num_attention_heads"),
         layers_key=first_key(config, "n_layer", "num_hidden_layers"),
-        max_position_embeddings=positive(config, "seq_length", _BLOOM_LENGTH),
+        num_positions=positive(config, "seq_length", _BLOOM_LENGTH),
         quantization=parse_quantization(config),
-        alibi_slopes=_bloom_slopes(positive(config, heads_key)),
-        embedding_norm=True,
-        qkv_by_head=True,
         activation="gelu_tanh",
     )
+    return text.network(_bloom(text))
+
+
+def _bloom(text: TextConfig) -> Iterator[Operation]:
+    norm, slopes = text.norm(is_centered=True, has_bias=True), _bloom_slopes(text.num_heads)
+    mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=True)
+    yield Embed("embedded", Table("transformer.word_embeddings", text.vocab_size, text.hidden_size))
+    yield norm("transformer.word_embeddings_layernorm", "embedded", "x")
+    for at in range(text.num_layers):
+        name = f"transformer.h.{at}"
+        attend = text.attention(at, text.heads(at, slopes=slopes), qkv_bias=True, output_bias=True)
+        yield from layer(
+            norm,
+            (f"{name}.input_layernorm", f"{name}.post_attention_layernorm"),
+            attend(f"{name}.self_attention", ("query_key_value",), "dense", are_by_head=True),
+            mlp(f"{name}.mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
+        )
+    yield norm("transformer.ln_f")
+    yield lm_head("lm_head", text.hidden_size, text.vocab_size)
 
 
 def _bloom_slopes(num_heads: int) -> tuple[float, ...]:
@@ -160,28 +155,45 @@ def _bloom_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple([*first, *between][:num_heads])
 
 
-def _read_mpt(config: JsonObject, architecture: str) -> ModelConfig:
+def _read_mpt(config: JsonObject, architecture: str) -> Network:
     attention = _mpt_attention(config)
     if config.get("logit_scale") is not None:
         raise unserved("logit_scale", config["logit_scale"], "null")
     choice(config, "norm_type", "low_precision_layernorm", ("low_precision_layernorm", "layernorm"))
-    hidden_size, num_heads = positive(config, "d_model"), positive(config, "n_heads")
-    is_clipped = attention.get("clip_qkv") not in (None, 0)
-    return _read(
+    hidden_size = positive(config, "d_model")
+    text = _read(
         config,
         architecture,
         hidden_key="d_model",
         heads_key="n_heads",
         layers_key="n_layers",
-        has_bias=not flag(config, "no_bias", True),
         intermediate_size=positive(config, "expansion_ratio", 4, limit=MAX_SIZE // hidden_size) * hidden_size,
-        max_position_embeddings=positive(config, "max_seq_len"),
-        attention_scale=number(attention, "softmax_scale", split_evenly("d_model", hidden_size, num_heads) ** -0.5),
+        num_positions=positive(config, "max_seq_len"),
         quantization=parse_quantization(config),
-        alibi_slopes=_mpt_slopes(num_heads, positive(attention, "alibi_bias_max", 8)),
-        qkv_limit=number(attention, "clip_qkv") if is_clipped else 0.0,
         activation="gelu",
     )
+    return text.network(_mpt(text, attention, has_bias=not flag(config, "no_bias", True)))
+
+
+def _mpt(text: TextConfig, attention: JsonObject, *, has_bias: bool) -> Iterator[Operation]:
+    """`has_bias`: norms and products have."""
+    scale = number(attention, "softmax_scale", text.head_dim**-0.5)
+    slopes = _mpt_slopes(text.num_heads, positive(attention, "alibi_bias_max", 8))
+    limit = number(attention, "clip_qkv") if attention.get("clip_qkv") not in (None, 0) else 0.0
+    norm = text.norm(is_centered=True, has_bias=has_bias)
+    mlp = text.mlp(activation=activation(text.activation, is_gated=False), has_bias=has_bias)
+    yield embed("transformer.wte", text.vocab_size, text.hidden_size)
+    for at in range(text.num_layers):
+        name, heads = f"transformer.blocks.{at}", text.heads(at, scale, slopes=slopes)
+        attend = text.attention(at, heads, qkv_bias=has_bias, output_bias=has_bias, limit=limit)
+        yield from layer(
+            norm,
+            (f"{name}.norm_1", f"{name}.norm_2"),
+            attend(f"{name}.attn", ("Wqkv",), "out_proj"),
+            mlp(f"{name}.ffn", ("up_proj",), "down_proj"),
+        )
+    yield norm("transformer.norm_f")
+    yield lm_head("lm_head", text.hidden_size, text.vocab_size)
 
 
 def _mpt_attention(config: JsonObject) -> JsonObject:
@@ -204,28 +216,15 @@ def _mpt_slopes(num_heads: int, bias_max: int) -> tuple[float, ...]:
     return tuple(slopes if num_slopes == num_heads else [*slopes[1::2], *slopes[::2]][:num_heads])
 
 
+_RENAMINGS: tuple[Renaming, ...] = ((), ((r"^transformer\.", ""),))
 # Old checkpoints carry the causal mask of every layer.
-GPT2 = Family(
-    (_GPT2,),
-    _read_gpt2,
-    _GPT2_WEIGHTS,
-    ignored=r"\.attn\.(masked_)?bias$",
-    optional_prefix="transformer.",
-    length_key="n_positions",
-)
+GPT2 = Family((_GPT2,), _read_gpt2, ignored=r"\.attn\.(masked_)?bias$", renamings=_RENAMINGS, length_key="n_positions")
 BLOOM = Family(
     ("BloomForCausalLM",),
     _read_bloom,
-    _BLOOM_WEIGHTS,
-    optional_prefix="transformer.",
+    renamings=_RENAMINGS,
     defaults={"seq_length": _BLOOM_LENGTH},
     length_key="seq_length",
 )
 # The first name is that of transformers, the second that of the published files.
-MPT = Family(
-    ("MptForCausalLM", "MPTForCausalLM"),
-    _read_mpt,
-    _MPT_WEIGHTS,
-    optional_prefix="transformer.",
-    length_key="max_seq_len",
-)
+MPT = Family(("MptForCausalLM", "MPTForCausalLM"), _read_mpt, renamings=_RENAMINGS, length_key="max_seq_len")

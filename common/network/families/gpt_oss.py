@@ -1,38 +1,17 @@
 """gpt-oss (OpenAI, 2025, https://arxiv.org/abs/2508.10925): experts in all layers, whose gates and ups are clamped, a
 sink in each head's softmax, and windows in every other layer. Experts are published in MXFP4."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from pagewire.common.network.config import JsonObject, ModelConfig
-from pagewire.common.network.families.family import (
-    ATTENTION_OUTPUT,
-    EMBEDDING,
-    EXPERTS,
-    HEAD,
-    LAYER,
-    OURS,
-    PRE_NORMS,
-    QKV,
-    Family,
-    Split,
-    Weight,
-    read_decoder,
-    read_experts,
-)
+from pagewire.common.network.blocks import activation
+from pagewire.common.network.families.family import Family, TextConfig
 from pagewire.common.network.families.positions import FULL, SLIDING, read_rope, read_windows
-from pagewire.common.network.families.reading import attention_biases, num_layers_of, number
+from pagewire.common.network.families.reading import JsonObject, attention_biases, num_layers_of, number
+from pagewire.common.network.network import Network
+from pagewire.common.network.operations import Operation
 from pagewire.common.network.stacks import STACKS
 
-_WEIGHTS = (
-    EMBEDDING,
-    *PRE_NORMS,
-    *QKV,
-    ATTENTION_OUTPUT,
-    Weight(f"{LAYER}.self_attn", f"{OURS}.attention", split=Split.HEAD_VALUES),  # sinks
-    Weight(f"{LAYER}.mlp.router", f"{OURS}.mlp.router"),
-    *EXPERTS,
-    *HEAD,
-)
 # What files may leave out.
 _DEFAULTS = {
     "num_local_experts": 128,
@@ -43,30 +22,27 @@ _DEFAULTS = {
 }
 
 
-def _read(config: JsonObject, architecture: str) -> ModelConfig:
-    num_layers = num_layers_of(config)
-    default_types = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
+def _read(config: JsonObject, architecture: str) -> Network:
+    default_types = [FULL if layer % 2 else SLIDING for layer in range(num_layers_of(config))]
     _, windows = read_windows(config, default_types, default_window=128)
-    model = read_decoder(
-        config,
-        architecture,
-        ropes=read_rope(config, default_theta=150_000.0),
-        windows=windows,
-        default_eps=1e-5,
-        **attention_biases(config, True),
-        has_sinks=True,
-        experts=read_experts(config, "num_local_experts", "intermediate_size", has_router_bias=True, bias=True),
-        expert_layers=(True,) * num_layers,
-        swiglu_alpha=number(config, "swiglu_alpha", 1.702),
-        swiglu_limit=number(config, "swiglu_limit", 7.0),
+    ropes = read_rope(config, default_theta=150_000.0)
+    text = TextConfig.read(config, architecture, ropes=ropes, windows=windows, default_eps=1e-5)
+    swiglu = activation(
+        "clamped_swiglu",
+        alpha=number(config, "swiglu_alpha", 1.702),
+        limit=number(config, "swiglu_limit", 7.0),
     )
-    return replace(model, activation="clamped_swiglu")
+    experts = text.experts("num_local_experts", "intermediate_size", swiglu, has_bias=True)
+
+    def mlp(at: int, name: str) -> Iterator[Operation]:
+        yield from experts(f"{name}.mlp.router", f"{name}.mlp.experts.{{expert}}", router_bias=True)
+
+    return text.llama(mlp, **attention_biases(config, True), has_sinks=True)
 
 
 FAMILY = Family(
     ("GptOssForCausalLM",),
     _read,
-    _WEIGHTS,
     defaults=_DEFAULTS,
     default_rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     stacks={name: replace(stack, takes_turns=True, is_transposed=True) for name, stack in STACKS.items()},

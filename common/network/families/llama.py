@@ -10,25 +10,10 @@ Phi-3 (Abdin et al., 2024, https://arxiv.org/abs/2404.14219) and Phi-4 queries, 
 and ups another; Phi-4-mini turns a part of each head, and both stretch positions by LongRoPE.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
 
-from pagewire.common.network.config import JsonObject, ModelConfig
-from pagewire.common.network.families.family import (
-    ATTENTION_OUTPUT,
-    EMBEDDING,
-    HEAD,
-    LAYER,
-    LLAMA_WEIGHTS,
-    MERGED_MLP,
-    MLP_OUTPUT,
-    OURS,
-    PRE_NORMS,
-    Family,
-    Split,
-    Weight,
-    head_dim_of,
-    read_decoder,
-)
+from pagewire.common.network.blocks import layer
+from pagewire.common.network.families.family import Family, TextConfig, head_dim_of, norms_of
 from pagewire.common.network.families.positions import (
     FULL,
     SLIDING,
@@ -40,6 +25,7 @@ from pagewire.common.network.families.positions import (
     sliding_window,
 )
 from pagewire.common.network.families.reading import (
+    JsonObject,
     attention_biases,
     flag,
     num_layers_of,
@@ -47,53 +33,49 @@ from pagewire.common.network.families.reading import (
     positive,
     unserved,
 )
-
-_PHI3_QKV = Weight(
-    f"{LAYER}.self_attn.qkv_proj",
-    f"{OURS}.attention.qkv",
-    split=(Split.HEADS, Split.KV_HEADS, Split.KV_HEADS),
-)
+from pagewire.common.network.network import Network
+from pagewire.common.network.operations import Operation
 
 
-def _read_llama(config: JsonObject, architecture: str) -> ModelConfig:
-    mlp_bias = flag(config, "mlp_bias", False)
-    return read_decoder(config, architecture, **attention_biases(config), mlp_bias=mlp_bias)
+def _read_llama(config: JsonObject, architecture: str) -> Network:
+    has_mlp_bias = flag(config, "mlp_bias", False)
+    return TextConfig.read(config, architecture).llama(**attention_biases(config), has_mlp_bias=has_mlp_bias)
 
 
-def _read_granite(config: JsonObject, architecture: str) -> ModelConfig:
-    return replace(
-        _read_llama(config, architecture),
-        embedding_multiplier=number(config, "embedding_multiplier", 1.0),
-        attention_scale=number(config, "attention_multiplier", 1.0),
-        residual_multiplier=number(config, "residual_multiplier", 1.0),
-        logits_multiplier=1 / number(config, "logits_scaling", 1.0),
-    )
+def _read_granite(config: JsonObject, architecture: str) -> Network:
+    text, biases = TextConfig.read(config, architecture), attention_biases(config)
+    norm, mlp = text.norm(), text.mlp(has_bias=flag(config, "mlp_bias", False))
+    scale, factor = number(config, "attention_multiplier", 1.0), number(config, "residual_multiplier", 1.0)
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        attention = text.attention(at, text.heads(at, scale), **biases)(f"{name}.self_attn")
+        yield from layer(norm, norms_of(name), attention, mlp(f"{name}.mlp"), factor=factor)
+
+    embedding_factor, divisor = number(config, "embedding_multiplier", 1.0), number(config, "logits_scaling", 1.0)
+    return text.model(norm, layers, embedding_factor=embedding_factor, logits_factor=1 / divisor)
 
 
-def _read_seed_oss(config: JsonObject, architecture: str) -> ModelConfig:
-    return read_decoder(
-        config,
-        architecture,
+def _read_seed_oss(config: JsonObject, architecture: str) -> Network:
+    return TextConfig.read(config, architecture).llama(
         qkv_bias=flag(config, "attention_bias", True),
         output_bias=flag(config, "attention_out_bias", False),
-        mlp_bias=flag(config, "mlp_bias", False),
+        has_mlp_bias=flag(config, "mlp_bias", False),
     )
 
 
-def _read_smollm3(config: JsonObject, architecture: str) -> ModelConfig:
+def _read_smollm3(config: JsonObject, architecture: str) -> Network:
     has_rope = _layers_with_rope(config)
     ropes, num_positions = read_rope(config, default_theta=2_000_000.0)
     window = sliding_window(config, None) if flag(config, "use_sliding_window", False) else 0
     default_types = [SLIDING if window and not has else FULL for has in has_rope]
     layer_types = read_layer_types(config, default_types, (FULL, SLIDING) if window else (FULL,))
-    return read_decoder(
+    text = TextConfig.read(
         config,
         architecture,
         ropes=(tuple(rope if has else None for rope, has in zip(ropes, has_rope, strict=True)), num_positions),
         windows=tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types),
-        **attention_biases(config),
-        mlp_bias=flag(config, "mlp_bias", False),
     )
+    return text.llama(**attention_biases(config), has_mlp_bias=flag(config, "mlp_bias", False))
 
 
 def _layers_with_rope(config: JsonObject) -> list[bool]:
@@ -107,7 +89,7 @@ def _layers_with_rope(config: JsonObject) -> list[bool]:
     return [bool(has) for has in given]
 
 
-def _read_phi3(config: JsonObject, architecture: str) -> ModelConfig:
+def _read_phi3(config: JsonObject, architecture: str) -> Network:
     settings = rope_settings(config, default_share=1.0)
     rope_type = settings.get("rope_type") or settings.get("type") or "default"
     if rope_type in ("longrope", "su", "yarn"):  # as transformers reads them
@@ -116,28 +98,21 @@ def _read_phi3(config: JsonObject, architecture: str) -> ModelConfig:
         ropes = read_rope(config, default_share=1.0)
     else:
         raise unserved("rope_type", rope_type, "default or longrope")
-    return read_decoder(
-        config,
-        architecture,
-        ropes=ropes,
-        windows=read_equal_windows(config, default_window=None),
-        default_eps=1e-5,
-    )
+    windows = read_equal_windows(config, default_window=None)
+    text = TextConfig.read(config, architecture, ropes=ropes, windows=windows, default_eps=1e-5)
+    norm, mlp = text.norm(), text.mlp()
+
+    def layers(at: int, name: str) -> Iterator[Operation]:
+        attention = text.attention(at)(f"{name}.self_attn", qkv=("qkv_proj",))
+        yield from layer(norm, norms_of(name), attention, mlp(f"{name}.mlp", up=("gate_up_proj",)))
+
+    return text.model(norm, layers)
 
 
-LLAMA = Family(("LlamaForCausalLM",), _read_llama, LLAMA_WEIGHTS)
-GRANITE = Family(("GraniteForCausalLM",), _read_granite, LLAMA_WEIGHTS)
-SEED_OSS = Family(
-    ("SeedOssForCausalLM",), _read_seed_oss, LLAMA_WEIGHTS, defaults={"num_key_value_heads": 8, "head_dim": 128}
-)
+LLAMA = Family(("LlamaForCausalLM",), _read_llama)
+GRANITE = Family(("GraniteForCausalLM",), _read_granite)
+SEED_OSS = Family(("SeedOssForCausalLM",), _read_seed_oss, defaults={"num_key_value_heads": 8, "head_dim": 128})
 SMOLLM3 = Family(
-    ("SmolLM3ForCausalLM",),
-    _read_smollm3,
-    LLAMA_WEIGHTS,
-    defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+    ("SmolLM3ForCausalLM",), _read_smollm3, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
 )
-PHI3 = Family(
-    ("Phi3ForCausalLM",),
-    _read_phi3,
-    (EMBEDDING, *PRE_NORMS, _PHI3_QKV, ATTENTION_OUTPUT, *MERGED_MLP, MLP_OUTPUT, *HEAD),
-)
+PHI3 = Family(("Phi3ForCausalLM",), _read_phi3)

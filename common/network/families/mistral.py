@@ -2,79 +2,57 @@
 Ministral 3 (2025, https://arxiv.org/abs/2601.08584) lets queries grow with their position instead. Mixtral (2024,
 https://arxiv.org/abs/2401.04088) has experts in all layers."""
 
-from pagewire.common.network.config import JsonObject, ModelConfig, QueryGrowth
-from pagewire.common.network.families.family import (
-    ATTENTION_OUTPUT,
-    EMBEDDING,
-    EXPERTS,
-    HEAD,
-    LAYER,
-    LLAMA_WEIGHTS,
-    OURS,
-    PRE_NORMS,
-    QKV,
-    ROUTER,
-    Family,
-    Split,
-    Weight,
-    inside,
-    read_decoder,
-    read_experts,
-)
+from collections.abc import Iterator
+
+from pagewire.common.network.families.family import WITHOUT_PREFIX, Family, TextConfig, inside
 from pagewire.common.network.families.positions import read_equal_windows, read_rope, rope_settings
-from pagewire.common.network.families.reading import num_layers_of, number, positive
-
-_MOE, _MLP = f"{LAYER}.block_sparse_moe", f"{OURS}.mlp"
-_ATTENTION = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *HEAD)
-_MIXTRAL_WEIGHTS = (
-    *_ATTENTION,
-    Weight(f"{_MOE}.gate", f"{_MLP}.router"),
-    Weight(f"{_MOE}.experts.{{expert}}.w1", f"{_MLP}.up.{{expert}}", part=0, split=Split.EXPERT_INTERMEDIATE),
-    Weight(f"{_MOE}.experts.{{expert}}.w3", f"{_MLP}.up.{{expert}}", part=1, split=Split.EXPERT_INTERMEDIATE),
-    Weight(f"{_MOE}.experts.{{expert}}.w2", f"{_MLP}.down.{{expert}}", split=Split.EXPERT_INTERMEDIATE, axis=1),
-)
+from pagewire.common.network.families.reading import JsonObject, number, positive
+from pagewire.common.network.network import Network
+from pagewire.common.network.operations import Operation
+from pagewire.common.network.rope import QueryGrowth
 
 
-def _read(config: JsonObject, architecture: str) -> ModelConfig:
-    return read_decoder(config, architecture, windows=read_equal_windows(config))
+def _read(config: JsonObject, architecture: str) -> Network:
+    return TextConfig.read(config, architecture, windows=read_equal_windows(config)).llama()
 
 
-def _read_text(config: JsonObject, architecture: str) -> ModelConfig:
+def _read_text(config: JsonObject, architecture: str) -> Network:
     """Of Mistral Small 3 and Ministral 3, which tell by their types which they are."""
     return (MINISTRAL3 if config.get("model_type") == "ministral3" else MISTRAL).parse(config, architecture)
 
 
-def _read_ministral3(config: JsonObject, architecture: str) -> ModelConfig:
+def _read_ministral3(config: JsonObject, architecture: str) -> Network:
     settings, growth = rope_settings(config), None
     if settings.get("llama_4_scaling_beta") is not None:
         original = positive(settings, "original_max_position_embeddings")
         growth = QueryGrowth(number(settings, "llama_4_scaling_beta"), original)
-    return read_decoder(
-        config,
-        architecture,
-        windows=read_equal_windows(config, default_window=None),
-        default_eps=1e-5,
-        query_growth=growth,
-    )
+    windows = read_equal_windows(config, default_window=None)
+    return TextConfig.read(config, architecture, windows=windows, default_eps=1e-5).llama(growth=growth)
 
 
-def _read_mixtral(config: JsonObject, architecture: str) -> ModelConfig:
-    return read_decoder(
-        config,
-        architecture,
-        ropes=read_rope(config, default_theta=1_000_000.0),
-        windows=read_equal_windows(config, default_window=None),
-        default_eps=1e-5,
-        experts=read_experts(config, "num_local_experts", "intermediate_size"),
-        expert_layers=(True,) * num_layers_of(config),
-    )
+def _read_mixtral(config: JsonObject, architecture: str) -> Network:
+    ropes, windows = read_rope(config, default_theta=1_000_000.0), read_equal_windows(config, default_window=None)
+    text = TextConfig.read(config, architecture, ropes=ropes, windows=windows, default_eps=1e-5)
+    experts = text.experts("num_local_experts", "intermediate_size")
+
+    def mlp(at: int, name: str) -> Iterator[Operation]:
+        moe = f"{name}.block_sparse_moe"
+        yield from experts(f"{moe}.gate", f"{moe}.experts.{{expert}}", up=("w1", "w3"), down="w2")
+
+    return text.llama(mlp)
 
 
-MISTRAL = Family(("MistralForCausalLM",), _read, LLAMA_WEIGHTS)
+# Mixtral as transformers 5 can write it.
+_NEW_NAMES = (
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"\.w1$", ".gate_proj"),
+    (r"\.w3$", ".up_proj"),
+    (r"\.w2$", ".down_proj"),
+)
+MISTRAL = Family(("MistralForCausalLM",), _read)
 MINISTRAL3 = Family(
     ("Ministral3ForCausalLM",),
     _read_ministral3,
-    LLAMA_WEIGHTS,
     defaults={"num_key_value_heads": 8, "head_dim": 128},
     default_rope={
         "rope_type": "yarn",
@@ -89,8 +67,6 @@ MINISTRAL3 = Family(
 MIXTRAL = Family(
     ("MixtralForCausalLM",),
     _read_mixtral,
-    _MIXTRAL_WEIGHTS,
-    # As transformers 5 can write them.
-    alternatives=((*_ATTENTION, ROUTER, *EXPERTS),),
+    renamings=((), _NEW_NAMES, WITHOUT_PREFIX, (*_NEW_NAMES, *WITHOUT_PREFIX)),
 )
-MISTRAL3 = inside(Family((), _read_text, LLAMA_WEIGHTS), "Mistral3ForConditionalGeneration", ("mistral", "ministral3"))
+MISTRAL3 = inside(Family((), _read_text), "Mistral3ForConditionalGeneration", ("mistral", "ministral3"))

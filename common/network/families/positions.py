@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from pagewire.common.gguf import shown
-from pagewire.common.network.config import MAX_SIZE, JsonObject, RopeConfig
 from pagewire.common.network.families.reading import (
+    MAX_SIZE,
+    JsonObject,
     checked_number,
     expect,
     flag,
@@ -18,6 +19,7 @@ from pagewire.common.network.families.reading import (
     positive,
     unserved,
 )
+from pagewire.common.network.rope import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -5,7 +5,14 @@ from typing import Any
 
 from pagewire.common.gguf import is_whole, shown
 from pagewire.common.network.checkpoint_files import CONFIG_FILE, CheckpointError
-from pagewire.common.network.config import MAX_LAYERS, MAX_SIZE, Activation, JsonObject
+from pagewire.common.network.operations import Activation
+
+# Far above any model there is: what lies beyond is a mistake, and would be built before memory says so.
+MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 10
+MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positions of a sequence
+
+JsonObject = Mapping[str, Any]  # config.json, or an object in it
 
 DTYPES = ("float32", "bfloat16", "float16")
 # The names that transformers has for the activations.
@@ -97,7 +104,7 @@ def flag(config: JsonObject, key: str, default: bool) -> bool:
 
 
 def attention_biases(config: JsonObject, default: bool = False) -> dict[str, Any]:
-    """Flags of `ModelConfig` for which most families have one word."""
+    """Flags of `Attention` for which most families have one word."""
     return dict.fromkeys(("qkv_bias", "output_bias"), flag(config, "attention_bias", default))
 
 
@@ -116,7 +123,7 @@ def choice(config: JsonObject, key: str, default: str, choices: tuple[str, ...])
     return value
 
 
-def activation(config: JsonObject, key: str, default: str, choices: tuple[str, ...]) -> Activation:
+def read_activation(config: JsonObject, key: str, default: str, choices: tuple[str, ...]) -> Activation:
     return ACTIVATIONS[choice(config, key, default, choices)]
 
 
