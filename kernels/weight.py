@@ -26,10 +26,10 @@ def unit_size(element: torch.dtype, group_size: int, in_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HeldFormat:
-    """What is known, before it is read, of a weight that has scales. It may turn out smaller."""
+    """What is known of a weight before it is read. It may turn out smaller."""
 
-    element: torch.dtype  # int8, of codes, or float8_e4m3fn
-    group_size: int  # inputs that have a scale in common: of codes a multiple of 16
+    element: torch.dtype  # float32, bfloat16 or float16, which mean themselves; int8, of codes, or float8_e4m3fn
+    group_size: int = 0  # inputs that have a scale in common: of codes a multiple of 16; 0: there are no scales
     bits: int = 8  # of a code: more than 4 are kept in 8
     has_half_scales: bool = False  # scales and minima are float16 or bfloat16 numbers
     has_minima: bool = False
@@ -39,7 +39,9 @@ class HeldFormat:
     rounds_inputs: bool = False  # made for inputs that are rounded to 8 bits of the same kind
 
     def describe(self) -> str:
-        return "float8" if self.element == FLOAT8 else f"codes of {self.bits} bits"
+        """Name the elements."""
+        names = {FLOAT8: "float8", torch.int8: f"codes of {self.bits} bits"}
+        return names.get(self.element) or str(self.element).removeprefix("torch.")
 
     def num_bytes(self, out_size: int, in_size: int) -> int:
         """Estimate the memory that a weight takes in panels of the CPU kernels, which there must be."""

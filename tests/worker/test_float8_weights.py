@@ -56,7 +56,7 @@ def test_a_weight_takes_a_byte_and_its_scales(tmp_path, name):
     footprint = unloaded.footprint()
     model = unloaded.load()
     products = [module for module in model.modules() if isinstance(module, Linear)]
-    packed = [module.product.packed for module in products if module.quantized_format is not None]
+    packed = [module.product.packed for module in products if module.format.group_size]
     assert len(packed) == len(products) - 1
     unit = 32 if "powers" in name else 128
     for each in packed:

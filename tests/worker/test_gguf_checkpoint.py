@@ -227,7 +227,7 @@ def test_what_it_computes_in_follows_from_the_weights(
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", checkpoints[family], type_name)
     assert load_config(path).dtype == dtype
-    assert GgufCheckpoint(path).dtype("model.layers.0.self_attn.q_proj.weight") == getattr(torch, dtype)
+    assert GgufCheckpoint(path).format("model.layers.0.self_attn.q_proj.weight", 64).element == getattr(torch, dtype)
 
 
 def test_a_worker_says_what_becomes_of_quantized_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pagewire.common.network.checkpoint_files import (
 from pagewire.common.network.stacks import StackedPart, Stacks, find_part, unstacked_names
 from pagewire.kernels.weight import HeldFormat, HeldWeight
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F32": HeldFormat(torch.float32), "F16": HeldFormat(torch.float16), "BF16": HeldFormat(torch.bfloat16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,9 @@ class Tensors(ABC):
         """Return the names of the tensors that a weight is made of, whether they are there or not."""
         return frozenset((name,))
 
-    def dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of a weight, or None if there is none, or none that a model computes in."""
+    def format(self, name: str, in_size: int) -> HeldFormat | None:
+        """Return what so many inputs of a weight can be held in; None: it is not there, or in nothing that could be, as
+        groups that would be cut."""
         return None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
@@ -69,13 +70,8 @@ class Tensors(ABC):
     def copy(self, name: str, piece: Piece) -> None:
         """Fills the target of a piece that has been checked. Raises CheckpointError if a file cannot be read."""
 
-    def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
-        """Return the format of a weight of which `quantized` can read so many inputs; None: it has neither codes in
-        groups nor FP8, or that would cut one."""
-        return None
-
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
-        """Return what a piece that has been checked has of a weight in such a format; its target is left alone. It is
+        """Return what a piece that has been checked has of a weight with scales; its target is left alone. It is
         in float32 where, against its format, groups of codes cannot say the same."""
         raise AssertionError(f"{name} is not quantised")
 
@@ -114,9 +110,9 @@ class Checkpoint(Tensors):
     def _part(self, name: str) -> StackedPart | None:
         return None if name in self._headers else find_part(self._stacks, name)
 
-    def dtype(self, name: str) -> torch.dtype | None:
-        """See `Tensors.dtype`."""
-        return DTYPES.get(self.header(name).dtype) if name in self.names else None
+    def format(self, name: str, in_size: int) -> HeldFormat | None:
+        """See `Tensors.format`."""
+        return FLOATS.get(self.header(name).dtype) if name in self.names else None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """See `Tensors.working_bytes`: files are read straight into targets, but for projections that take turns."""

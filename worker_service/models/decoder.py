@@ -75,7 +75,8 @@ class Decoder(nn.Module):
             self._hold(weight, "head" if weight == head.head else weight.name)
         turns = [operation for operation in before if type(operation) is QkNormRopeStore]
         ropes = {turn.rope: (turn.heads.head_dim, turn.num_positions) for turn in turns if turn.rope is not None}
-        self.ropes = nn.ModuleList(RotaryEmbedding(rope, *sizes) for rope, sizes in ropes.items())
+        self.ropes = [RotaryEmbedding(rope, *sizes) for rope, sizes in ropes.items()]
+        self._ropes = nn.ModuleList(self.ropes)
         # What is looked up by position, by what it is made of.
         self.tables: dict[RopeConfig | QueryGrowth, Any] = {
             **dict(zip(ropes, self.ropes, strict=True)),
@@ -145,7 +146,7 @@ class Decoder(nn.Module):
     def tables_digest(self, slopes: Sequence[float]) -> str:
         """Return SHA-256, in hexadecimal, over what was computed of config.json alone while the model loaded: cosines
         and sines of all positions, slopes of all heads. All ranks have the same."""
-        digests = [rope.digest for rope in self.ropes if isinstance(rope, RotaryEmbedding)]
+        digests = [rope.digest for rope in self.ropes]
         return hashlib.sha256(b"".join([*digests, *(struct.pack("<d", slope) for slope in slopes)])).hexdigest()
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

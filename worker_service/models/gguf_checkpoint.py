@@ -12,7 +12,7 @@ from pagewire.common.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufE
 from pagewire.common.network.checkpoint_files import CheckpointError
 from pagewire.common.network.gguf_files import open_gguf
 from pagewire.kernels.weight import HeldFormat, HeldWeight
-from worker_service.models.checkpoint import DTYPES, Piece, Tensors
+from worker_service.models.checkpoint import FLOATS, Piece, Tensors
 from worker_service.models.layouts.gguf import BLOCKS, decode_rows, is_finite
 
 _MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -80,24 +80,22 @@ class GgufCheckpoint(Tensors):
         names = self._file.tensors.keys() - _IN_CONFIG
         self._sources = {ours: source for name in sorted(names) for ours, source in self._found_in(name)}
         self.names = frozenset(self._sources)
-        self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - DTYPES.keys()))
+        self.formats = tuple(sorted({info.type_name for info in self._file.tensors.values()} - FLOATS.keys()))
         self._adds_one = architecture in ARCHITECTURES and ARCHITECTURES[architecture].adds_one_to_norms
         # These files turn pairs of neighbours: halves of heads are interleaved in what makes queries and keys.
         self._turned_rows = config_json(self._file)["head_dim"] if architecture == "llama" else 0
 
-    def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
-        """See `Tensors.quantized_format`."""
+    def format(self, name: str, in_size: int) -> HeldFormat | None:
+        """See `Tensors.format`."""
         layout = BLOCKS.get(self._type_name(name))
-        return layout.format if layout is not None and in_size % layout.format.group_size == 0 else None
+        if layout is None:
+            return FLOATS.get(self._type_name(name))
+        return layout.format if in_size % layout.format.group_size == 0 else None
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
         """See `Tensors.quantized`."""
         row_index, columns = piece.rows_and_columns()
         return HeldWeight.join([rows.cut(columns) for _, rows in self._rows(name, row_index)])
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """See `Tensors.dtype`. There is none of quantized weights."""
-        return DTYPES.get(self._type_name(name))
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """Return how much memory beside the target reading a weight of this many elements takes at most."""
@@ -122,7 +120,7 @@ class GgufCheckpoint(Tensors):
         if element_type.is_quantized and len(shape) == 1:
             raise CheckpointError(
                 f"tensor {own_name} in {self._file.path} is {element_type.name}; one of one dimension must be "
-                f"{', '.join(DTYPES)}"
+                f"{', '.join(FLOATS)}"
             )
 
     def copy(self, name: str, piece: Piece) -> None:
@@ -166,7 +164,7 @@ class GgufCheckpoint(Tensors):
     ) -> HeldWeight:
         """Decode whole rows, which the file has in pairs of neighbours if heads have more than one."""
         if not element_type.is_quantized:
-            rows = _halved(torch.frombuffer(buffer, dtype=DTYPES[element_type.name]).view(shape), head_dim)
+            rows = _halved(torch.frombuffer(buffer, dtype=FLOATS[element_type.name].element).view(shape), head_dim)
             # What a file has of 1 + w comes out bit for bit when 1 is added again.
             return HeldWeight(rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows)
         weight = decode_rows(element_type, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))

@@ -31,8 +31,7 @@ class Linear(nn.Module):
         self._float32_product: Float32Product | None = None
         self._take_rows: Callable[[Tensor], Tensor] | None = None  # where the product's layout is good for that
         self._dtype = torch.float32
-        # What the weight stays in, where it stays quantised.
-        self.quantized_format: HeldFormat | None = None
+        self.format = HeldFormat(self.weight.dtype)  # what the weight is held in
         self._parts: list[HeldWeight] = []
         self._operations = operations
 
@@ -44,7 +43,7 @@ class Linear(nn.Module):
         self._dtype = dtype = torch.float32 if self.projection.is_float32 else dtype
         bias, weight = self.added_bias(), self.weight
         if kept is None:
-            rounds_inputs = self.quantized_format is not None and self.quantized_format.rounds_inputs
+            rounds_inputs = self.format.rounds_inputs
             self.product = self._operations.prepare_product(
                 self.take_weight(), bias, dtype, rounds_inputs=rounds_inputs
             )
@@ -108,13 +107,13 @@ class ExpertLinear(nn.ModuleList):
 
     def num_bytes(self) -> int:
         """Return what the weights take that are not quantised."""
-        linears = [linear for linear in self.linears if linear.quantized_format is None]
+        linears = [linear for linear in self.linears if not linear.format.group_size]
         return sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
 
     def allocate(self, device: torch.device) -> dict[int, Tensor]:
         """Return memory for parameters by their ids: that of all experts is one, so that `stack` need not copy."""
         memory: dict[int, Tensor] = {}
-        linears = [linear for linear in self.linears if linear.quantized_format is None]
+        linears = [linear for linear in self.linears if not linear.format.group_size]
         for parameters in ([linear.weight for linear in linears], [linear.bias for linear in self.linears]):
             found = [parameter for parameter in parameters if parameter is not None]
             if found:
@@ -166,6 +165,7 @@ class Embedding(nn.Module):
     def __init__(self, num_embeddings: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_embeddings, size), requires_grad=False)
+        self.format = HeldFormat(self.weight.dtype)  # what the weight is held in
         self._dtype = torch.float32
 
     def finish_loading(self, dtype: torch.dtype) -> None:

@@ -25,21 +25,18 @@ from pagewire.common.network.operations import (
 from pagewire.common.network.rewrites import cut, fuse_updates, renamed, rewrite, tied, with_rows_of
 from pagewire.common.network.source import load_config
 from pagewire.kernels.quantized import BITS, GROUP_SIZE
-from pagewire.kernels.weight import HeldFormat
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.decoder import Decoder
 from worker_service.models.gguf_checkpoint import GgufCheckpoint
-from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
+from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
 from worker_service.models.operations import Operations
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint, formats_of
 from worker_service.models.quantizing import QuantizingTensors
-from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.weights import (
     TensorProgress,
     check_weights,
-    hold_dtypes,
-    keep_quantized,
+    choose_formats,
     load_weights,
     targets_of,
     working_bytes,
@@ -99,8 +96,7 @@ def prepare_model(
         model = Decoder(replace(network, operations=listed), operations, communicator)
     model.to(dtype)
     _keep_float32(model, device)
-    hold_dtypes(model, checkpoint, held_dtype, lambda held: operations.can_hold(held, dtype))
-    keep_quantized(model, checkpoint, operations.holds_quantized)
+    choose_formats(model, checkpoint, dtype, held_dtype, lambda element: operations.can_hold(element, dtype))
     targets = [target for place in model.places for target in targets_of(model, place)]
     check_weights(model, checkpoint, targets, "|".join(filter(None, (family.ignored, network.ignored))))
     return UnloadedModel(
@@ -148,8 +144,8 @@ def _with_rows(listed: Listing, checkpoint: Tensors, operations: Operations) -> 
     if embedding.name == head.name:
         return with_rows_of(listed, head)
     assert type(embedding) is Table
-    stored = checkpoint.quantized_format(f"{embedding.name}.weight", embedding.width)
-    if stored is None or not operations.holds_quantized(stored):
+    stored = checkpoint.format(f"{embedding.name}.weight", embedding.width)
+    if stored is None or not stored.group_size or not operations.can_hold(stored.element, torch.float32):
         return listed
     rows = Part(embedding.name, Share.of(embedding.num_rows))
     return with_rows_of(listed, Projection((rows,), Share.of(embedding.width)))
@@ -173,8 +169,7 @@ def _keep_float32(model: Decoder, device: torch.device) -> None:
     cosines and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
     model.keep_float32()
     for rope in model.ropes if device.type == "cpu" else ():
-        if isinstance(rope, RotaryEmbedding):
-            rope.keep_float32()
+        rope.keep_float32()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,49 +195,43 @@ class UnloadedModel:
     def footprint(self) -> Footprint:
         """Return how much memory the model takes. Packing a weight for its product copies it, and the weight is let go
         before the next one is packed. A weight that is quantised is decoded on the way."""
-        modules = list(self.model.modules())
-        tensors = [*self._parameters(), *self.model.buffers()]
-        weights = sum(tensor.nbytes for tensor in tensors)
-        products = [
-            module.weight.nbytes
-            for module in modules
-            if isinstance(module, Linear) and module.weight is not None and module.quantized_format is None
-        ]
-        # The weights of a layer's experts lie in one memory, which is let go with the last of them.
-        products += [module.num_bytes() for module in modules if isinstance(module, ExpertLinear)]
-        weights += sum(self.operations.quantized_bytes(stored, *module.shape) for module, stored in self._quantized())
-        packs = self.operations.packs(self.dtype, self.device)
-        rows = [module for module in modules if isinstance(module, Linear) and module.projection.gives_rows]
-        copied = [module.weight.nbytes for module in rows if module.weight is not None and _is_whole(module)]
-        held = weights + (sum(copied) if packs and not self.operations.takes_rows() else 0)
-        copies = products if packs else []
-        copies += [self._unpacked_bytes(module) for module, _ in self._quantized()]
+        operations, experts = self.operations, self._experts()
+        scaled = [linear for linear in self._linears() if linear.format.group_size]
+        floats = [(linear, linear.weight.nbytes) for linear in self._linears() if linear.weight is not None]
+        floats = [(linear, size) for linear, size in floats if not linear.format.group_size]
+        weights = sum(tensor.nbytes for tensor in [*self._parameters(), *self.model.buffers()])
+        weights += sum(map(self._packed_bytes, scaled))
+        packs, has_rows = operations.packs(self.dtype, self.device), operations.takes_rows()
+        held = weights + sum(size for linear, size in floats if packs and not has_rows and linear.projection.gives_rows)
+        copies = [self.reading_bytes, *map(self._unpacked_bytes, scaled)]
+        if packs:  # the weights of a layer's experts lie in one memory, which is let go with the last of them
+            copies += [*(size for _, size in floats), *(each.num_bytes() for each in experts)]
         if self.device.type != "cpu":  # where experts are joined in one memory
-            copies += [self._joined_bytes(module) for module in modules if isinstance(module, ExpertLinear)]
-        copies += [self.reading_bytes]
-        tables = [module.working_bytes() for module in modules if isinstance(module, RotaryEmbedding)]
-        return Footprint(
-            held, peak=max(held, weights + max([0, *copies, *(tables if self.device.type == "cpu" else [])]))
-        )
+            copies += [
+                sum(self._packed_bytes(linear) for linear in each.linears if linear.format.group_size)
+                for each in experts
+            ]
+        else:
+            copies += [rope.working_bytes() for rope in self.model.ropes]
+        return Footprint(held, peak=max(held, weights + max(copies)))
 
-    def _quantized(self) -> list[tuple[Linear, HeldFormat]]:
-        """The products whose weights stay quantised."""
-        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        return [(module, module.quantized_format) for module in linears if module.quantized_format is not None]
+    def _linears(self) -> list[Linear]:
+        return [place.holder for place in self.model.places if type(place.weight) is Projection]
 
-    def _unpacked_bytes(self, module: Linear) -> int:
+    def _experts(self) -> list[ExpertLinear]:
+        return list({place.experts: None for place in self.model.places if place.experts is not None})
+
+    def _packed_bytes(self, linear: Linear) -> int:
+        return self.operations.quantized_bytes(linear.format, *linear.shape)
+
+    def _unpacked_bytes(self, linear: Linear) -> int:
         """Return what codes and scales take beside the panels while these are packed: twice, where parts are joined."""
-        is_whole = self.quantization is not None and len(module.projection.parts) == 1
-        return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(module.shape))
-
-    def _joined_bytes(self, experts: ExpertLinear) -> int:
-        """Return what the quantised weights of a layer's experts take once more."""
-        found = [(linear.quantized_format, linear) for linear in experts.linears]
-        return sum(self.operations.quantized_bytes(stored, *linear.shape) for stored, linear in found if stored)
+        is_whole = self.quantization is not None and len(linear.projection.parts) == 1
+        return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(linear.shape))
 
     def _parameters(self) -> list[Tensor]:
         """The parameters without the weights that stay quantised."""
-        left_out = {id(module.weight) for module, _ in self._quantized()}
+        left_out = {id(linear.weight) for linear in self._linears() if linear.format.group_size}
         return [parameter for parameter in self.model.parameters() if id(parameter) not in left_out]
 
     def describe_quantization(self) -> str | None:
@@ -252,11 +241,11 @@ class UnloadedModel:
             return f"weights of products are quantised to {self.quantization} in groups of {GROUP_SIZE}{eight}"
         if not self.checkpoint.formats:
             return None
-        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        dtype = str(self.dtype).removeprefix("torch.")
+        linears, dtype = self._linears(), str(self.dtype).removeprefix("torch.")
+        num_scaled = sum(linear.format.group_size > 0 for linear in linears)
         return (
-            f"weights are stored in {', '.join(self.checkpoint.formats)}: {len(self._quantized())} of {len(linears)} "
-            f"products read them as they are, whatever else is quantised is widened to {dtype}"
+            f"weights are stored in {', '.join(self.checkpoint.formats)}: {num_scaled} of {len(linears)} products read "
+            f"them as they are, whatever else is quantised is widened to {dtype}"
         )
 
     def describe_weights(self) -> str:
@@ -265,11 +254,10 @@ class UnloadedModel:
 
     def describe_dtypes(self) -> str:
         """Say what the weights of products and embeddings are in, which need not be what the model computes in."""
-        modules = [module for module in self.model.modules() if isinstance(module, Linear | Embedding)]
-        stored = {stored.describe() for _, stored in self._quantized()}
-        whole = {module.weight.dtype for module in modules if _is_whole(module) and module.weight is not None}
-        dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in whole)
-        return " and ".join([*sorted(stored), *dtypes])
+        formats = [place.holder.format for place in self.model.places if place.holder is not None]
+        # Those with scales first.
+        found = sorted({(not each.group_size, each.describe()) for each in formats})
+        return " and ".join(described for _, described in found)
 
     def load(
         self,
@@ -283,9 +271,8 @@ class UnloadedModel:
         # second.
         allocated = {id(tensor) for tensor in [*self._parameters(), *model.buffers()]}
         shared: dict[int, Tensor] = {}
-        for module in model.modules():
-            if isinstance(module, ExpertLinear):
-                shared |= module.allocate(device)
+        for experts in self._experts():
+            shared |= experts.allocate(device)
 
         def allocate(tensor: Tensor) -> Tensor:
             if id(tensor) not in allocated:
@@ -304,14 +291,11 @@ def _open(path: Path, family: Family) -> Tensors:
 
 
 def _finish(model: Decoder, dtype: torch.dtype) -> None:
-    for module in model.modules():
-        if isinstance(module, Linear | ExpertLinear | Embedding):
-            module.finish_loading(dtype)
-        elif isinstance(module, RotaryEmbedding):
-            module.finish_loading()
+    for place in model.places:
+        if place.holder is not None and place.experts is None:
+            place.holder.finish_loading(dtype)
+    for experts in dict.fromkeys(place.experts for place in model.places if place.experts is not None):
+        experts.finish_loading(dtype)
+    for rope in model.ropes:
+        rope.finish_loading()
     model.bind()
-
-
-def _is_whole(module: Linear | Embedding) -> bool:
-    """Whether a layer's weight is not of codes."""
-    return isinstance(module, Embedding) or module.quantized_format is None

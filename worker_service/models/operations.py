@@ -73,10 +73,6 @@ class Operations:
             return None
         return partial(_multiply_to_float32, product.weight.t())
 
-    def holds_quantized(self, stored: HeldFormat) -> bool:
-        """Whether there are products over weights in such a format as they are."""
-        return self.can_hold(stored.element, torch.float32)
-
     def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
         """Estimate the memory that `prepare_product` takes for a weight in a format that is held."""
         return stored.num_bytes(out_size, in_size)
@@ -92,7 +88,7 @@ class Operations:
         return lambda x, ids: multiply(x, weights, ids, biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        """The product of experts of which each has one, of a weight that `holds_quantized`, that are needed no more."""
+        """The product of experts of which each has one, of a weight with scales, that are needed no more."""
         raise NotImplementedError("weights are widened")
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:

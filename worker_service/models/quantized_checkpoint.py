@@ -4,8 +4,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, NoReturn
 
-import torch
-
 from pagewire.common.network.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from pagewire.common.network.quantization import SECTION, Quantization, QuantizationRule, WeightFormat, unserved
 from pagewire.kernels.weight import HeldFormat, HeldWeight
@@ -85,20 +83,18 @@ class QuantizedCheckpoint(Tensors):
         unneeded = {f"{weight.module}.bias" for weight in self._weights.values() if weight.layout.has_spare_biases}
         self.names = frozenset(name for name in checkpoint.names if name not in unneeded or checkpoint.read(name).any())
 
-    def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
-        """See `Tensors.quantized_format`."""
+    def format(self, name: str, in_size: int) -> HeldFormat | None:
+        """See `Tensors.format`."""
         weight, stored = self._weights.get(name), self.stored_names(name) & self._checkpoint.names
+        if weight is None:
+            return self._checkpoint.format(name, in_size)
         has_wide_scales = any(self._checkpoint.header(tensor).dtype == "F32" for tensor in stored)
-        return None if weight is None else weight.layout.held_format(weight.format, in_size, has_wide_scales)
+        return weight.layout.held_format(weight.format, in_size, has_wide_scales)
 
     def stored_names(self, name: str) -> frozenset[str]:
         """See `Tensors.stored_names`."""
         weight = self._weights.get(name)
         return self._checkpoint.stored_names(name) if weight is None else frozenset(self._names(weight).values())
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """See `Tensors.dtype`."""
-        return None if name in self._weights else self._checkpoint.dtype(name)
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         """See `Tensors.working_bytes`."""

@@ -44,10 +44,6 @@ class QuantizingTensors(Tensors):
         """See `Tensors.stored_names`."""
         return self._source.stored_names(name)
 
-    def dtype(self, name: str) -> torch.dtype | None:
-        """See `Tensors.dtype`."""
-        return None if name in self._bits else self._source.dtype(name)
-
     def working_bytes(self, name: str, num_elements: int) -> int:
         """See `Tensors.working_bytes`. Of one weight at a time, rows of whole heads are floats."""
         own = self._source.working_bytes(name, num_elements)
@@ -70,9 +66,9 @@ class QuantizingTensors(Tensors):
         """See `Tensors.copy`: floats as they are."""
         self._source.copy(name, piece.transposed() if name in self._transposed else piece)
 
-    def quantized_format(self, name: str, in_size: int) -> HeldFormat | None:
-        """See `Tensors.quantized_format`."""
-        return quantized_format(self._bits[name]) if name in self._bits else None
+    def format(self, name: str, in_size: int) -> HeldFormat | None:
+        """See `Tensors.format`."""
+        return quantized_format(self._bits[name]) if name in self._bits else self._source.format(name, in_size)
 
     def quantized(self, name: str, piece: Piece) -> HeldWeight:
         """See `Tensors.quantized`. Raises CheckpointError for numbers that cannot be quantised."""

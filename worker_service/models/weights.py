@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from pagewire.common.network.operations import Part, Projection, Share, Table, V
 from pagewire.kernels.weight import HeldFormat, HeldWeight
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.decoder import Decoder, Place
-from worker_service.models.linear import ExpertLinear, KeptProduct, Linear
+from worker_service.models.linear import KeptProduct, Linear
 
 # Of each parameter: its name in the checkpoint, and what is read of it and where it goes.
 Targets = Sequence[tuple[str, Sequence[Piece]]]
@@ -42,10 +43,10 @@ def load_weights(
     Raises:
         CheckpointError: a file cannot be read.
     """
-    by_place = {place: dict(targets_of(model, place)) for place in model.places}
-    num_loaded, num_all = 0, sum(map(len, by_place.values()))
-    for place, sources in by_place.items():
-        product = place.holder if getattr(place.holder, "quantized_format", None) is not None else None
+    found = [(place, dict(targets_of(model, place))) for place in model.places]
+    num_loaded, num_all = 0, sum(len(sources) for _, sources in found)
+    for place, sources in found:
+        product = place.holder if place.holder is not None and place.holder.format.group_size else None
         kept = None if product is None else find_kept(place.name)
         for name, pieces in sources.items():
             if product is not None and name.endswith(".weight"):
@@ -94,66 +95,53 @@ def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignor
             checkpoint.check(name, piece)
 
 
-def hold_dtypes(
+def choose_formats(
     model: Decoder,
     checkpoint: Tensors,
+    computed: torch.dtype,
     narrowed: torch.dtype | None,
     can_hold: Callable[[torch.dtype], bool],
 ) -> None:
-    """Gives weights of products and embeddings the dtype of their tensors in the checkpoint, or for float32 another one
-    where that is `narrowed`, as far as it can be held.
+    """Gives weights of products and embeddings the format in which the checkpoint has them, or for float32 another one
+    where that is `narrowed`, as far as it can be held, else `computed`.
 
-    The parts of a merged one must agree, and all experts of a layer. Parameters hold no values yet.
+    The parts of a merged one must agree in their elements, and all experts of a layer. Parameters hold no values yet.
     """
-    found: dict[nn.Module, set[torch.dtype | None]] = {}
-    for _, weight, holder, experts in _held(model):
-        stored = [f"{module}.weight" for module in weight.modules]
-        present = [name for name in stored if not checkpoint.names.isdisjoint(checkpoint.stored_names(name))]
-        found.setdefault(experts or holder, set()).update(map(checkpoint.dtype, present))
-    for _, _, holder, experts in _held(model):
-        dtypes = found[experts or holder]
-        dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
-        if dtype == torch.float32 and narrowed is not None:
-            dtype = narrowed
-        if dtype is not None and can_hold(dtype):
-            holder.weight = nn.Parameter(holder.weight.to(dtype), requires_grad=False)
+    kinds = [(place, type(place.weight)) for place in model.places]
+    places = [place for place, kind in kinds if kind is Table or (kind is Projection and not place.weight.is_float32)]
+    found = [(place, list(_stored_formats(checkpoint, place.weight))) for place in places]
+    elements: dict[nn.Module, set[torch.dtype | None]] = {}
+    for place, formats in found:
+        own = {None if each is None else each.element for each in formats}
+        elements.setdefault(place.experts or place.holder, set()).update(own)
+    for place, formats in found:
+        (element, *others) = elements[place.experts or place.holder]
+        if element == torch.float32 and narrowed is not None:
+            element = narrowed
+        if element is None or others or not can_hold(element):
+            chosen = HeldFormat(computed)
+        else:
+            joined = HeldFormat.join([each for each in formats if each is not None])
+            # Slots are multiplied as they are.
+            chosen = replace(joined, element=element, rounds_inputs=joined.rounds_inputs and place.experts is None)
+        place.holder.format = chosen
+        if not chosen.group_size:
+            place.holder.weight = nn.Parameter(place.holder.weight.to(chosen.element), requires_grad=False)
 
 
-def _held(model: Decoder) -> list[Place]:
-    """The places of products and embeddings that are not computed in float32 whatever the model is."""
-    places = [place for place in model.places if type(place.weight) is not Vector]
-    return [place for place in places if type(place.weight) is Table or not place.weight.is_float32]
+def _stored_formats(checkpoint: Tensors, weight: Any) -> Iterator[HeldFormat | None]:
+    """Yield the formats of a weight's parts. None: not held so, as tables with scales, and what is transposed."""
+    is_table = type(weight) is Table
+    for module in weight.modules:
+        stored = checkpoint.format(f"{module}.weight", weight.width if is_table else weight.in_size)
+        has_scales = stored is not None and stored.group_size > 0
+        yield None if has_scales and (is_table or weight.is_transposed) else stored
 
 
 def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
     """Return how much memory beside the parameters reading any one weight takes at most."""
     sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets}
     return max((checkpoint.working_bytes(name, size) for name, size in sizes.items()), default=0)
-
-
-def keep_quantized(
-    model: Decoder,
-    checkpoint: Tensors,
-    holds: Callable[[HeldFormat], bool],
-) -> None:
-    """Tells the products all of whose weights the checkpoint has as codes, or all in FP8, that they stay so, where that
-    can be held: of experts all or none."""
-    found: dict[Linear, list[HeldFormat | None]] = {}
-    for _, weight, holder, _ in _held(model):
-        if type(weight) is Projection:
-            of_parts = [checkpoint.quantized_format(f"{name}.weight", weight.in_size) for name in weight.modules]
-            found[holder] = [None if weight.is_transposed else stored for stored in of_parts]
-    for module, stored_formats in found.items():
-        known = [stored for stored in stored_formats if stored is not None]
-        if len(known) == len(stored_formats) and len({stored.element for stored in known}) == 1:
-            joined = HeldFormat.join(known)
-            module.quantized_format = joined if holds(joined) else None
-    for experts in model.modules():
-        if isinstance(experts, ExpertLinear):
-            kept = [linear.quantized_format for linear in experts.linears]
-            is_one = len({stored and stored.element for stored in kept}) == 1
-            for linear, stored in zip(experts.linears, kept, strict=True):  # slots are multiplied as they are
-                linear.quantized_format = replace(stored, rounds_inputs=False) if stored and is_one else None
 
 
 def targets_of(model: Decoder, place: Place) -> Iterator[tuple[str, list[Piece]]]:

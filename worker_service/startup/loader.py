@@ -203,7 +203,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 def check_products(quantization: str | None, operations: Operations, device: torch.device) -> None:
     """Raises ValueError if nothing multiplies with the codes that weights were to become."""
-    if quantization is None or operations.holds_quantized(quantized_format(BITS[quantization])):
+    if quantization is None or operations.can_hold(quantized_format(BITS[quantization]).element, torch.float32):
         return
     if device.type == "cpu":
         needed, reason = "the C kernels of a CPU", "PAGEWIRE_CPU_KERNELS is off, or they cannot be built"
