@@ -8,7 +8,7 @@ import torch
 from testing.models import load_model
 from tests.worker.model_logits import CPU
 from worker_service.models.linear import Linear
-from worker_service.models.operations import Operations
+from worker_service.models.operations import Operations, Product
 
 
 class Meeting:
@@ -48,7 +48,9 @@ def on_every_rank(size, compute):
         return list(pool.map(compute, [ThreadRank(meeting, rank) for rank in range(size)]))
 
 
-class KeptProduct:
+class KeptProduct(Product):
+    __call__ = None  # it is never multiplied with
+
     def __init__(self, weight, bias):
         self.weight, self.bias = weight, bias
 

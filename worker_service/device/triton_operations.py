@@ -15,7 +15,7 @@ from pagewire.kernels.triton.cache import HEAD_DIMS
 from pagewire.kernels.weight import FLOAT8, HeldFormat, HeldWeight
 from worker_service.attention.backends.triton import CachedAttend
 from worker_service.models.linear import stack
-from worker_service.models.operations import Attend, DenseProduct, ExpertProduct, Float32Product, Operations, Product
+from worker_service.models.operations import Attend, DenseProduct, ExpertProduct, Operations, Product
 
 _MIN_CAPABILITY = {torch.int8: (0, 0), FLOAT8: (8, 9)}  # of a GPU that converts values of an element
 
@@ -61,11 +61,6 @@ class TritonOperations(Operations):
                 return RoundedProduct(packed, bias)
         return PackedProduct(linear.pack(weight, self._device), bias, computed)
 
-    def float32_product_of(self, product: Product) -> Float32Product | None:
-        if isinstance(product, PackedProduct | RoundedProduct):
-            return product.to_float32
-        return super().float32_product_of(product)
-
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Floats of 8 bits need a GPU that converts them; the interpreter does."""
         if held not in _MIN_CAPABILITY or self._device.type != "cuda":
@@ -77,9 +72,6 @@ class TritonOperations(Operations):
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return False
-
-    def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
-        return product.take_rows if isinstance(product, PackedProduct) else None
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         num_experts = len(weights)
@@ -116,12 +108,13 @@ class TritonOperations(Operations):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedProduct:
+class PackedProduct(Product):
     """A product of inputs as they are with codes, or with floats of 8 bits."""
 
     packed: linear.PackedWeight
     bias: Tensor | None
     computed: torch.dtype  # by the model
+    gives_rows = True
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear.multiply(x, self.packed, self.bias)
@@ -148,7 +141,7 @@ class PackedExpertProduct:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RoundedProduct:
+class RoundedProduct(Product):
     """A product of inputs that are rounded to 8 bits with a weight of 8 bits of the same kind."""
 
     weight: scaled.ScaledWeight

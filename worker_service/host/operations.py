@@ -1,6 +1,6 @@
 """The operations of a decoder on a CPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.cpu import CpuKernels, PackedExperts, PackedLinear
 from pagewire.kernels.weight import FLOAT8, HeldWeight
-from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product
+from worker_service.models.operations import ExpertProduct, Operations, Product
 
 
 def create_host_operations(kernels: CpuKernels | None, *, uses_onednn: bool = False) -> Operations:
@@ -61,9 +61,6 @@ class CpuProducts(CpuOperations):
         packed = self.kernels.pack_linear(weight.with_each(Tensor.contiguous), floats(bias), computed)
         return CpuProduct(self.kernels, packed, computed)
 
-    def float32_product_of(self, product: Product) -> Float32Product | None:
-        return None
-
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
         of_each = [None] * len(weights) if biases is None else list(biases)
         each = zip(map(HeldWeight, weights), of_each, strict=True)
@@ -80,12 +77,11 @@ class CpuProducts(CpuOperations):
     def takes_rows(self) -> bool:
         return True
 
-    def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
-        return product.take_rows if isinstance(product, CpuProduct) else None
 
-
-class CpuProduct:
+class CpuProduct(Product):
     """A weight in the panels that the C kernels read, in the dtype it has or quantised."""
+
+    gives_rows = True
 
     def __init__(self, kernels: CpuKernels, packed: PackedLinear, computed: torch.dtype) -> None:
         self.kernels = kernels

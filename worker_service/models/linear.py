@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pagewire.common.network.operations import Projection
 from pagewire.kernels.weight import HeldFormat, HeldWeight
-from worker_service.models.operations import ExpertProduct, Float32Product, Operations, Product
+from worker_service.models.operations import ExpertProduct, Operations, Product
 
 # Makes a product, with its bias, of a weight that was quantised and packed at an earlier start.
 KeptProduct = Callable[[Tensor | None], Product]
@@ -28,8 +28,6 @@ class Linear(nn.Module):
         self.weight: Tensor | None = nn.Parameter(torch.empty(self.shape), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(num_rows), requires_grad=False) if projection.has_bias else None
         self.product: Product | None = None
-        self._float32_product: Float32Product | None = None
-        self._take_rows: Callable[[Tensor], Tensor] | None = None  # where the product's layout is good for that
         self._dtype = torch.float32
         self.format = HeldFormat(self.weight.dtype)  # what the weight is held in
         self._parts: list[HeldWeight] = []
@@ -49,11 +47,7 @@ class Linear(nn.Module):
             )
         else:
             self.product = kept(bias)
-        if self.projection.gives_float32:
-            self._float32_product = self._operations.float32_product_of(self.product)
-        if self.projection.gives_rows:
-            self._take_rows = self._operations.embedding_of(self.product)
-        self.weight = weight if self.projection.gives_rows and self._take_rows is None else None
+        self.weight = weight if self.projection.gives_rows and not self.product.gives_rows else None
 
     def take_weight(self) -> HeldWeight:
         """Give the weight away, in the order of rows that the product has."""
@@ -76,10 +70,10 @@ class Linear(nn.Module):
 
     def take_rows(self, indexes: Tensor) -> Tensor:
         """Rows of the weight by their indexes, in the model's dtype: [T] int64 -> [T, in_size]."""
-        if self._take_rows is not None:
-            return self._take_rows(indexes)
-        assert self.weight is not None
-        return _rows(self.weight, self._dtype, indexes)
+        if self.weight is not None:
+            return _rows(self.weight, self._dtype, indexes)
+        assert self.product is not None
+        return self.product.take_rows(indexes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_size] -> [T, sum(out_sizes)]"""
@@ -87,14 +81,9 @@ class Linear(nn.Module):
         return self.product(x)
 
     def multiply_to_float32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in_size] -> [T, sum(out_sizes)] float32, not rounded to the model's dtype where the operations can.
-
-        `out`: where to write, dense; None: new memory.
-        """
-        if self._float32_product is not None:
-            return self._float32_product(x, out)
-        values = self(x)
-        return values.float() if out is None else out.copy_(values)
+        """[T, in_size] -> [T, sum(out_sizes)] float32. See `Product.to_float32`."""
+        assert self.product is not None
+        return self.product.to_float32(x, out)
 
 
 class ExpertLinear(nn.ModuleList):

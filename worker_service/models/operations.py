@@ -1,8 +1,8 @@
 """The operations of a model, which faster code can override."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +23,33 @@ FLOAT32_PRODUCT_DEVICES = ("cuda",)
 # attend(layer, query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], the layer's `Scoring.sinks`)
 # -> [T, num_heads, head_dim]. Where keys and values are kept, and which tokens belong together, is its own business.
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-# A weight [out_size, in_size] and its bias, ready to be multiplied with: x W^T + b, [T, in_size] -> [T, out_size].
-Product = Callable[[Tensor], Tensor]
-# The same without a bias, whose outputs are float32 and come where the second argument lies, if there is one: dense.
-Float32Product = Callable[[Tensor, Tensor | None], Tensor]
 # Such weights of experts, ready to be multiplied with by slots: x, [T, in_size] of tokens or [T * num_chosen, in_size]
 # of slots, and the ids [T, num_chosen] of their experts, to slots [T * num_chosen, out_size].
 ExpertProduct = Callable[[Tensor, Tensor], Tensor]
 
 
+class Product(ABC):
+    """A weight [out_size, in_size] and its bias, ready to be multiplied with."""
+
+    gives_rows = False  # whether there is `take_rows`
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x W^T + b: [T, in_size] -> [T, out_size]."""
+
+    def to_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """The same, where there is no bias, in float32, not rounded to the model's dtype if that is possible. `out`:
+        where to write, dense; None: new memory."""
+        values = self(x)
+        return values.float() if out is None else out.copy_(values)
+
+    def take_rows(self, indexes: Tensor) -> Tensor:
+        """Rows of the weight by their indexes, in the model's dtype: [T] int64 -> [T, in_size]."""
+        raise NotImplementedError("this layout is not good for that")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseProduct:
+class DenseProduct(Product):
     """A product with a weight as it is."""
 
     weight: Tensor
@@ -41,6 +57,24 @@ class DenseProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def to_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
+        if self.weight.device.type not in FLOAT32_PRODUCT_DEVICES:
+            return Product.to_float32(self, x, out)
+        if out is None:
+            out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnednnProduct(Product):
+    """A product with a weight in oneDNN's layout."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 class Operations:
@@ -64,14 +98,7 @@ class Operations:
         floats = weight.to_floats(computed)
         if not self.packs(computed, floats.device):
             return DenseProduct(floats, bias)
-        packed = torch.ops.mkldnn._reorder_linear_weight(floats, PACKED_NUM_ROWS)
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-    def float32_product_of(self, product: Product) -> Float32Product | None:
-        """A product with the same weight, which has no bias, and float32 outputs; None: its own are to be converted."""
-        if not isinstance(product, DenseProduct) or product.weight.device.type not in FLOAT32_PRODUCT_DEVICES:
-            return None
-        return partial(_multiply_to_float32, product.weight.t())
+        return OnednnProduct(torch.ops.mkldnn._reorder_linear_weight(floats, PACKED_NUM_ROWS), bias)
 
     def quantized_bytes(self, stored: HeldFormat, out_size: int, in_size: int) -> int:
         """Estimate the memory that `prepare_product` takes for a weight in a format that is held."""
@@ -99,12 +126,8 @@ class Operations:
         return computed == torch.float32 or is_native_bfloat16
 
     def takes_rows(self) -> bool:
-        """Whether `embedding_of` finds rows in such a copy."""
+        """Whether rows can be taken from such a copy."""
         return False
-
-    def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
-        """Rows of the weight of a product by their indexes, [T] int64 -> [T, in_size]; None: not from this layout."""
-        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) in float32, rounded to the dtype of the weight, times that: [T, size] by [size].
@@ -150,12 +173,6 @@ class Operations:
         if key_weight is not None:
             key = self.rms_norm(key, key_weight, eps)
         return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
-
-
-def _multiply_to_float32(transposed: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-    if out is None:
-        out = x.new_empty(len(x), transposed.shape[1], dtype=torch.float32)
-    return torch.mm(x, transposed, out_dtype=torch.float32, out=out)
 
 
 def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None) -> Tensor:
