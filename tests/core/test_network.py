@@ -5,26 +5,29 @@ from dataclasses import replace
 
 import pytest
 
-from pagewire.common.network.families import parse_config
+from pagewire.common.network.families import BY_ARCHITECTURE, parse_config
 from pagewire.common.network.operations import (
     Activate,
     AllReduce,
+    HeadRows,
     LmHead,
     Multiply,
     MultiplyRouted,
     Operation,
+    Share,
     last_uses,
     num_elements,
     weights_of,
 )
-from pagewire.common.network.rewrites import cut, fuse_updates, gate_projections, tied
+from pagewire.common.network.rewrites import cut, fuse_updates, gate_projections, renamed, tied
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 151, "max_position_embeddings": 128,
 }  # fmt: skip
 EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+    "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
     "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 # Plain, parallel, with norms of updates, of projections, of heads, and with experts of several kinds.
@@ -100,3 +103,55 @@ def test_ranks_share_out_what_a_model_is(architecture: str) -> None:
         held = [part.num_elements for part in parts]
         assert weight.num_elements <= sum(held) <= 2 * weight.num_elements
     assert num_elements(listed(architecture)) - num_elements(tied(listed(architecture))) == 64 * 151
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_have_all_of_a_dimension_between_them(seed: int) -> None:
+    """Each place once; of fewer units than ranks each equally often; and where the last may have less, equally many."""
+    rng = random.Random(seed)
+    num_ranks, unit = rng.choice((2, 3, 4, 8)), rng.choice((1, 5, 16))
+    num_repeated = rng.choice([size for size in (1, 2, 4) if num_ranks % size == 0])
+    shares = (
+        Share.of(rng.randint(1, 9) * num_ranks * unit, unit, "columns"),
+        Share.of(num_repeated * unit, unit, "heads", is_repeated=True),
+        Share.of(rng.randint(1, 40), 1, "tokens", is_padded=True),
+        Share(12 * num_ranks, 50 * num_ranks, first=7, unit=3),  # a part of a tensor
+    )
+    for share, times in zip(shares, (1, num_ranks // num_repeated, 1, 1), strict=True):
+        parts = [share.of_rank(rank, num_ranks) for rank in range(num_ranks)]
+        places = [place for part in parts for place in range(share.whole)[part.stored]]
+        assert sorted(places) == sorted(list(range(share.whole)[share.stored]) * times)
+        assert len({part.size for part in parts}) == 1
+    whole = Share.of(7)
+    assert whole.of_rank(1, num_ranks) == whole, "what is not shared out"
+
+
+def test_what_cannot_be_shared_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="size is 4; for this model it must divide the 6 columns"):
+        Share.of(6, 1, "columns").of_rank(0, 4)
+    with pytest.raises(ValueError, match="it must divide the 6 KV heads, or be a multiple of them"):
+        Share.of(96, 16, "KV heads", is_repeated=True).of_rank(0, 4)
+
+
+def test_heads_are_brought_to_one_order() -> None:
+    """Head by head, each with its query, key and value, and pairs of neighbours that are turned."""
+    rows = HeadRows(4, order=(0, 2, 1, 3), are_by_head=True).row_order((24,))
+    queries, keys, values = [0, 2, 1, 3], [4, 6, 5, 7], [8, 9, 10, 11]
+    second = [[row + 12 for row in each] for each in (queries, keys, values)]
+    assert rows == (*queries, *second[0], *keys, *second[1], *values, *second[2])
+    assert HeadRows(4, order=(3, 2, 1, 0)).row_order((4, 4, 4)) == (3, 2, 1, 0, 7, 6, 5, 4, 8, 9, 10, 11)
+    assert HeadRows(4).row_order((4, 4, 4)) == ()
+
+
+def test_weights_have_the_names_of_another_checkpoint() -> None:
+    operations = listed("MixtralForCausalLM")
+    (_, new, bare, both) = BY_ARCHITECTURE["MixtralForCausalLM"].renamings
+    names = {weight.name for weight in weights_of(operations)}
+    assert "model.layers.2.block_sparse_moe.experts.{expert}.w1" in names
+    assert "model.layers.2.mlp.experts.{expert}.gate_proj" in {
+        each.name for each in weights_of(renamed(operations, new))
+    }
+    assert {each.name for each in weights_of(renamed(operations, bare))} == {
+        name.removeprefix("model.") for name in names
+    }
+    assert renamed(operations, both) == renamed(renamed(operations, new), bare)
