@@ -15,15 +15,8 @@ MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positi
 JsonObject = Mapping[str, Any]  # config.json, or an object in it
 
 DTYPES = ("float32", "bfloat16", "float16")
-# The names that transformers has for the activations.
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
+# The names that transformers has for activations, where they are others than ours.
+_ACTIVATIONS: dict[str, Activation] = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
 # The names that files have for one thing.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -124,7 +117,8 @@ def choice(config: JsonObject, key: str, default: str, choices: tuple[str, ...])
 
 
 def read_activation(config: JsonObject, key: str, default: str, choices: tuple[str, ...]) -> Activation:
-    return ACTIVATIONS[choice(config, key, default, choices)]
+    name = choice(config, key, default, choices)
+    return _ACTIVATIONS.get(name, name)
 
 
 def dtype(config: JsonObject) -> str:
