@@ -155,6 +155,7 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
         (
             "model",
             "network",
+            "alibi_slopes",
             "dtype",
             "weight_format",
             "weight_bytes",

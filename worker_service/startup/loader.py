@@ -67,29 +67,24 @@ def load_worker(
     begin_vector_math()
     torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), num_usable_cpus()))
     path = Path(config.model)
-    start = GrammarStart(path, load_config(path).vocab_size)
+    whole = load_config(path)
+    start = GrammarStart(path, whole.vocab_size)
     try:
-        return _load_worker(
-            config,
-            path,
-            worker_id,
-            report or LoadProgress(lambda doing: None),
-            start,
-            digest or model_digest(path),
-        )
+        report = report or LoadProgress(lambda doing: None)
+        return _load_worker(config, whole, worker_id, report, start, digest or model_digest(path))
     except BaseException:
         start.give_up()
         raise
 
 
 def _load_worker(
-    config: WorkerConfig, path: Path, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
+    config: WorkerConfig, whole: Network, worker_id: str, report: LoadProgress, start: GrammarStart, digest: bytes
 ) -> LoadedWorker:
-    """See `load_worker`. `start`: grammars are made ready meanwhile."""
+    """See `load_worker`. `whole`: the model of all ranks; `start`: grammars are made ready meanwhile."""
     device = choose_device(config.device, config.tensor_parallel_rank)
     report.tell("preparing to load")
     communicator = _communicator(config, device)
-    network = load_config(path).of_rank(communicator.rank, communicator.size)
+    network = whole.of_rank(communicator.rank, communicator.size)
     is_gpu, uses_onednn, block_size = device.type == "cuda", config.cpu_products == "onednn", config.choose_block_size()
     kernels = None if is_gpu else load_cpu_kernels(report.tell)
     dtype = choose_dtype(config.dtype, network.dtype, device, None if uses_onednn else kernels)
@@ -101,7 +96,7 @@ def _load_worker(
     attention = attention_shape(network, block_size, dtype, cache_dtype)
     backend = create_backend(config.attention_backend, device, attention, kernels)
     unloaded = prepare_model(
-        path,
+        Path(config.model),
         dtype=dtype,
         device=device,
         operations=operations,
@@ -130,6 +125,7 @@ def _load_worker(
         weight_bytes=weight_bytes,
         model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest)),
         network=network,
+        alibi_slopes=whole.heads.alibi_slopes,
         dtype=dtype,
         weight_format=unloaded.describe_weights(),
         backend=backend,
@@ -258,6 +254,7 @@ class _Assembly:
     config: WorkerConfig
     model: Decoder
     network: Network  # of this rank
+    alibi_slopes: tuple[float, ...]  # of all ranks
     dtype: torch.dtype
     weight_format: str
     weight_bytes: int
@@ -323,7 +320,7 @@ class _Assembly:
             weight_bytes=self.weight_bytes,
             grammar_version=grammar_version,
             gates_grammars=self.streams is not None,
-            tables_digest=self.model.tables_digest(load_config(Path(self.config.model)).heads.alibi_slopes),
+            tables_digest=self.model.tables_digest(self.alibi_slopes),
         )
 
     def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:
