@@ -186,7 +186,4 @@ def _place(root: nn.Module, name: str, holder: nn.Module | nn.Parameter) -> None
         if not hasattr(root, part):
             root.add_module(part, nn.ModuleList() if following.isdigit() else nn.Module())
         root = root.get_submodule(part)
-    if isinstance(holder, nn.Parameter):
-        root.register_parameter(last, holder)
-    else:
-        root.add_module(last, holder)
+    setattr(root, last, holder)

@@ -91,6 +91,7 @@ class ExpertLinear(nn.ModuleList):
 
     def __init__(self, linears: Sequence[Linear], operations: Operations) -> None:
         super().__init__(linears)
+        self.linears = list(linears)
         self.product: ExpertProduct | None = None
         self._operations = operations
 
@@ -109,10 +110,6 @@ class ExpertLinear(nn.ModuleList):
                 whole = torch.empty(len(found), *found[0].shape, dtype=found[0].dtype, device=device)
                 memory |= {id(parameter): part for parameter, part in zip(found, whole, strict=True)}
         return memory
-
-    @property
-    def linears(self) -> list[Linear]:
-        return [linear for linear in self if isinstance(linear, Linear)]
 
     def finish_loading(self, dtype: torch.dtype) -> None:
         """Hands the weights over to the product. Those that are quantised have been already."""
