@@ -53,7 +53,7 @@ def test_codes_and_scales_are_those_of_gguf(quantize, seed, bits):
     else:
         codes = np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8) - 8
     assert np.array_equal(weight.scale.numpy().view(np.uint32), scale.view(np.uint32))
-    assert np.array_equal(weight.codes.numpy(), codes.reshape(values.shape))
+    assert np.array_equal(weight.values.numpy(), codes.reshape(values.shape))
     assert (weight.minimum, weight.group_size) == (None, 32)
 
 
