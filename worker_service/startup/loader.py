@@ -119,10 +119,9 @@ def _load_worker(
     log_formats(unloaded)
     if communicator.rank == 0:
         log_stretch(unloaded.model.network.rope, max_model_len)
-    weight_bytes = unloaded.footprint().held  # known before they are loaded, which changes what is held
     assembly = _Assembly(
         config=config,
-        weight_bytes=weight_bytes,
+        weight_bytes=unloaded.footprint().held,  # known before they are loaded, which changes what is held
         model=_load_weights(unloaded, report, _packed_cache(config, unloaded, kernels, digest)),
         network=network,
         alibi_slopes=whole.heads.alibi_slopes,

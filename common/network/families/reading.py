@@ -117,8 +117,7 @@ def choice(config: JsonObject, key: str, default: str, choices: tuple[str, ...])
 
 
 def read_activation(config: JsonObject, key: str, default: str, choices: tuple[str, ...]) -> Activation:
-    name = choice(config, key, default, choices)
-    return _ACTIVATIONS.get(name, name)
+    return _ACTIVATIONS.get(name := choice(config, key, default, choices), name)
 
 
 def dtype(config: JsonObject) -> str:
