@@ -1,6 +1,6 @@
 """The operations that a model is a list of, over weights that they name as checkpoints do.
 
-Listing name the buffers that they read and write: [T, width] for a step of T tokens. Executors carry them out in
+Operations name the buffers that they read and write: [T, width] for a step of T tokens. Executors carry them out in
 their order: one call of C on a CPU, or a function for each on any device.
 """
 

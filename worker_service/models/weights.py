@@ -1,4 +1,4 @@
-"""From checkpoint names to parameters: the table a model file gives, and the loader that carries it out."""
+"""From tensors of a checkpoint to what holds the weights of a model: formats, places, and the loader."""
 
 import math
 import re
