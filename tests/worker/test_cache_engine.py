@@ -49,7 +49,7 @@ def test_head_major_blocks_show_the_same_views() -> None:
 def test_cache_below_one_sequence_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log_size(SHAPE, 10, max_model_len=20)
-    assert "KV cache: 10 blocks, 40 tokens, 2.00 x max_model_len (20)" in caplog.text
+    assert "KV cache: 10 blocks, 40 tokens, 2.00 x max_model_len (20), 5.16 KiB" in caplog.text
     assert "less than one sequence" not in caplog.text
     log_size(SHAPE, 10, max_model_len=41)
     assert "less than one sequence of max_model_len 41" in caplog.text
