@@ -63,6 +63,17 @@ def test_progress_counts_every_tensor_once(sharded):
     assert calls == [(num_loaded, total) for num_loaded in range(1, total + 1)]
 
 
+def test_dummy_weights_are_those_that_models_begin_with(path):
+    parameters = dict(load_model(path, dtype=torch.float32, device=CPU, is_dummy=True).named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.dim() == 1:
+            assert (parameter == (1.0 if name.endswith(".weight") else 0.0)).all(), name
+        else:
+            assert parameter.mean().abs() < 0.001, name
+            assert 0.019 < parameter.std() < 0.021, name
+    assert {parameter.dim() for parameter in parameters.values()} == {1, 2}
+
+
 def test_missing_tensor(path):
     edit_tensors(path, **{"model.layers.1.self_attn.k_proj.bias": None})
     with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.self_attn\.k_proj\.bias is missing.*\[32\]"):
