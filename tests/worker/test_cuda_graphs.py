@@ -54,6 +54,12 @@ def test_graphs_share_a_pool_until_none_is_left_of_it(pools: list[int]) -> None:
     assert pools[4:] == [1, 1]
 
 
+def test_work_is_done_once_before_it_is_captured(pools: list[int]) -> None:
+    num_captures: list[int] = []
+    CudaDevice(CPU).capture(lambda: num_captures.append(len(pools)))
+    assert num_captures == [0, 1]
+
+
 def test_a_capture_that_fails_leaves_its_pool_to_others_only_if_these_have_it_too(pools: list[int]) -> None:
     def fail_in_capture() -> None:
         if len(pools) > num_before:
