@@ -568,6 +568,15 @@ def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]
         assert torch.equal(storage.view(torch.int32), expected.view(torch.int32))
 
 
+def test_an_epoch_knows_nothing_of_the_moves_before(checkpoints: dict[str, Path]) -> None:
+    runner = load(checkpoints["qwen2"], num_device_blocks=3, num_host_blocks=2).runner
+    runner.reset(1)
+    runner.execute(StepPlan(1, 1, swap_out_device_blocks=(2,), swap_out_host_blocks=(1,)))
+    assert runner.last_moved_step() == 1
+    runner.reset(2)
+    assert runner.last_moved_step() == 0
+
+
 def opening(
     slot: int,
     tokens: Sequence[int],
