@@ -193,6 +193,15 @@ def test_the_footprint_is_what_the_model_takes(tmp_path: Path, quantization: str
     assert footprint.held < prepare_model(path, **settings).footprint().held
 
 
+@pytest.mark.parametrize(("quantization", "end"), [("int8", ""), ("int4", ", but embedding and head to 8 bits")])
+def test_what_becomes_of_weights_is_said(tmp_path: Path, quantization: str, end: str) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=28)
+    operations = create_host_operations(load_cpu_kernels())
+    unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=operations, quantization=quantization)
+    said = unloaded.describe_quantization()
+    assert said == f"weights of products are quantised to {quantization} in groups of 32{end}"
+
+
 # From one start to the next
 
 
