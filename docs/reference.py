@@ -30,6 +30,7 @@ from pagewire.common.transport.tls import Life
 from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, SYNONYMS, Foreign
 from pagewire.kernels.quantized import BITS
 from scheduler_service.core.request import SchedulerStats
+from scheduler_service.core.sequence import TRANSITIONS, GroupState
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.operations import CpuProducts
@@ -144,6 +145,22 @@ def migrating_page() -> str:
 
 def models_page() -> str:
     return with_part((FOLDER / "models.md").read_text(encoding="utf-8"), "weights", _formats_table())
+
+
+def architecture_page() -> str:
+    return with_part((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), "states of a group", _states_of_a_group())
+
+
+def _states_of_a_group() -> str:
+    """Returns a line for each state and what it may become, those together whose groups have met with the same."""
+    befores: dict[tuple[str, str], list[str]] = {}
+    for (before, after), reason in TRANSITIONS.items():
+        befores.setdefault((after.value, reason), []).append(before.value)
+    num_states = len(GroupState)
+    names = {key: "any" if len(states) == num_states - 1 else ", ".join(states) for key, states in befores.items()}
+    arrows = {key: f"{name} ──▶ {key[0]}" for key, name in names.items()}
+    width = max(map(len, arrows.values()))
+    return "\n".join(["```", *(f"{arrow:{width}}  {reason}" for (_, reason), arrow in arrows.items()), "```"])
 
 
 def with_part(text: str, name: str, part: str) -> str:
@@ -310,6 +327,7 @@ PAGES = {
     "worker_protocol.md": worker_page,
     "migrating.md": migrating_page,
     "models.md": models_page,
+    "../ARCHITECTURE.md": architecture_page,
 }
 
 

@@ -80,8 +80,7 @@ class Epoch:
 
     def _opening(self, sequence: Sequence) -> RowOpening:
         request = sequence.group.request
-        grammar = request.grammar
-        sampling = request.sampling
+        grammar, sampling = request.grammar, request.sampling
         if sampling.num_prompt_logprobs is not None and not sequence.wants_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=None)
         return RowOpening(
@@ -216,12 +215,11 @@ class Epoch:
     def _has_ample_blocks(self, num_due: int, max_tokens: int) -> bool:
         """Whether no running group can lack a block in this plan, so that the order in which they get theirs, and who
         would be preempted for whom, does not matter."""
-        cache = self.cache
         num_blocks = num_due
         for sequence in self.active:
             num_tokens = min(sequence.num_uncomputed_tokens, max_tokens)
-            num_blocks += max(0, cache.num_missing_blocks(sequence, num_tokens)) + 1  # a beam's copy
-        return num_blocks <= cache.pool.num_free
+            num_blocks += max(0, self.cache.num_missing_blocks(sequence, num_tokens)) + 1  # a beam's copy
+        return num_blocks <= self.cache.pool.num_free
 
     def share_prompts(self, draft: PlanDraft, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
         """Have long prompts give way to short ones: rows that do not decode get tokens in order of what they have left,

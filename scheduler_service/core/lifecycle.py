@@ -1,15 +1,8 @@
 """The life of every request, from its arrival to its end: the one place that changes the state of a group.
 
-    waiting ──▶ running                     it begins, with nothing to load
-    waiting ──▶ swapping_in ──▶ running     it begins with blocks that the host has
-    running ──▶ swapping_out ──▶ swapped    it is preempted, and what it has computed is kept on the host
-    swapped ──▶ swapping_in ──▶ running     it goes on
-    any     ──▶ waiting                     what it has computed is lost
-    waiting ──▶ preparing ──▶ waiting       its grammar is not ready on this worker; no other waits for it
-    any     ──▶ finished
-
-Where a group stands follows from its state, and both change in one function, `_enter`. Questions about the scheduler
-are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts that it is made of have it do something.
+Where a group stands follows from its state, and both change in one function, `_enter`, by the table of `sequence.py`.
+Questions about the scheduler are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts that it is
+made of have it do something.
 """
 
 from bisect import bisect_left, insort
@@ -38,7 +31,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.retention import Expectation
-from scheduler_service.core.sequence import DropCount, GroupState, Sequence, SequenceGroup
+from scheduler_service.core.sequence import TRANSITIONS, DropCount, GroupState, Sequence, SequenceGroup
 from scheduler_service.core.waiting import Standings, WaitingQueue
 
 # Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
@@ -99,6 +92,7 @@ class Lifecycle:
     def _enter(self, group: SequenceGroup, state: GroupState) -> None:
         """Change a group's state, and where it stands by it."""
         before, group.state = group.state, state
+        assert (before, state) in TRANSITIONS, f"a request that was {before.value} is {state.value}"
         if before in QUEUED and state not in QUEUED:
             self.waiting.remove(group)
             self.standings.leave(group)
@@ -244,7 +238,7 @@ class Lifecycle:
 
     def moved(self, step: int) -> None:
         """The moves of all plans up to `step` are done."""
-        for group in self.swapped:
+        for group in [group for group in self.swapped if group.state is GroupState.SWAPPING_OUT]:
             if group.moved_step <= step:
                 self._enter(group, GroupState.SWAPPED)
 
@@ -313,7 +307,8 @@ class Lifecycle:
             if group.state not in QUEUED:
                 group.pause(now)
             group.reset()
-            self._enter(group, GroupState.WAITING)
+            if group.state is not GroupState.WAITING:
+                self._enter(group, GroupState.WAITING)
         dispatched = {group for dispatch in epoch.unacknowledged for group in dispatch.groups()}
         return self.quarantine.crashed((group for group in dispatched if not group.is_finished), preparing)
 
@@ -448,9 +443,8 @@ class Lifecycle:
 
 def _is_gated(request: Request, epoch: Epoch | None) -> bool:
     """Whether the rows of a request rest when they have sampled."""
-    if request.grammar is not None and epoch is not None and epoch.capacity.gates_grammars:
-        return True
-    return not request.sampling.chooses_tokens
+    gates_grammars = epoch is not None and epoch.capacity.gates_grammars
+    return not request.sampling.chooses_tokens or (request.grammar is not None and gates_grammars)
 
 
 def _sequence_end(

@@ -31,6 +31,30 @@ class GroupState(Enum):
     FINISHED = "finished"
 
 
+# Which state may follow which, and what then has happened. `Lifecycle._enter` goes by it, and the picture in
+# ARCHITECTURE.md is made of it.
+TRANSITIONS = {
+    (GroupState.WAITING, GroupState.PREPARING): "its grammar is not ready on this worker; no other waits for it",
+    (GroupState.PREPARING, GroupState.WAITING): "its grammar is ready, or the worker is lost",
+    (GroupState.WAITING, GroupState.RUNNING): "it begins, with nothing to load",
+    (GroupState.WAITING, GroupState.SWAPPING_IN): "it begins with blocks that the host has",
+    (GroupState.RUNNING, GroupState.SWAPPING_OUT): "it is preempted, and what it has computed is kept on the host",
+    (GroupState.RUNNING, GroupState.SWAPPED): "the same, and the host has all of that already",
+    (GroupState.SWAPPING_OUT, GroupState.SWAPPED): "its blocks are on the host",
+    (GroupState.SWAPPED, GroupState.SWAPPING_IN): "it goes on",
+    (GroupState.SWAPPING_IN, GroupState.RUNNING): "its blocks are on the device",
+    **{
+        (state, GroupState.WAITING): "what it has on the worker is lost"
+        for state in (GroupState.RUNNING, GroupState.SWAPPING_OUT, GroupState.SWAPPED, GroupState.SWAPPING_IN)
+    },
+    **{
+        (state, GroupState.FINISHED): "its last sequence has ended"
+        for state in GroupState
+        if state is not GroupState.FINISHED
+    },
+}
+
+
 @dataclass(slots=True)
 class StepCount:
     """How many plans an epoch has had. Rows that decode are advanced by it, all at once."""

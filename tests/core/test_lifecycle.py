@@ -1,7 +1,16 @@
-"""One writer of a group's state."""
+"""A group's state: one writer, which goes by a table."""
 
 import ast
 from pathlib import Path
+
+import pytest
+
+from pagewire.common.messages import SamplingParams
+from scheduler_service.core.lifecycle import Lifecycle
+from scheduler_service.core.policy import create_policy
+from scheduler_service.core.request import Request
+from scheduler_service.core.retention import Expectation
+from scheduler_service.core.sequence import TRANSITIONS, GroupState
 
 CORE = Path(__file__).parents[2] / "scheduler_service" / "core"
 
@@ -22,3 +31,17 @@ def writers(attribute: str) -> dict[str, list[str]]:
 def test_a_groups_state_is_changed_in_one_function():
     assert writers("state") == {"lifecycle.py": ["_enter"]}
     assert "reset" in writers("moved_step")["sequence.py"], "an assignment of several is not seen"
+
+
+def test_a_group_goes_only_where_the_table_says():
+    lifecycle = Lifecycle(create_policy("priority"), Expectation)
+    lifecycle.add(Request("a", "", (1, 2, 3), SamplingParams(), 4), 0.0)
+    [group] = lifecycle.groups.values()
+    with pytest.raises(AssertionError, match="a request that was waiting is swapped"):
+        lifecycle._enter(group, GroupState.SWAPPED)
+
+
+def test_the_table_leaves_every_state_a_way_to_the_end():
+    assert {before for before, _ in TRANSITIONS} == set(GroupState) - {GroupState.FINISHED}
+    assert {before for before, after in TRANSITIONS if after is GroupState.FINISHED} == {b for b, _ in TRANSITIONS}
+    assert not [pair for pair in TRANSITIONS if pair[0] is pair[1]]
