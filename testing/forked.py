@@ -5,14 +5,15 @@ signals, its exit code, what it prints. In `test_serve.py`, `test_bench.py`, `te
 `tests/worker/test_worker_service.py` services start from nothing.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -95,4 +96,19 @@ def _run(arguments: Sequence[str], output: Connection, log: Path | None) -> None
     os.dup2(output.fileno(), sys.stdout.fileno())
     # What was there may have been a file, which can be sought; a pipe cannot.
     sys.stdout = open(sys.stdout.fileno(), "w", closefd=False)  # noqa: SIM115
-    sys.exit(main(arguments))
+    with ending():
+        sys.exit(main(arguments))
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Ends a process of multiprocessing as Python ends its own: it calls what `atexit` knows, which waits until the
+    last lines are written."""
+    try:
+        yield
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()

@@ -170,27 +170,39 @@ ENDS = {
     "raises": ("raise RuntimeError('why')", 1),
     "refuses": ("print('what people read', file=sys.stderr); sys.exit(78)", 78),
 }
+STARTS = {
+    "by itself": "exec(program)",
+    "forked": """
+import multiprocessing
+from testing.forked import ending
+process = multiprocessing.get_context("fork").Process(target=ending()(exec), args=(program,))
+process.start()
+process.join()
+sys.exit(process.exitcode)""",
+}
 
 
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("end", ENDS)
-def test_a_process_ends_whether_or_not_its_last_lines_are_read(full_pipe: Pipe, end: str) -> None:
+def test_a_process_ends_whether_or_not_its_last_lines_are_read(full_pipe: Pipe, end: str, start: str) -> None:
     body, code = ENDS[end]
     program = (
-        "import logging, sys\nfrom pagewire.hosting import logs\nlogs.FLUSH_TIMEOUT = 0.1\n"
-        "logs.configure(logs.LogConfig())\n"
+        "import logging, sys\nfrom pagewire.hosting import logs\n"
+        "logs.FLUSH_TIMEOUT = 0.1\nlogs.configure(logs.LogConfig())\n"
         f"for number in range(300):\n    logging.info('line %d', number)\n{body}"
     )
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", f"import sys\nprogram = {program!r}\n{STARTS[start]}"]
     assert subprocess.run(command, stderr=full_pipe.write_end, timeout=60, check=False).returncode == code
     pipe = Pipe()
-    with subprocess.Popen([sys.executable, "-c", program.replace("0.1", "60")], stderr=pipe.write_end) as process:
+    command[2] = command[2].replace("0.1", "60")
+    with subprocess.Popen(command, stderr=pipe.write_end) as process:
         text = pipe.read_all()
     pipe.close()
     assert process.returncode == code
     numbers = [int(number) for number in re.findall(r"INFO root: line (\d+)", text)]
     assert numbers == list(range(300)), "all is flushed"
-    last = {"returns": "line 299", "raises": "RuntimeError: why", "refuses": "what people read"}[end]
-    assert text.endswith(f"{last}\n")
+    last = {"raises": "RuntimeError: why\n", "refuses": "what people read\n"}
+    assert text.endswith(last.get(end, "line 299\n"))
 
 
 def start(arguments: list[str], stderr: Pipe, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
