@@ -29,7 +29,7 @@ from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.listening import create_server, listen, listen_on_socket
 from pagewire.common.transport.tls import TlsFiles, server_files
 from worker_service.config import WorkerConfig
-from worker_service.engine import Engine, LoadedWorker, exit_process
+from worker_service.engine import Engine, LoadedWorker, end_at_once, exit_process
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
 from worker_service.startup.preflight import check_worker
 from worker_service.startup.progress import LoadProgress
@@ -59,8 +59,7 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
     status = asyncio.run(server.run())
     if server.engine.is_running:
         # It was told to stop while it loaded. A thread in the middle of that would crash as the interpreter ends.
-        logging.shutdown()
-        os._exit(status)
+        end_at_once(status)
     return status
 
 
@@ -89,7 +88,7 @@ class _WorkerProcess:
     async def run(self) -> int:
         """Serve until told to stop, and return the exit status. Raises OSError for what a person can put right, such as
         a taken port."""
-        stop = stop_at_signals(lambda number: os._exit(128 + number))
+        stop = stop_at_signals(lambda number: end_at_once(128 + number))
         server = create_server(
             ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES), max_message_bytes=_MAX_MESSAGE_BYTES
         )

@@ -169,6 +169,7 @@ ENDS = {
     "returns": ("", 0),
     "raises": ("raise RuntimeError('why')", 1),
     "refuses": ("print('what people read', file=sys.stderr); sys.exit(78)", 78),
+    "is told again": ("end_at_once(143)", 143),
 }
 STARTS = {
     "by itself": "exec(program)",
@@ -187,7 +188,7 @@ sys.exit(process.exitcode)""",
 def test_a_process_ends_whether_or_not_its_last_lines_are_read(full_pipe: Pipe, end: str, start: str) -> None:
     body, code = ENDS[end]
     program = (
-        "import logging, sys\nfrom pagewire.hosting import logs\n"
+        "import logging, sys\nfrom pagewire.hosting import logs\nfrom worker_service.engine import end_at_once\n"
         "logs.FLUSH_TIMEOUT = 0.1\nlogs.configure(logs.LogConfig())\n"
         f"for number in range(300):\n    logging.info('line %d', number)\n{body}"
     )

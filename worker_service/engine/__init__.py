@@ -3,7 +3,15 @@
 `tracing.py` hears of each step from it, and needs the extra `tracing`.
 """
 
-from worker_service.engine.engine import Engine, EngineSession, LoadedWorker, Outcome, Runner, exit_process
+from worker_service.engine.engine import (
+    Engine,
+    EngineSession,
+    LoadedWorker,
+    Outcome,
+    Runner,
+    end_at_once,
+    exit_process,
+)
 
 __all__ = [
     "Engine",
@@ -11,5 +19,6 @@ __all__ = [
     "LoadedWorker",
     "Outcome",
     "Runner",
+    "end_at_once",
     "exit_process",
 ]

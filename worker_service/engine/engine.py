@@ -276,5 +276,10 @@ class _Resolver:
 def exit_process(reason: str) -> NoReturn:
     """End the process at once with status 1: a thread hangs in a kernel, or the device is lost."""
     logger.critical("exiting: %s", reason)
+    end_at_once(1)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process whatever its threads do, once its last log lines are written or were not taken in time."""
     logging.shutdown()
-    os._exit(1)
+    os._exit(code)
