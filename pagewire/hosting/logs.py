@@ -3,6 +3,7 @@
 Lines go through a queue (`queued_writer.py`), so that a standard error which is not read stops no service.
 """
 
+import atexit
 import contextlib
 import io
 import logging
@@ -149,15 +150,19 @@ class _QueuedFile(io.RawIOBase):
 
 def configure(config: LogConfig) -> None:
     """Sends the log lines of this process to standard error, and in order with them what else is written there."""
-    formatter = JsonFormatter() if config.log_format == "json" else TextFormatter()
-    queue = LogQueue(_STDERR, formatter)
+    queue = LogQueue(_STDERR, JsonFormatter() if config.log_format == "json" else TextFormatter())
     handlers: list[logging.Handler] = [queue]
     if config.termination_log:
         handlers.append(TerminationLog(config.termination_log))
     logging.basicConfig(handlers=handlers, level=config.log_level.upper(), force=True)
     if sys.stderr is sys.__stderr__:
-        file = io.BufferedWriter(_QueuedFile(queue.writer, _STDERR))
-        sys.stderr = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(_QueuedFile(queue.writer, _STDERR)),
+            encoding="utf-8",
+            errors="backslashreplace",
+            line_buffering=True,
+        )
+        atexit.register(sys.stderr.flush)  # before the queue, what has no end of its line
 
 
 def num_dropped_lines() -> int:

@@ -170,6 +170,7 @@ ENDS = {
     "raises": ("raise RuntimeError('why')", 1),
     "refuses": ("print('what people read', file=sys.stderr); sys.exit(78)", 78),
     "is told again": ("end_at_once(143)", 143),
+    "ends within a line": ("sys.stderr.write('what')", 0),
 }
 STARTS = {
     "by itself": "exec(program)",
@@ -202,7 +203,7 @@ def test_a_process_ends_whether_or_not_its_last_lines_are_read(full_pipe: Pipe, 
     assert process.returncode == code
     numbers = [int(number) for number in re.findall(r"INFO root: line (\d+)", text)]
     assert numbers == list(range(300)), "all is flushed"
-    last = {"raises": "RuntimeError: why\n", "refuses": "what people read\n"}
+    last = {"raises": "RuntimeError: why\n", "refuses": "what people read\n", "ends within a line": "what"}
     assert text.endswith(last.get(end, "line 299\n"))
 
 
