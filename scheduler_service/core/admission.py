@@ -1,9 +1,27 @@
 """Which requests are taken at all: those that can run on what is there, while the queue has room."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.cache_manager import CacheManager
+from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a request and a step: the scheduler's own limits, or a worker's tighter ones."""
+
+    max_sequence_tokens: int  # prompt and output that one sequence may have
+    num_step_tokens: int  # the token budget of a step
+    max_rows: int
+    grammar_version: str  # of the library that reads them on the worker
+    pool: str = ""  # which bounds the length of sequences, in words
+    # Why a request can never have its blocks, if it cannot: the field at fault and the message.
+    lacks_blocks: Callable[[Request], tuple[str, str]] = lambda request: ("", "")
 
 
 class Admission:
@@ -22,41 +40,36 @@ class Admission:
         grammar_version: str,
     ) -> None:
         self._state = state
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
         self._max_tenant_waiting_requests = max_tenant_waiting_requests
         self._grammar_version = grammar_version
-
-    @property
-    def num_step_tokens(self) -> int:
-        """The token budget of a step."""
-        epoch = self._state.epoch
-        return min(self._max_num_batched_tokens, epoch.capacity.max_num_batched_tokens if epoch else 2**31)
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Prompt and output that one sequence may have: the model's length bounds it, and the whole pool unless a
-        window fits into that."""
-        if self._state.epoch is None:
-            return self._max_model_len
-        capacity, cache = self._state.epoch.capacity, self._state.epoch.cache
-        max_model_len = min(self._max_model_len, capacity.max_model_len)
-        if cache.window and cache.num_chunk_blocks(1) <= capacity.num_device_blocks:
-            return max_model_len
-        return min(max_model_len, capacity.num_device_blocks * capacity.block_size + 1)
+        self._own = self.limits = Limits(max_model_len, max_num_batched_tokens, max_num_seqs, grammar_version)
 
     def num_slots(self, capacity: WorkerCapacity) -> int:
         """Rows that a worker may have. A decoding row takes a token of every step: with more rows than a step has
         tokens, some would never have their turn."""
-        return min(
-            self._max_num_seqs,
-            capacity.max_num_seqs,
-            self._max_num_batched_tokens,
-            capacity.max_num_batched_tokens,
+        own = self._own
+        return min(own.max_rows, capacity.max_num_seqs, own.num_step_tokens, capacity.max_num_batched_tokens)
+
+    def join(self, epoch: Epoch) -> None:
+        """A worker is there. The model's length bounds a sequence, and the whole pool unless a window fits into it."""
+        own, capacity, cache = self._own, epoch.capacity, epoch.cache
+        max_tokens = min(own.max_sequence_tokens, capacity.max_model_len)
+        if not cache.window or cache.num_chunk_blocks(1) > capacity.num_device_blocks:
+            max_tokens = min(max_tokens, capacity.num_device_blocks * capacity.block_size + 1)
+        self.limits = Limits(
+            max_tokens,
+            min(own.num_step_tokens, capacity.max_num_batched_tokens),
+            epoch.slots.num_slots,
+            capacity.grammar_version,
+            f" ({_describe_pool(cache)})" if max_tokens < own.max_sequence_tokens else "",
+            partial(_lacks_blocks, cache),
         )
+
+    def lose(self) -> None:
+        """The worker is gone."""
+        self.limits = self._own
 
     def check(self, request: Request) -> None:
         """Raise AdmissionError for a request that is not taken."""
@@ -91,8 +104,7 @@ class Admission:
 
     def _grammar_fault(self) -> str:
         """Why no request may have a grammar. Empty if they may."""
-        epoch = self._state.epoch
-        theirs = self._grammar_version if epoch is None else epoch.capacity.grammar_version
+        theirs = self.limits.grammar_version
         if self._grammar_version and theirs == self._grammar_version:
             return ""
         return (
@@ -104,35 +116,35 @@ class Admission:
         """Why the request can never run: the field at fault and the message. Empty if it can."""
         if request.grammar is not None and (fault := self._grammar_fault()):
             return "sampling.structured_output", fault
-        epoch, max_sequence_tokens = self._state.epoch, self.max_sequence_tokens
-        num_prompt_tokens = len(request.prompt_token_ids)
+        limits, num_prompt_tokens = self.limits, len(request.prompt_token_ids)
         num_tokens = num_prompt_tokens + max(1, request.max_tokens)  # a prompt that is embedded leaves room for one too
-        if num_tokens > max_sequence_tokens:
-            limit = f"this server allows {max_sequence_tokens}"
-            if epoch is not None and max_sequence_tokens < self._max_model_len:
-                limit += f" ({_describe_pool(epoch.cache)})"
+        if num_tokens > limits.max_sequence_tokens:
             return (
-                "prompt" if num_prompt_tokens >= max_sequence_tokens else "sampling.max_tokens",
+                "prompt" if num_prompt_tokens >= limits.max_sequence_tokens else "sampling.max_tokens",
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {request.max_tokens}: together "
-                f"{num_tokens}, {limit}; shorten the prompt or lower max_tokens",
+                f"{num_tokens}, this server allows {limits.max_sequence_tokens}{limits.pool}; shorten the prompt or "
+                "lower max_tokens",
             )
         width = request.beam.beam_width if request.beam else 1
-        max_width = epoch.slots.num_slots if epoch else self._max_num_seqs
-        if width > max_width:
+        if width > limits.max_rows:
             return (
                 "sampling.beam_width",
-                f"beam_width is {width}, but this server runs at most {max_width} sequences at a time; lower it",
+                f"beam_width is {width}, but this server runs at most {limits.max_rows} sequences at a time; lower it",
             )
-        cache = epoch.cache if epoch else None
-        num_blocks = cache.num_most_blocks(request) if cache else 0
-        if cache is None or num_blocks <= cache.pool.num_blocks:
-            return "", ""
-        what = "beam_width" if request.beam else "n"
-        return (
-            f"sampling.{what}",
-            f"with {what} {request.num_rows} the request may need {num_blocks} blocks of "
-            f"{cache.block_size} tokens, the worker has {cache.pool.num_blocks}; lower {what} or max_tokens",
-        )
+        return limits.lacks_blocks(request)
+
+
+def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
+    """Why a worker's blocks can never suffice for a request: the field at fault and the message. Empty if they do."""
+    num_blocks = cache.num_most_blocks(request)
+    if num_blocks <= cache.pool.num_blocks:
+        return "", ""
+    what = "beam_width" if request.beam else "n"
+    return (
+        f"sampling.{what}",
+        f"with {what} {request.num_rows} the request may need {num_blocks} blocks of "
+        f"{cache.block_size} tokens, the worker has {cache.pool.num_blocks}; lower {what} or max_tokens",
+    )
 
 
 def _describe_pool(cache: CacheManager) -> str:

@@ -7,14 +7,18 @@ from operator import itemgetter
 
 from pagewire.common.messages import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.cache_manager import CacheManager, Match
-from scheduler_service.core.cost import CostModel
+from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.grammars import NeededGrammars
 from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanDraft, PlannedRow, RowSlots
 from scheduler_service.core.sequence import DropCount, Sequence, SequenceGroup, StepCount
 
+# Of no worker: nothing fits on that.
+_NO_CAPACITY = WorkerCapacity("", b"", 0, 0, 1, 0, 0, 0, 0, "", "", "")
+
 
 class Epoch:
-    """One worker as the scheduler knows it, from the moment it joins until it is lost."""
+    """One worker as the scheduler knows it, from the moment it joins until it is lost. Between two workers there is an
+    epoch too, with the number 0, so that none but `scheduler.py` needs to ask whether a worker is there."""
 
     def __init__(
         self,
@@ -33,11 +37,21 @@ class Epoch:
         self.steps = StepCount()
         self.slots = RowSlots(num_slots)
         self.decoding = DecodeBatch(self.steps, capacity.block_size)
-        self.grammars = NeededGrammars()
+        self.grammars = NeededGrammars(prepares=self.has_worker)
         self.num_rows = 0
         self.active: dict[Sequence, None] = {}  # rows with tokens to compute that do not decode
         self.unacknowledged: list[Dispatch] = []
         self.last_moved_step = 0
+
+    @classmethod
+    def without_worker(cls, drops: DropCount) -> "Epoch":
+        """What there is instead of a worker: no row, no block."""
+        cache = CacheManager(_NO_CAPACITY, num_step_tokens=0, enable_prefix_caching=False, watermark=0.0)
+        return cls(0, _NO_CAPACITY, cache, 0, CostModel(PreemptionMode.RECOMPUTE, 0, 0.0), drops)
+
+    @property
+    def has_worker(self) -> bool:
+        return self.number > 0
 
     @property
     def num_steps(self) -> int:

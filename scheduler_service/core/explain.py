@@ -15,25 +15,25 @@ from scheduler_service.core.waiting import num_uncached_tokens
 def stats(state: Lifecycle) -> SchedulerStats:
     """Read the gauges of now and the counters since start."""
     epoch, waiting, counters = state.epoch, state.waiting, state.counters
-    cache = epoch.cache if epoch else None
-    num_copying, num_host_copying = cache.moves.num_copying() if cache else (0, 0)
+    cache = epoch.cache
+    num_copying, num_host_copying = cache.moves.num_copying()
     return SchedulerStats(
-        num_running=epoch.num_rows if epoch else 0,
+        num_running=epoch.num_rows,
         # Those that are swapped stand in the queue too.
         num_waiting=waiting.num_sequences - sum(group.num_waiting_sequences for group in state.swapped),
         num_swapped=sum(group.num_unfinished for group in [*state.swapped, *state.loading]),
         num_waiting_tokens=waiting.num_prompt_tokens
         - sum(len(group.request.prompt_token_ids) for group in state.swapped),
-        num_device_blocks=cache.pool.num_blocks if cache else 0,
-        num_held_blocks=cache.pool.num_blocks - cache.pool.num_free - num_copying if cache else 0,
-        num_cached_blocks=cache.index.num_cached_blocks if cache else 0,
-        num_host_blocks=cache.host_pool.num_blocks if cache else 0,
-        num_held_host_blocks=cache.host_pool.num_blocks - cache.host_pool.num_free - num_host_copying if cache else 0,
-        num_cached_host_blocks=cache.index.num_cached_host_blocks if cache else 0,
+        num_device_blocks=cache.pool.num_blocks,
+        num_held_blocks=cache.pool.num_blocks - cache.pool.num_free - num_copying,
+        num_cached_blocks=cache.index.num_cached_blocks,
+        num_host_blocks=cache.host_pool.num_blocks,
+        num_held_host_blocks=cache.host_pool.num_blocks - cache.host_pool.num_free - num_host_copying,
+        num_cached_host_blocks=cache.index.num_cached_host_blocks,
         num_preemptions=counters.num_preemptions,
         num_swap_preemptions=counters.num_swap_preemptions,
-        num_moved_blocks_out=counters.num_moved_blocks_out + (cache.moves.num_moved_out if cache else 0),
-        num_moved_blocks_in=counters.num_moved_blocks_in + (cache.moves.num_moved_in if cache else 0),
+        num_moved_blocks_out=counters.num_moved_blocks_out + cache.moves.num_moved_out,
+        num_moved_blocks_in=counters.num_moved_blocks_in + cache.moves.num_moved_in,
         num_prompt_tokens=counters.num_prompt_tokens,
         num_cached_prompt_tokens=counters.num_cached_prompt_tokens,
         num_host_cached_prompt_tokens=counters.num_host_cached_prompt_tokens,
@@ -51,7 +51,7 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
     group, epoch = state.groups[tenant, request_id], state.epoch
     has_place = group.state in QUEUED and group not in state.waiting.held
     position = state.waiting.position(group) if has_place else None
-    num_wanted = _num_wanted_blocks(group, epoch) if epoch else 0
+    num_wanted = _num_wanted_blocks(group, epoch) if epoch.has_worker else 0
     sequences = group.sequences
     return RequestReport(
         request_id=group.request.request_id,
@@ -67,7 +67,7 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
         num_held_blocks=len({block for sequence in sequences for block in sequence.block_table if block}),
         num_held_host_blocks=len({block for sequence in sequences for block in sequence.host_table if block}),
         num_wanted_blocks=num_wanted,
-        num_free_blocks=epoch.cache.pool.num_free if epoch else 0,
+        num_free_blocks=epoch.cache.pool.num_free,
         num_preemptions=group.num_preemptions,
         holders=_holders(group, [*state.running, *state.loading]),
         arrived_at=group.arrived_at,
@@ -76,8 +76,6 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
 
 def block_map(state: Lifecycle) -> BlockMap:
     """Say who holds which block of the worker that is there."""
-    if state.epoch is None:
-        return BlockMap((), (), ())
     cache = state.epoch.cache
     device, host = [BlockUse.FREE.value] * cache.pool.num_blocks, [BlockUse.FREE.value] * cache.host_pool.num_blocks
     for block in range(1, cache.pool.num_blocks + 1):
@@ -117,8 +115,8 @@ def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
     return 0
 
 
-def _reason(group: SequenceGroup, epoch: Epoch | None, position: int | None, num_wanted: int) -> str:
-    if epoch is None:
+def _reason(group: SequenceGroup, epoch: Epoch, position: int | None, num_wanted: int) -> str:
+    if not epoch.has_worker:
         return "no worker is connected"
     if group.state is GroupState.PREPARING:
         return "its grammar is being prepared by the worker"

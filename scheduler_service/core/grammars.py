@@ -20,9 +20,11 @@ class _Need:
 
 
 class NeededGrammars:
-    """Every grammar that a plan names has a number in the epoch, from 1, rising, which is never given again."""
+    """Every grammar that a plan names has a number in the epoch, from 1, rising, which is never given again. Where
+    nothing `prepares` grammars, nobody waits for one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prepares: bool) -> None:
+        self._prepares = prepares
         self._needs: dict[Grammar, _Need] = {}
         self._released: list[int] = []  # which no plan has said
         self._num_untold = 0
@@ -32,7 +34,7 @@ class NeededGrammars:
         """Count a request that needs a grammar. Returns whether that is ready."""
         need = self._needs.get(grammar)
         if need is None:
-            need = self._needs[grammar] = _Need()
+            need = self._needs[grammar] = _Need(is_ready=not self._prepares)
             self._num_untold += 1
         need.num_requests += 1
         return need.is_ready

@@ -24,9 +24,6 @@ def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
     _check_queues(state, groups)
     for group, _ in groups:
         _check_group(group, epoch)
-    if epoch is None:
-        assert not len(state.running), "requests run without a worker"
-        return
     in_flight = _check_dispatches(epoch, pipeline_depth, num_step_tokens)
     _check_rows(epoch, groups, in_flight)
     _check_blocks(epoch, groups)
@@ -42,8 +39,6 @@ def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
 def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
     """Assert a few invariants in time that does not grow with the pools: the counts of blocks, rows and plans."""
     epoch = state.epoch
-    if epoch is None:
-        return
     pool = epoch.cache.pool
     assert 0 <= pool.num_idle_cached <= pool.num_free <= pool.num_blocks, "S1"
     assert epoch.num_rows + epoch.slots.num_free <= epoch.slots.num_slots, "S11"
@@ -85,9 +80,6 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
 
 def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
     """A group that is anywhere but among those whose grammar is prepared has one that is ready, or none."""
-    if state.epoch is None:
-        assert not state.waiting.held, "S8: a grammar is prepared without a worker"
-        return
     grammars = state.epoch.grammars
     num_needing = Counter(group.request.grammar for group, _ in groups if group.request.grammar is not None)
     counted = {grammar: need.num_requests for grammar, need in grammars._needs.items()}
@@ -99,7 +91,7 @@ def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
             assert is_preparing != grammars.is_ready(grammar), "S8: a group and its grammar disagree"
 
 
-def _check_group(group: SequenceGroup, epoch: Epoch | None) -> None:
+def _check_group(group: SequenceGroup, epoch: Epoch) -> None:
     state = group.state
     for sequence in group.sequences:
         if state is GroupState.RUNNING:
@@ -112,7 +104,7 @@ def _check_group(group: SequenceGroup, epoch: Epoch | None) -> None:
             assert state in SWAPPED, f"S8: a request that is {state.value} holds host blocks"
     if group.reserved_slots:
         assert state in (GroupState.RUNNING, GroupState.SWAPPING_IN)
-    if epoch is not None and state is GroupState.SWAPPED:
+    if state is GroupState.SWAPPED:
         assert group.moved_step <= epoch.last_moved_step, "S4: swapped before it was moved"
 
 

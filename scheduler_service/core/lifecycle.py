@@ -69,17 +69,16 @@ class Lifecycle:
     def __init__(self, policy: Policy, new_expectation: Callable[[], Expectation]) -> None:
         self._policy = policy
         self.now = 0.0  # of the event that is being handled, in seconds of the caller's clock
-        self._model_digest = b""  # of the worker that is there or was there last
         # Every sequence has a root key and a stop set, and most have equal ones, which are one object.
         self._shared_key = lru_cache(_MAX_SHARED)(RootKey)
         self._stop_set = lru_cache(_MAX_SHARED)(frozenset[int])
         self._arrivals = count(1)
         self._sequence_ids = count()
-        self.epoch: Epoch | None = None
         self.groups: dict[tuple[str, str], SequenceGroup] = {}  # by tenant and request id
         self.samples: dict[int, Sequence] = {}  # by sequence id
         self.num_tenant_requests: Counter[str] = Counter()
         self.drops = DropCount()
+        self.epoch = Epoch.without_worker(self.drops)
         self.waiting = WaitingQueue(policy)
         self.standings = Standings(policy, self.waiting, new_expectation)
         self.running: list[SequenceGroup] = []  # in the order in which they are served
@@ -142,8 +141,7 @@ class Lifecycle:
             self._policy.arrived(request.tenant)
         self.standings.add(group, now)
         self.waiting.add(group)
-        if self.epoch is not None:
-            self._ask_for_grammar(group, self.epoch)
+        self._ask_for_grammar(group)
         return output_ids
 
     def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
@@ -155,7 +153,7 @@ class Lifecycle:
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
             max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
-            root_key=self._shared_key(request.tenant, request.cache_salt, self._model_digest),
+            root_key=self._shared_key(request.tenant, request.cache_salt, self.epoch.capacity.model_digest),
             stop_token_ids=self._stop_set(tuple(sorted({*request.sampling.stop_token_ids, *group.end_token_ids}))),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
             is_gated=_is_gated(request, self.epoch),
@@ -167,10 +165,10 @@ class Lifecycle:
 
     # Grammars
 
-    def _ask_for_grammar(self, group: SequenceGroup, epoch: Epoch) -> None:
+    def _ask_for_grammar(self, group: SequenceGroup) -> None:
         """Let a group that waits have its grammar prepared, if it has one that is not."""
         grammar = group.request.grammar
-        if grammar is not None and not epoch.grammars.need(grammar):
+        if grammar is not None and not self.epoch.grammars.need(grammar):
             self._enter(group, GroupState.PREPARING)
 
     def prepared(self, grammar: Grammar, outputs: TokenOutputs, error: str) -> None:
@@ -284,22 +282,25 @@ class Lifecycle:
 
     def join_worker(self, epoch: Epoch) -> None:
         """A worker is there, with nothing in its cache."""
+        self._begin(epoch)
+        self.standings.join(epoch.cache, list(self.groups.values()), self.now)
+
+    def _begin(self, epoch: Epoch) -> None:
+        """Let all groups, which wait, do so for what is there from now on."""
         self.epoch = epoch
-        self._model_digest = epoch.capacity.model_digest
         for group in self.groups.values():
             for sequence in group.sequences:
                 sequence.root_key = self._shared_key(
-                    sequence.root_key.tenant, sequence.root_key.cache_salt, self._model_digest
+                    sequence.root_key.tenant, sequence.root_key.cache_salt, epoch.capacity.model_digest
                 )
                 sequence.is_gated = _is_gated(group.request, epoch)
-            self._ask_for_grammar(group, epoch)
-        self.standings.join(epoch.cache, list(self.groups.values()), self.now)
+            self._ask_for_grammar(group)
 
-    def lose_worker(self, epoch: Epoch, now: float) -> list[SequenceGroup]:
+    def lose_worker(self, now: float) -> list[SequenceGroup]:
         """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem
         to have crashed it, and must end."""
+        epoch = self.epoch
         preparing = {group for group in self.waiting.held if epoch.grammars.is_preparing(group.request.grammar)}
-        self.epoch = None
         self.standings.lose()
         self.counters.num_moved_blocks_out += epoch.cache.moves.num_moved_out
         self.counters.num_moved_blocks_in += epoch.cache.moves.num_moved_in
@@ -309,6 +310,7 @@ class Lifecycle:
             group.reset()
             if group.state is not GroupState.WAITING:
                 self._enter(group, GroupState.WAITING)
+        self._begin(Epoch.without_worker(self.drops))
         dispatched = {group for dispatch in epoch.unacknowledged for group in dispatch.groups()}
         return self.quarantine.crashed((group for group in dispatched if not group.is_finished), preparing)
 
@@ -329,12 +331,11 @@ class Lifecycle:
         its way no longer counts."""
         group, epoch = sequence.group, self.epoch
         sequence.finish()
-        if epoch is not None:
-            if sequence.slot >= 0:
-                if reason in _COMPLETE:
-                    epoch.cache.publish(sequence)
-                epoch.vacate(sequence)
-            epoch.cache.release(sequence)
+        if sequence.slot >= 0:
+            if reason in _COMPLETE:
+                epoch.cache.publish(sequence)
+            epoch.vacate(sequence)
+        epoch.cache.release(sequence)
         if num_output_tokens is not None:
             del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
         self.charge((sequence,))
@@ -381,10 +382,9 @@ class Lifecycle:
     def _leave(self, group: SequenceGroup) -> None:
         """The group's last sequence has ended: nothing remembers it."""
         tenant = group.request.tenant
-        if self.epoch is not None:
-            self.epoch.forget(group)
-            if group.request.grammar is not None:
-                self.epoch.grammars.give_up(group.request.grammar)
+        self.epoch.forget(group)
+        if group.request.grammar is not None:
+            self.epoch.grammars.give_up(group.request.grammar)
         self._enter(group, GroupState.FINISHED)
         ran = [sequence for sequence in group.sequences if sequence.first_scheduled_at is not None]
         num_tokens = max((sequence.num_tokens - 1 for sequence in ran), default=0)  # the last is not computed
@@ -441,10 +441,9 @@ class Lifecycle:
         self.counters.num_discarded_tokens += max(0, beam.num_tokens - num_returned)
 
 
-def _is_gated(request: Request, epoch: Epoch | None) -> bool:
+def _is_gated(request: Request, epoch: Epoch) -> bool:
     """Whether the rows of a request rest when they have sampled."""
-    gates_grammars = epoch is not None and epoch.capacity.gates_grammars
-    return not request.sampling.chooses_tokens or (request.grammar is not None and gates_grammars)
+    return not request.sampling.chooses_tokens or (request.grammar is not None and epoch.capacity.gates_grammars)
 
 
 def _sequence_end(

@@ -84,7 +84,7 @@ class Scheduler:
             grammar_version=grammar_version,
         )
         self._results = Results(self._state)
-        self._openings: Openings | None = None  # of the epoch
+        self._openings: Openings | None = None  # of the epoch; None: there is no worker
         self._last_epoch = 0
         self._events: list[KvEvent] = []  # of earlier epochs
 
@@ -118,7 +118,7 @@ class Scheduler:
         """Make the next plan, or none while there is nothing to do or the pipeline is full."""
         self._state.now = now
         state, epoch, openings = self._state, self._state.epoch, self._openings
-        if epoch is None or openings is None or len(epoch.unacknowledged) >= self._pipeline_depth:
+        if openings is None or len(epoch.unacknowledged) >= self._pipeline_depth:
             return None
         if state.quarantine.suspects and not self._isolate_trial(epoch, now):
             return None
@@ -157,7 +157,7 @@ class Scheduler:
         """Take the result of the oldest unacknowledged plan. Raises WorkerProtocolError for any other (S9)."""
         self._state.now = now
         state, epoch = self._state, self._state.epoch
-        if epoch is None or not epoch.unacknowledged:
+        if not epoch.unacknowledged:
             raise WorkerProtocolError(f"a result of step {result.step}, but no plan is unacknowledged")
         dispatch = epoch.unacknowledged[0]
         if (result.epoch, result.step) != (epoch.number, dispatch.step):
@@ -181,7 +181,7 @@ class Scheduler:
         """The moves of all plans up to `step` are done. Raises WorkerProtocolError if there is no such plan."""
         self._state.now = now
         epoch = self._state.epoch
-        if epoch is None or step > epoch.num_steps:
+        if step > epoch.num_steps:
             raise WorkerProtocolError(f"moves of step {step} are done, but no such step was planned")
         if step > epoch.last_moved_step:
             epoch.last_moved_step = step
@@ -193,7 +193,7 @@ class Scheduler:
         WorkerProtocolError if there is no such grammar."""
         self._state.now = now
         outputs, epoch = TokenOutputs(), self._state.epoch
-        if epoch is None or not 1 <= grammar_id <= epoch.grammars.last_id:
+        if not 1 <= grammar_id <= epoch.grammars.last_id:
             raise WorkerProtocolError(f"grammar {grammar_id} is reported, but none was added by this number")
         grammar = epoch.grammars.report(grammar_id, is_ready=not error)
         if grammar is not None:
@@ -205,7 +205,7 @@ class Scheduler:
     def _draft_tokens(self, epoch: Epoch) -> int:
         """Choose the token budget of the next step: where rows decode, prompts slow them down by no more than they
         may."""
-        num_step_tokens = self._admission.num_step_tokens
+        num_step_tokens = self._admission.limits.num_step_tokens
         if self._max_decode_slowdown is None or not len(epoch.decoding):
             return num_step_tokens
         max_prompt_tokens = epoch.cost.max_prompt_tokens(self._max_decode_slowdown)
@@ -259,19 +259,20 @@ class Scheduler:
     def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs:
         """A worker with an empty cache is ready. Requests that cannot fit it end."""
         self._state.now = now
-        if self._state.epoch is not None:
+        if self._state.epoch.has_worker:
             raise RuntimeError("a worker joined while another is there")
         if epoch <= self._last_epoch:
             raise WorkerProtocolError(f"epoch {epoch} is not above {self._last_epoch}")
         self._last_epoch = epoch
         cache = CacheManager(
             capacity,
-            num_step_tokens=min(self._admission.num_step_tokens, capacity.max_num_batched_tokens),
+            num_step_tokens=min(self._admission.limits.num_step_tokens, capacity.max_num_batched_tokens),
             enable_prefix_caching=self._enable_prefix_caching,
             watermark=self._watermark,
         )
         cost = CostModel(self._preemption, capacity.block_bytes, capacity.swap_bandwidth)
         joined = Epoch(epoch, capacity, cache, self._admission.num_slots(capacity), cost, self._state.drops)
+        self._admission.join(joined)
         self._state.join_worker(joined)
         self._openings = Openings(self._state, joined)
         outputs = TokenOutputs()
@@ -284,15 +285,15 @@ class Scheduler:
     def worker_lost(self, now: float) -> TokenOutputs:
         """The epoch is over: its cache and plans are gone, what ran goes back to waiting in order of arrival."""
         self._state.now = now
-        outputs = TokenOutputs()
-        epoch = self._state.epoch
-        if epoch is None:
+        outputs, epoch = TokenOutputs(), self._state.epoch
+        if not epoch.has_worker:
             return outputs
         self._openings = None
+        self._admission.lose()
         self._events.extend(epoch.cache.index.take_events())
         self._events.append(CacheCleared())
         epoch.cache.dissolve()
-        for group in self._state.lose_worker(epoch, now):
+        for group in self._state.lose_worker(now):
             message = "the worker crashed twice while it computed this request, or prepared its grammar, alone"
             self._state.end_group(group, EndReason.CRASHES_WORKER, outputs, message=message)
         return outputs
@@ -309,16 +310,15 @@ class Scheduler:
 
     def _end_without_worker(self, ends: Callable[[SequenceGroup], bool]) -> TokenOutputs:
         outputs = TokenOutputs()
-        if self._state.epoch is None:
+        if not self._state.epoch.has_worker:
             for group in filter(ends, list(self._state.waiting)):  # without a worker no grammar is being prepared
                 self._state.end_group(group, EndReason.NO_WORKER, outputs, message="no worker is connected")
         return outputs
 
     def flush_cache(self, now: float) -> None:
         """Forget all cached content. Nothing happens while there are requests: their caches are built on it."""
-        epoch = self._state.epoch
-        if epoch is not None and not self._state.groups:
-            epoch.cache.flush()
+        if not self._state.groups:
+            self._state.epoch.cache.flush()
 
     # What others may ask
 
@@ -334,32 +334,27 @@ class Scheduler:
     @property
     def max_sequence_tokens(self) -> int:
         """Prompt and output that one sequence may have."""
-        return self._admission.max_sequence_tokens
+        return self._admission.limits.max_sequence_tokens
 
     def take_kv_events(self) -> list[KvEvent]:
         """Say what changed in the cache since the last call."""
         events, self._events = self._events, []
-        if self._state.epoch is not None:
-            events.extend(self._state.epoch.cache.index.take_events())
-        return events
+        return [*events, *self._state.epoch.cache.index.take_events()]
 
     def drop_kv_events(self) -> KvEventCounts:
         """Forget what `take_kv_events` would say, where there is no subscriber, and return how many events these
         were."""
         events, self._events = self._events, []
-        counts = Counter(map(type, events))
-        if self._state.epoch is not None:
-            counts.update(self._state.epoch.cache.index.drop_events())
-        return counts
+        return Counter(map(type, events)) + self._state.epoch.cache.index.drop_events()
 
     def kv_snapshot(self) -> list[BlockStored]:
         """Say what is cached, parents first."""
-        return self._state.epoch.cache.index.snapshot() if self._state.epoch else []
+        return self._state.epoch.cache.index.snapshot()
 
     def check(self) -> None:
         """Assert every invariant of the design that is the core's. Costs time in proportion to all state."""
-        invariants.check(self._state, self._pipeline_depth, self._admission.num_step_tokens)
+        invariants.check(self._state, self._pipeline_depth, self._admission.limits.num_step_tokens)
 
     def check_sample(self) -> None:
         """Assert a few invariants, cheaply enough for production."""
-        invariants.check_sample(self._state, self._pipeline_depth, self._admission.num_step_tokens)
+        invariants.check_sample(self._state, self._pipeline_depth, self._admission.limits.num_step_tokens)

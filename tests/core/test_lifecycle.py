@@ -1,4 +1,4 @@
-"""A group's state: one writer, which goes by a table."""
+"""A group's state has one writer, which goes by a table, and one module asks whether a worker is there."""
 
 import ast
 from pathlib import Path
@@ -45,3 +45,32 @@ def test_the_table_leaves_every_state_a_way_to_the_end():
     assert {before for before, _ in TRANSITIONS} == set(GroupState) - {GroupState.FINISHED}
     assert {before for before, after in TRANSITIONS if after is GroupState.FINISHED} == {b for b, _ in TRANSITIONS}
     assert not [pair for pair in TRANSITIONS if pair[0] is pair[1]]
+
+
+def modules(matches):
+    """The modules of the core with a node of the code that matches."""
+    trees = {path.relative_to(CORE).as_posix(): ast.parse(path.read_text()) for path in CORE.rglob("*.py")}
+    return {name for name, tree in trees.items() if any(map(matches, ast.walk(tree)))}
+
+
+def is_epoch(node):
+    return getattr(node, "attr", getattr(node, "id", "")) in ("epoch", "_epoch")
+
+
+def test_only_the_scheduler_asks_whether_a_worker_is_there():
+    """All else has the epoch as an argument, and there always is one. `explain` says what the answer is."""
+    asks = modules(lambda node: isinstance(node, ast.Attribute) and node.attr == "has_worker")
+    assert asks == {"scheduler.py", "explain.py", "epoch.py"}
+    reads = modules(lambda node: isinstance(node, ast.Attribute) and is_epoch(node))
+    assert reads == {"scheduler.py", "lifecycle.py", "explain.py", "invariants.py", "openings.py"}
+
+    def takes_it_for_absent(node):
+        if isinstance(node, ast.Compare):
+            return is_epoch(node.left) and "None" in map(ast.unparse, node.comparators)
+        if isinstance(node, ast.BoolOp):
+            return any(map(is_epoch, node.values))
+        return is_epoch(getattr(node, "test", None)) or is_epoch(getattr(node, "operand", None))
+
+    assert takes_it_for_absent(ast.parse("x = 1 if state.epoch else 2").body[0].value)
+    assert not modules(takes_it_for_absent)
+    assert not modules(lambda node: isinstance(node, ast.BinOp) and ast.unparse(node) == "Epoch | None")

@@ -114,8 +114,8 @@ MUTANTS = (
     _mutant(
         "a request that is too long is admitted",
         "admission",
-        "if num_tokens > max_sequence_tokens:",
-        "if num_tokens > max_sequence_tokens + 1:",
+        "if num_tokens > limits.max_sequence_tokens:",
+        "if num_tokens > limits.max_sequence_tokens + 1:",
     ),
     _mutant(
         "the window frees a block a token early",
@@ -163,8 +163,8 @@ MUTANTS = (
     _mutant(
         "salts share content",
         "lifecycle",
-        "self._shared_key(request.tenant, request.cache_salt, self._model_digest)",
-        'self._shared_key(request.tenant, "", self._model_digest)',
+        "self._shared_key(request.tenant, request.cache_salt, self",
+        'self._shared_key(request.tenant, "", self',
     ),
     _mutant(
         "a block is published before its tokens are known",
@@ -506,8 +506,8 @@ MUTANTS = (
     _mutant(
         "the cache is emptied under requests",
         "scheduler",
-        "        if epoch is not None and not self._state.groups:\n            epoch.cache.flush()",
-        "        if epoch is not None:\n            epoch.cache.flush()",
+        "        if not self._state.groups:\n            self._state.epoch.cache.flush()",
+        "        self._state.epoch.cache.flush()",
     ),
     # Grammars
     _mutant(
@@ -534,9 +534,11 @@ MUTANTS = (
     _mutant(
         "grammars outlive the epoch",
         "epoch",
-        "        self.grammars = NeededGrammars()\n",
-        "        self.grammars = vars(NeededGrammars).get('kept') or NeededGrammars()\n"
-        "        NeededGrammars.kept = self.grammars\n",
+        "        self.grammars = NeededGrammars(prepares=self.has_worker)\n",
+        "        self.grammars = NeededGrammars(prepares=self.has_worker)\n"
+        "        if self.has_worker:\n"
+        "            self.grammars = vars(NeededGrammars).get('kept') or self.grammars\n"
+        "            NeededGrammars.kept = self.grammars\n",
     ),
     _mutant(
         "a grammar is released while another request needs it",

@@ -122,7 +122,7 @@ class Reach:
         self._late: set[Sequence] = set()  # whose last sampling row was late
 
     @property
-    def _epoch(self) -> Epoch | None:
+    def _epoch(self) -> Epoch:
         return self._simulation.scheduler.state.epoch
 
     def _group(self, client: Client) -> SequenceGroup:
@@ -151,7 +151,6 @@ class Reach:
 
     def _loads(self, group: SequenceGroup) -> bool:
         """Whether the group waits for content that it matched, and not for its own blocks."""
-        assert self._epoch is not None
         blocks = {block for sequence in group.sequences for block in sequence.block_table}
         return any(move.node and not move.is_out and move.device_block in blocks for move in self._epoch.cache.moves)
 
@@ -166,7 +165,6 @@ class Reach:
 
     def planned(self, plan: StepPlan) -> None:
         epoch, count = self._epoch, self._count
-        assert epoch is not None
         if not epoch.unacknowledged[-1].num_tokens:
             count["a plan has moves only"] += 1
         if plan.copy_source_blocks:
@@ -252,7 +250,7 @@ class Reach:
 
     def before_result(self, result: StepResult) -> None:
         epoch, count = self._epoch, self._count
-        if epoch is None:
+        if not epoch.has_worker:
             return
         for dispatch in epoch.unacknowledged[:1]:
             sequences = [*dispatch.columns.sequences, *(row.sequence for row in dispatch.rows)]
@@ -287,7 +285,6 @@ class Reach:
 
     def before_loss(self) -> None:
         epoch, count = self._epoch, self._count
-        assert epoch is not None
         count["lost with two plans in flight"] += len(epoch.unacknowledged) >= 2
         count["lost while requests are swapped"] += bool(self._simulation.scheduler.state.swapped)
         running = list(self._simulation.scheduler.state.running)

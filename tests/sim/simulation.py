@@ -341,7 +341,7 @@ class Simulation:
     def _check_no_other_waits_for_grammars(self) -> None:
         """A worker with nothing to do is one that prepares the grammars of all who wait."""
         state, epoch = self.scheduler.state, self.scheduler.state.epoch
-        if epoch is None or epoch.unacknowledged or len(epoch.cache.moves) or state.quarantine.suspects:
+        if not epoch.has_worker or epoch.unacknowledged or len(epoch.cache.moves) or state.quarantine.suspects:
             return
         for group in state.groups.values():
             assert group.state is GroupState.PREPARING, "L1: it could run, and waits for another one's grammar"
@@ -371,7 +371,6 @@ class Simulation:
         `added` now are of the former."""
         state = self.scheduler.state
         needed = {group: group.request.grammar for group in state.groups.values() if group.request.grammar is not None}
-        assert state.epoch is not None
         ids = {group: state.epoch.grammars.id_of(grammar) for group, grammar in needed.items()}
         admitted = {grammar_id for group, grammar_id in ids.items() if state.quarantine.admits(group)}
         assert admitted <= connection.grammar_ids <= set(ids.values()) - {0}, "S8: grammars"
@@ -495,14 +494,13 @@ class Simulation:
     def _preparing(self, connection: Connection) -> dict[SequenceGroup, Grammar]:
         """The requests whose grammars the worker prepares, as far as the scheduler knows, and these."""
         epoch, preparing = self.scheduler.state.epoch, connection.grammar_ids - connection.told_grammar_ids
-        if epoch is None or not preparing:
+        if not preparing:
             return {}
         needed = {group: group.request.grammar for group in self.scheduler.state.groups.values()}
         return {group: one for group, one in needed.items() if one and epoch.grammars.id_of(one) in preparing}
 
     def _unacknowledged(self) -> list[Dispatch]:
-        epoch = self.scheduler.state.epoch
-        return epoch.unacknowledged if epoch else []
+        return self.scheduler.state.epoch.unacknowledged
 
     def poison_crashed(self) -> None:
         """S10: one request among n is found by its 3 + log2(n)-th crash, if nothing else goes wrong."""
@@ -625,29 +623,28 @@ class Simulation:
     def false_acknowledgement(self) -> None:
         """Of moves that were never ordered; then one that says nothing new."""
         epoch = self.scheduler.state.epoch
-        num_steps = epoch.num_steps if epoch else 0
         try:
-            self.scheduler.moved(num_steps + 1, self.clock)
+            self.scheduler.moved(epoch.num_steps + 1, self.clock)
         except WorkerProtocolError:
             self.reached["a false acknowledgement of moves is refused"] += 1
         else:
             raise AssertionError("moves of a step that was never planned are acknowledged")
         self._report_false_grammars()
-        if epoch:
+        if epoch.has_worker:
             self.scheduler.moved(epoch.last_moved_step // 2, self.clock)
         self.audit(11)
 
     def _report_false_grammars(self) -> None:
         """One that was never added; then one that is gone."""
         epoch = self.scheduler.state.epoch
-        last_id = epoch.grammars.last_id if epoch else 0
+        last_id = epoch.grammars.last_id
         try:
             self.scheduler.grammar_ready(last_id + 1, "", self.clock)
         except WorkerProtocolError:
             self.reached["a false report of a grammar is refused"] += 1
         else:
             raise AssertionError("a grammar that was never added is reported")
-        if epoch and last_id and not self.scheduler.state.waiting.held:
+        if last_id and not self.scheduler.state.waiting.held:
             assert not self.scheduler.grammar_ready(last_id, "too late", self.clock).ended
 
     def question(self) -> None:
@@ -656,7 +653,7 @@ class Simulation:
         assert len(block_map.device) == stats.num_device_blocks
         assert len(block_map.host) == stats.num_host_blocks
         epoch = self.scheduler.state.epoch
-        if epoch is not None:
+        if epoch.has_worker:
             # Requests hold what their swaps move; the copying of cached content holds nothing of theirs.
             swaps, cache = [move for move in epoch.cache.moves if move.node is None], epoch.cache
             for uses, pool, swapped, num_held in (
