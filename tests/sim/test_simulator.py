@@ -4,6 +4,7 @@ The seeds are always the same, so that a run of the tests says something of the 
 `make sim FIRST=n` tries others.
 """
 
+import ast
 import gc
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 from tests.sim import mutants
 from tests.sim.campaign import command_for, run_campaign, run_seed, run_seeds
 from tests.sim.known_seeds import KNOWN_SEEDS
-from tests.sim.mutants import MUTANTS, misplaced, recorded_seeds
+from tests.sim.mutants import MUTANTS, Mutant, Patch, misplaced, planted, recorded_seeds
 from tests.sim.simulation import Simulation
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,28 @@ def test_every_planted_bug_has_its_place():
     assert not "".join(map(misplaced, MUTANTS))
     assert {mutant.name for mutant in MUTANTS}.issuperset(KNOWN_SEEDS.values())
     assert recorded_seeds().keys() == {mutant.name for mutant in MUTANTS}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("x and y", "x", "if x:\n    g(x, y)\n    h()"),
+        ("g(x, y)", "", "if x and y:\n    pass\n    h()"),
+        ("g(x, y)\nh()", "", "if x and y:\n    pass"),
+    ],
+)
+def test_a_bug_is_planted_whatever_the_layout(old, new, expected):
+    source = "class A:\n def f(x, y):\n  if (x  # or not\n   and y):\n   g(x,\n   y); h()\ndef g(x, y):\n x and y"
+    [changed, same] = ast.parse(planted(source, Patch("A.f", old, new))).body
+    assert ast.unparse(changed.body[0].body) == expected
+    assert ast.unparse(same.body) == "x and y"
+
+
+def test_a_bug_without_a_place_is_told():
+    none = misplaced(Mutant("a bug", (Patch("Epoch.vacate", "self.num_rows -= 7", ""),)))
+    assert none == "a bug: Epoch.vacate has this 0 times, not once:\nself.num_rows -= 7\n"
+    two = misplaced(Mutant("a bug", (Patch("MoveLedger.acknowledge", "cached", "True"),)))
+    assert "MoveLedger.acknowledge has this 2 times, not once (scheduler_service/core/cache/moves.py, " in two
 
 
 def test_a_bug_is_found_by_its_recorded_seed_or_another(monkeypatch, tmp_path, capsys):
