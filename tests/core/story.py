@@ -1,0 +1,303 @@
+"""Histories of the core that read as stories: commands, and below each, indented, what the core planned and said.
+
+`histories/` has one a file. What is indented is made by `python -m tests.core.story --rewrite`, and `test_histories.py`
+sees that it still is so. The worker is the simulated one, whose cache refuses to be read where it is wrong.
+
+    scheduler NAME=VALUE...   the scheduler's arguments, where they are not those below; before anything else
+    worker NAME=VALUE...      a worker joins, with fields of its capacity; held_moves: `moved` finishes its moves
+    add NAME prompt=... NAME=VALUE...  a request; its prompt is of numbers, ranges, and requests whose text it takes up
+    schedule, complete        the next plan is made and carried out, the oldest result comes back
+    moved NUM, grammar ID     the oldest moves are done, a grammar is prepared
+    abort NAME, stop NAME NUM a client is gone, a stop text is seen behind so many tokens
+    spoil NAME                the next row of the request that samples has no good logits
+    lose, grace, timeout      the worker is lost, and has been for a while, or for too long
+    wait SECONDS, flush, run  time goes by, the cache is emptied, and all is done that can be done
+    show, stats NAME...       requests and blocks, and figures
+
+Blocks are numbers, those of the host with an h, a hole in a table is a point. Where they are shown, each stands for
+its owner, = for several of them, + for what is only cached, ~ for what only a move holds, and a point for nothing.
+"""
+
+import shlex
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+from pagewire.common.messages import GrammarKind, RowStatus, SamplingParams, StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core import explain
+from scheduler_service.core.request import (
+    AdmissionError,
+    BeamParams,
+    BlockUse,
+    Grammar,
+    OutputMode,
+    Request,
+    TokenOutputs,
+)
+from testing.simulated_worker import SimulatedWorker
+from tests.core.recorded_history import DEFAULTS, VOCAB
+from tests.core.system import capacity_of
+
+_NOTHING = "nothing is planned"
+HISTORIES = Path(__file__).with_name("histories")
+_USES = {BlockUse.FREE: ".", BlockUse.CACHED: "+", BlockUse.MOVING: "~", BlockUse.SHARED: "="}
+_SAMPLING = {field.name for field in fields(SamplingParams)}
+_CAPACITY = {field.name for field in fields(WorkerCapacity)}
+
+
+def _value(text: str):
+    return int(text) if text.removeprefix("-").isdigit() else {"yes": True, "no": False}.get(text, text)
+
+
+class Story:
+    def __init__(self) -> None:
+        self._arguments = replace(DEFAULTS, pipeline_depth=1, watermark=0.0)
+        self._scheduler = self._arguments.build()
+        self._worker: SimulatedWorker | None = None
+        self._holds_moves = False
+        self._results: deque[StepResult] = deque()
+        self._now = 0.0
+        self._epoch = 0
+        self._requests: dict[str, Request] = {}
+        self._texts: dict[str, list[int]] = {}  # by request, of its first sequence
+        self._names: dict[int, str] = {}  # of the sequences
+        self._rows: dict[int, str] = {}  # by slot
+
+    def play(self, line: str) -> Iterator[str]:
+        """What comes of a command, in lines."""
+        command, *words = shlex.split(line)
+        options = {name: _value(value) for name, _, value in (word.partition("=") for word in words if "=" in word)}
+        yield from getattr(self, f"do_{command}")(*(word for word in words if "=" not in word), **options)
+        self._scheduler.check()
+
+    # Requests
+
+    def do_scheduler(self, **arguments) -> Iterator[str]:
+        self._arguments = replace(self._arguments, **arguments)
+        self._scheduler = self._arguments.build()
+        yield from ()
+
+    def do_add(self, name: str, *, prompt, beam: int = 0, grammar: str = "", output_mode: str = "streamed", **options):
+        sampling = {option: options.pop(option) for option in _SAMPLING & options.keys()}
+        if "stop_token_ids" in sampling:
+            sampling["stop_token_ids"] = tuple(self._tokens(sampling["stop_token_ids"]))
+        if beam:
+            sampling["num_candidates"] = 2 * beam
+        request = Request(
+            name,
+            options.pop("tenant", ""),
+            tuple(self._tokens(prompt)),
+            SamplingParams(**sampling),
+            beam=BeamParams(beam) if beam else None,
+            grammar=Grammar(GrammarKind.CHOICE, grammar, (5,)) if grammar else None,
+            output_mode=OutputMode(output_mode),
+            **options,
+        )
+        try:
+            sequence_ids = self._scheduler.add(request, self._now)
+        except AdmissionError as error:
+            yield f"refused, {error.reason.value}: {error}"
+            return
+        self._requests[name] = request
+        self._texts[name] = list(request.prompt_token_ids)
+        of_several = range(sequence_ids[0], sequence_ids[0] + request.num_rows)
+        self._names |= {id_: f"{name}.{i}" if request.num_rows > 1 else name for i, id_ in enumerate(of_several)}
+
+    def _tokens(self, text) -> Iterator[int]:
+        for part in str(text).split(","):
+            first, _, last = part.partition("..")
+            yield from range(int(first), int(last or first) + 1) if first.isdigit() else self._texts[part]
+
+    def do_abort(self, name: str) -> Iterator[str]:
+        yield from self._said(self._scheduler.abort(self._requests[name].tenant, name, self._now))
+
+    def do_stop(self, name: str, num_tokens: str) -> Iterator[str]:
+        yield from self._said(self._scheduler.stop(self._sequence_id(name), int(num_tokens), self._now))
+
+    def _sequence_id(self, wanted: str) -> int:
+        return next(sequence_id for sequence_id, name in self._names.items() if name == wanted)
+
+    # Steps
+
+    def do_schedule(self) -> Iterator[str]:
+        plan = self._scheduler.schedule(self._now)
+        if plan is None:
+            yield _NOTHING
+            return
+        worker = self._worker
+        before = {slot: row.num_computed for slot, row in worker.rows.items()}
+        before |= {opening.slot: opening.num_computed_tokens for opening in plan.openings}
+        for source, target in zip(plan.fork_source_slots, plan.fork_target_slots, strict=True):
+            before[target] = before[source]
+        self._results.append(worker.execute(plan, apply_moves=not self._holds_moves))
+        yield f"plan {plan.step}:"
+        yield from (f"  {what} {' '.join(parts)}" for what, parts in self._phases(plan) if parts)
+        computed = {slot: row.num_computed - before[slot] for slot, row in sorted(worker.rows.items())}
+        if any(computed.values()):
+            yield f"  computes {' '.join(f'{self._rows[slot]}*{num}' for slot, num in computed.items() if num)}"
+
+    def _phases(self, plan: StepPlan) -> Iterator[tuple[str, list[str]]]:
+        rows, pairs = self._rows, lambda *columns: zip(*columns, strict=True)
+        yield "closes", [rows.pop(slot) for slot in plan.released_slots]
+        yield "releases grammar", [str(id_) for id_ in plan.released_grammar_ids]
+        yield "adds grammar", [str(added.grammar_id) for added in plan.added_grammars]
+        yield "moves out", [f"{a}>h{b}" for a, b in pairs(plan.swap_out_device_blocks, plan.swap_out_host_blocks)]
+        yield "moves in", [f"h{a}>{b}" for a, b in pairs(plan.swap_in_host_blocks, plan.swap_in_device_blocks)]
+        yield "copies", [f"{a}>{b}" for a, b in pairs(plan.copy_source_blocks, plan.copy_target_blocks)]
+        for opening in plan.openings:
+            rows[opening.slot] = self._names[opening.sequence_id]
+            computed = f", {opening.num_computed_tokens} of them computed" if opening.num_computed_tokens else ""
+            grammar = f", with grammar {opening.grammar_id}" if opening.grammar_id else ""
+            blocks = " ".join(str(block or ".") for block in opening.block_ids)
+            yield f"opens {rows[opening.slot]}:", [f"{len(opening.token_ids)} tokens{computed}, in {blocks}{grammar}"]
+        forks = [(rows[source], target) for source, target in pairs(plan.fork_source_slots, plan.fork_target_slots)]
+        for name, target in forks:  # the rows of a beam are told apart by their slots
+            rows[target] = f"{name.partition('.')[0]}.{target}"
+        yield "forks", [f"{name}>{rows[target]}" for name, target in forks]
+        yield "appends", [f"{rows[slot]}+{block}" for slot, block in pairs(plan.append_slots, plan.append_block_ids)]
+        replaced = pairs(plan.set_block_slots, plan.set_block_indexes, plan.set_block_ids)
+        yield "replaces", [f"{rows[slot]}[{index}]={block}" for slot, index, block in replaced]
+        yield (
+            "tells",
+            [f"{rows[slot]}:{token}" for slot, token in pairs(plan.append_token_slots, plan.append_token_ids)],
+        )
+
+    def do_complete(self) -> Iterator[str]:
+        result = self._results.popleft()
+        self._scheduler.moved(result.last_moved_step, self._now)
+        yield from self._said(self._scheduler.complete(result, self._now))
+
+    def do_moved(self, num_moves: str = "1") -> Iterator[str]:
+        self._worker.finish_moves(int(num_moves))
+        self._scheduler.moved(self._worker.last_moved_step, self._now)
+        yield from ()
+
+    def do_grammar(self, grammar_id: str) -> Iterator[str]:
+        error = self._worker.prepare(int(grammar_id))
+        yield from self._said(self._scheduler.grammar_ready(int(grammar_id), error, self._now))
+
+    def do_run(self) -> Iterator[str]:
+        """Plans are not shown."""
+        tokens: dict[str, list[str]] = {}
+        ends: list[str] = []
+        while True:
+            while [*self.do_schedule()] != [_NOTHING]:
+                pass
+            if not self._results:
+                if not self._worker.pending:
+                    break
+                [*self.do_moved()]
+                continue
+            for line in self.do_complete():
+                name, colon, said = line.partition(": ")
+                if colon and " " not in name:
+                    tokens.setdefault(name, []).append(said)
+                else:
+                    ends.append(line)
+        yield from (f"{name}: {' '.join(said)}" for name, said in tokens.items())
+        yield from ends
+
+    def _said(self, outputs: TokenOutputs) -> Iterator[str]:
+        for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
+            name = self._names[sequence_id]
+            self._texts.get(name, []).append(token_id)
+            yield f"{name}: {token_id}"
+        for found in outputs.hypotheses:
+            tokens = " ".join(map(str, found.token_ids))
+            yield f"{self._names[found.sequence_id]} is {tokens}, of log-probability {found.cumulative_logprob:.2f}"
+        for end in outputs.ended:
+            cached = f", {end.num_cached_tokens} of its prompt were cached" if end.num_cached_tokens else ""
+            message = f": {end.message}" if end.message else ""
+            tokens = f"{end.num_output_tokens} tokens"
+            yield f"{self._names[end.sequence_id]} ends by {end.reason.value} with {tokens}{cached}{message}"
+
+    # The worker
+
+    def do_worker(self, *, blocks: int, host_blocks: int = 0, held_moves=False, **options) -> Iterator[str]:
+        self._epoch += 1
+        given = {name: options.pop(name) for name in _CAPACITY & options.keys()}
+        capacity = replace(capacity_of(blocks, num_host_blocks=host_blocks), grammar_version="g", **given)
+        self._holds_moves = held_moves
+        self._rows.clear()
+        self._worker = SimulatedWorker(
+            capacity.num_device_blocks,
+            capacity.block_size,
+            VOCAB,
+            capacity.max_num_seqs,
+            capacity.max_num_batched_tokens,
+            num_host_blocks=capacity.num_host_blocks,
+            sliding_window=capacity.sliding_window,
+        )
+        yield from self._said(self._scheduler.worker_joined(capacity, self._epoch, self._now))
+
+    def do_spoil(self, name: str) -> Iterator[str]:
+        self._worker.bad_sequences[self._sequence_id(name)] = RowStatus.NAN_LOGITS
+        yield from ()
+
+    def do_lose(self) -> Iterator[str]:
+        self._worker = None
+        self._results.clear()
+        yield from self._said(self._scheduler.worker_lost(self._now))
+
+    def do_grace(self) -> Iterator[str]:
+        yield from self._said(self._scheduler.worker_grace_ended(self._now))
+
+    def do_timeout(self) -> Iterator[str]:
+        yield from self._said(self._scheduler.worker_timed_out(self._now))
+
+    def do_wait(self, seconds: str) -> Iterator[str]:
+        self._now += float(seconds)
+        yield from ()
+
+    def do_flush(self) -> Iterator[str]:
+        self._scheduler.flush_cache(self._now)
+        yield from ()
+
+    # What there is
+
+    def do_show(self) -> Iterator[str]:
+        state = self._scheduler.state
+        for name, request in self._requests.items():
+            try:
+                report = explain.report(state, request.tenant, name)
+            except KeyError:
+                continue  # it has ended
+            reason = f", {report.reason}" if report.reason else ""
+            done = (
+                f"{report.num_prompt_tokens}+{report.num_output_tokens} tokens, {report.num_computed_tokens} computed"
+            )
+            yield f"{name} is {report.state}: {done}{reason}"
+        blocks = explain.block_map(state)
+        for tier, uses in (("blocks", blocks.device), ("host", blocks.host)):
+            if uses:
+                owners = (_USES.get(use) or blocks.owners[use - BlockUse.HELD] for use in uses)
+                yield f"{tier} {' '.join(owners)}"
+
+    def do_stats(self, *names: str) -> Iterator[str]:
+        stats = explain.stats(self._scheduler.state)
+        yield from (f"{name} is {getattr(stats, name)}" for name in names)
+
+
+def retold(text: str) -> str:
+    """The story with what comes of its commands today."""
+    story, lines = Story(), []
+    for line in text.splitlines():
+        if line.startswith(" "):
+            continue
+        lines.append(line)
+        if line and not line.startswith("#"):
+            lines += [f"    {said}" for said in story.play(line)]
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    """Tell each anew."""
+    for path in HISTORIES.glob("*.txt"):
+        path.write_text(retold(path.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main() if sys.argv[1:] == ["--rewrite"] else __doc__)
