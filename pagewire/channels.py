@@ -90,7 +90,8 @@ class GenerateManyCall:
         self.is_alone = is_alone
         self._requests: dict[int, _Request] = {}
         self._next_stream_id = 0
-        self._outbox: asyncio.Queue[pb.GenerateManyRequest] = asyncio.Queue()
+        self._unsent: dict[int, pb.GenerateManyRequest] = {}  # by stream
+        self._outbox: asyncio.Queue[int] = asyncio.Queue()  # the streams of what is unsent, or was dropped, in order
         self._has_begun = asyncio.Event()
         self.is_over = False
         self._sending = asyncio.create_task(self._send())
@@ -106,7 +107,8 @@ class GenerateManyCall:
         # A server refuses more samples; the request then has one stream.
         self._next_stream_id += min(num_samples, MAX_SAMPLES)
         submission = wire.message(pb.Submission, stream_id=stream_id, request=request, timeout_seconds=timeout)
-        self._outbox.put_nowait(pb.GenerateManyRequest(submit=submission))
+        self._unsent[stream_id] = pb.GenerateManyRequest(submit=submission)
+        self._outbox.put_nowait(stream_id)
         return partial(self._abort, stream_id)
 
     async def close(self) -> None:
@@ -115,18 +117,17 @@ class GenerateManyCall:
         await asyncio.gather(self._sending, self._receiving, return_exceptions=True)
 
     def _abort(self, stream_id: int) -> None:
-        if self._end(stream_id) is not None and not self.is_over:
-            abort = pb.StreamAbort(stream_id=stream_id)
-            self._outbox.put_nowait(pb.GenerateManyRequest(abort=abort))
+        # What is unsent is dropped: a slow server would begin it, and read much later that nobody wants it.
+        if self._end(stream_id) is not None and not self.is_over and self._unsent.pop(stream_id, None) is None:
+            self._unsent[stream_id] = pb.GenerateManyRequest(abort=pb.StreamAbort(stream_id=stream_id))
+            self._outbox.put_nowait(stream_id)
 
     def _end(self, stream_id: int) -> _Request | None:
         """Forgets a request, which ends a call that was its own."""
         request = self._requests.pop(stream_id, None)
-        if request is None:
-            return None
-        if request.timer is not None:
+        if request is not None and request.timer is not None:
             request.timer.cancel()
-        if self.is_alone:
+        if request is not None and self.is_alone:
             self._call.cancel()
         return request
 
@@ -139,7 +140,9 @@ class GenerateManyCall:
         await self._has_begun.wait()
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # what was wrong is what reading ends with
             while True:
-                await self._call.write(await self._outbox.get())
+                message = self._unsent.pop(await self._outbox.get(), None)
+                if message is not None:
+                    await self._call.write(message)
 
     async def _receive(self) -> None:
         failure: PagewireError = wire.closed()
@@ -153,8 +156,7 @@ class GenerateManyCall:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 failure = NotShared(str(failure), code=failure.code)
             elif error.details() == FAILED_WRITE:
-                text = f"the connection to {self._url} broke"
-                failure = Unavailable(text, code=grpc.StatusCode.UNAVAILABLE)
+                failure = Unavailable(f"the connection to {self._url} broke", code=grpc.StatusCode.UNAVAILABLE)
         finally:
             self.is_over = True
             self._sending.cancel()
@@ -164,8 +166,7 @@ class GenerateManyCall:
     def _take(self, message: pb.GenerateManyResponse) -> None:
         for entry in message.deltas:
             stream_id = entry.stream_id - entry.delta.index
-            request = self._requests.get(stream_id)
-            if request is not None:
+            if request := self._requests.get(stream_id):
                 request.put(entry.delta)
                 request.num_open -= entry.delta.HasField("usage")
                 if request.num_open == 0:

@@ -249,6 +249,18 @@ async def test_nothing_runs_of_a_shared_call_that_has_ended() -> None:
         await connection.close()
 
 
+async def test_what_is_aborted_before_it_is_sent_is_not_sent() -> None:
+    scheduler = CountingScheduler()
+    with serving(scheduler) as url:
+        connection = Connection(grpc.aio.insecure_channel(url), url, ())
+        abort = connection.submit(pb.GenerateRequest(), lambda response: None, None)
+        abort()
+        async with contextlib.aclosing(connection.responses(pb.GenerateRequest(), None)) as responses:
+            await anext(responses)
+        await connection.close()
+    assert scheduler.num_shared_requests == 1
+
+
 async def test_a_request_alone_has_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     scheduler = CountingScheduler()
