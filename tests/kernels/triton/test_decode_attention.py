@@ -154,16 +154,17 @@ def test_queries_beyond_float16(device):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_results_go_where_they_are_wanted(device, version):
-    """The decoding rows of a mixed batch write to the first rows of its output."""
-    step = Step((20, 5), num_kv_heads=2)
+    """The decoding rows of a mixed batch write to the first rows of its output, and not beyond a head."""
+    step = Step((20, 5), num_kv_heads=2, head_dim=24)
     inputs = make_inputs(step, device, seed=0)
     expected, limit = specify(inputs, step)
     wide = torch.full((3, 2, 4, 32), 7.0, device=device)
-    inputs = dataclasses.replace(inputs, output=wide[:2, 1])
+    inputs = dataclasses.replace(inputs, output=wide[:2, 1, :, :24])
     actual = run_version(version, step, inputs)
     assert actual.data_ptr() == wide[:, 1].data_ptr()
-    compare(wide[:2, 1], expected, limit, version)
+    compare(wide[:2, 1, :, :24], expected, limit, version)
     assert wide[:, 0].eq(7).all()
+    assert wide[:, 1, :, 24:].eq(7).all()
     assert wide[2].eq(7).all()
 
 

@@ -42,6 +42,13 @@ def test_as_many_experts_as_there_are_to_be_are_chosen_whatever_the_numbers(devi
     assert ids[3].tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("highest", [-200.0, 200.0])
+def test_the_softmax_of_large_logits_is_finite(device, highest):
+    logits = torch.tensor([[highest, highest - 1, highest - 2]], device=device)
+    _, weights = experts.route_tokens(logits, ExpertRouting(2, renormalizes=False))
+    torch.testing.assert_close(weights, logits.softmax(-1)[:, :2])
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_products(device, dtype, has_bias):

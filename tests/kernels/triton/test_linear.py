@@ -226,6 +226,13 @@ def test_memory_is_bounded_by_the_format(device, seed):
     assert held <= bound <= held + scales + out_size * (in_size // group_size + 3)
 
 
+def test_memory_of_codes_around_anything_counts_their_zeros(device):
+    codes = (torch.arange(16 * 160, device=device) % 16 - 3).to(torch.int8).view(16, 160)
+    packed = linear.pack(HeldWeight(codes, torch.full((16, 10), 1 + 2**-20, device=device), 16), device)
+    assert packed.zero is not None
+    assert linear.num_bytes(HeldFormat(torch.int8, 16, 4), 16, 160) == held_bytes(packed)
+
+
 def test_what_cannot_be_packed(device):
     assert linear.can_pack(48, 100)
     assert linear.can_pack(40, 40)

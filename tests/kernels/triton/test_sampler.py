@@ -185,6 +185,22 @@ def test_rows_that_draw_what_their_filters_drop(device, small_tiles):
     assert (sampled.token_ids != drawn).sum() >= 4
 
 
+def test_the_highest_noise_that_there_is_draws_no_token_that_lies_further_below(device):
+    """Token 993 has it, 16.6; of the others 428 has the most, 6.7."""
+    logits = torch.zeros((2, 1000), device=device)
+    logits[:, 993] = torch.tensor([-9.0, -11.0])
+    sampled = check_sample(logits, [Row(seed=1036)] * 2, "seed 1036")
+    assert sampled.token_ids.tolist() == [993, 428]
+
+
+def test_of_equal_scores_in_several_tiles_the_first_is_drawn(device, small_tiles):
+    """Tokens 620 and 852 have the same noise, and 440 more, which is not kept."""
+    logits = torch.zeros((1, 1000), device=device)
+    logits[0, 440] = -0.5
+    sampled = check_sample(logits, [Row(min_p=0.9, seed=2632)], "seed 2632")
+    assert sampled.token_ids.tolist() == [620]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-38, 1.0, 1e30])
 def test_infinite_logits(device, temperature):
     logits = random_logits(17, 4, 200, 3.0, device)
