@@ -113,6 +113,12 @@ def test_what_was_built_outlives_the_compiler(machine: Machine, caplog: pytest.L
     assert library.is_sealed(machine.build())
 
 
+def test_folders_above_the_cache_are_made(machine: Machine) -> None:
+    machine.install("cc", WORKING)
+    machine.cache /= "of a new user"
+    assert library.is_sealed(machine.build())
+
+
 def test_the_one_that_is_named_builds_anew(machine: Machine) -> None:
     """Though another has built already, which is what is tried behind it."""
     machine.install("cc", WORKING)

@@ -102,6 +102,18 @@ def test_weights_that_do_not_fit_are_refused(cpu_kernels, changed, message):
         decoder(cpu_kernels, **changed)
 
 
+def test_more_buffers_than_there_is_room_for_are_refused(cpu_kernels):
+    head = cpu_kernels.pack_linear(HeldWeight(torch.eye(4)))
+
+    def clips(num_buffers):
+        chain = [Clip(f"x{number}", f"x{number + 1}", 1.0) for number in range(num_buffers - 1)]
+        return [Embed("x0", torch.zeros(2, 4)), *chain, LmHead(f"x{num_buffers - 1}", head)]
+
+    DecoderKernel(cpu_kernels, clips(31))
+    with pytest.raises(ValueError, match="there are 32 buffers; 31 fit"):
+        DecoderKernel(cpu_kernels, clips(32))
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
 def test_a_cache_of_16_bits_rounds_what_it_holds(cpu_kernels, dtype, tolerance):
     torch.manual_seed(1)
