@@ -105,6 +105,12 @@ def test_no_more_blocks_than_all_rows_could_use() -> None:
     assert found == 500
 
 
+def test_one_block_is_a_pool() -> None:
+    # 4,619,514,265 // 2,200,000,000 = 2, one of them block 0
+    memory = memory_of(24, LARGE)
+    assert size_pool(memory, utilization=0.9, block_bytes=2_200_000_000, max_num_blocks=500, step=STEP) == 1
+
+
 @pytest.mark.parametrize(
     ("memory", "utilization", "remedy"),
     [

@@ -1,5 +1,6 @@
 """The runner on real checkpoints: the same tokens as transformers, whatever the chunks, the batch and the blocks."""
 
+import logging
 import os
 import random
 from collections.abc import Sequence
@@ -483,13 +484,18 @@ def test_row_with_holes_goes_on_as_if_it_had_never_left(tmp_path: Path) -> None:
 # Host blocks
 
 
-def test_host_pool_is_sized_by_count_or_by_memory(checkpoints: dict[str, Path]) -> None:
+def test_host_pool_is_sized_by_count_or_by_memory(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     block_bytes = load(checkpoints["qwen2"]).ready.block_bytes
     assert load(checkpoints["qwen2"]).ready.num_host_blocks == 0
     for options in ({"num_host_blocks": 9}, {"swap_space": str(10 * block_bytes + 3)}):
         worker = load(checkpoints["qwen2"], **options)
         assert worker.ready.num_host_blocks == 9
         assert worker.ready.swap_bandwidth > 0
+        size = f"{9 * worker.ready.block_size} tokens, {describe_memory(10 * block_bytes)}"
+        assert f"swap space: 9 blocks, {size}; blocks move at " in caplog.text
         assert worker.runner.execute(StepPlan(1, 1)).last_moved_step == 1
 
 

@@ -1,6 +1,7 @@
 """How many blocks the pools get: as told, by default, and what is said when there is no room for them."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,25 @@ def test_the_loader_gives_a_gpu_its_host_blocks(
     )
     assert assembly.num_blocks(asked) == (10, expected)
     assert measured == [expected], "its staging is counted among what a GPU's memory is taken by"
+
+
+class Failing:
+    """As much of what a runner is made of as tells why it cannot be."""
+
+    shape = SimpleNamespace(block_bytes=GIB)
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def runner(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        raise self._error
+
+
+def test_pools_that_cannot_be_allocated_name_their_sizes() -> None:
+    with pytest.raises(ValueError, match=r": 9 device blocks, 9.00 GiB, and 2 host blocks, 2.00 GiB: lower --num-dev"):
+        loader._allocate(Failing(MemoryError()), 9, 2)
+    with pytest.raises(RuntimeError, match="of another kind"):
+        loader._allocate(Failing(RuntimeError("of another kind")), 9, 2)
 
 
 def test_a_gpu_is_asked_for_no_more_than_it_has_before_a_weight_is_loaded() -> None:

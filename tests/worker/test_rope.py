@@ -27,7 +27,7 @@ from tests.worker.model_logits import TOLERANCE, compute_logits
 from tests.worker.rotary_tables import SCALINGS, filled_tables
 from worker_service.config import WorkerConfig
 from worker_service.models.rope import inverse_frequencies
-from worker_service.startup import loader
+from worker_service.startup import loader, warm_up
 from worker_service.startup.loader import load_worker
 
 CPU = torch.device("cpu")
@@ -142,6 +142,13 @@ def test_functions_of_torch_are_first_called_by_one_thread(monkeypatch: pytest.M
     monkeypatch.setattr(loader, "begin_vector_math", begin)
     with pytest.raises(Begun):
         load_worker(WorkerConfig("absent"), "worker")
+
+
+def test_functions_of_torch_are_called_in_each_dtype_with_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[int, torch.dtype]] = []
+    monkeypatch.setattr(warm_up, "_FUNCTIONS", (lambda x: called.append((x.numel(), x.dtype)),))
+    warm_up.begin_vector_math()
+    assert called == [(1, torch.float32), (1, torch.float64)]
 
 
 def test_fresh_starts_compute_the_same() -> None:
