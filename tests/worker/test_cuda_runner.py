@@ -555,9 +555,11 @@ def test_next_epoch_begins_with_empty_rows(checkpoints: dict[str, Path]) -> None
 
 
 def test_plan_without_work_is_done_at_once(checkpoints: dict[str, Path]) -> None:
+    began = time.perf_counter()
     launched = Pair(checkpoints["qwen2"], 5).runner.launch(StepPlan(1, 1))
     assert launched.is_done()
     assert replace(launched.result(), duration_us=0) == StepResult(1, 1, last_moved_step=1)
+    assert launched.result().duration_us < (time.perf_counter() - began) * 1e6
 
 
 def test_engine_and_resolver_share_the_device(checkpoints: dict[str, Path]) -> None:

@@ -84,6 +84,12 @@ def test_windows_equal_reference_and_read_nothing_before(package, windows):
     check(rows, windows)
 
 
+def test_a_model_may_have_one_layer(package):
+    rows = make_rows(13, [(300, 1), (290, 20)])
+    del rows.kv_cache[1:]
+    check(rows, (0,))
+
+
 def test_slopes_of_heads_equal_reference(package):
     check(make_rows(12, [(300, 1), (255, 1), (290, 20), (0, 40)]), (0, 30), slopes=(0.5, 0.1, 0.02, 1.0))
 

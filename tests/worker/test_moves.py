@@ -1,8 +1,10 @@
 """Moves beside what is computed, on CPU tensors: streams carry out what is put on them late, in any legal order."""
 
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from pagewire.common.messages import StepPlan
 from tests.worker.fake_device import FakeDevice, Guard
 from tests.worker.host_blocks import host_block
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
-from worker_service.cache.stream_moves import _find_runs, num_staging_blocks
+from worker_service.cache.stream_moves import _BlockIds, _find_runs, num_staging_blocks
 
 SHAPE = CacheShape(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 24, 16
@@ -190,6 +192,19 @@ def test_blocks_that_left_together_come_back_in_one_piece(monkeypatch: pytest.Mo
         assert transfers_of(history, StepPlan(1, step, **back), monkeypatch) == [min(3, len(targets))]
     apart = {"swap_in_host_blocks": (targets[0], targets[8]), "swap_in_device_blocks": (17, 18)}
     assert transfers_of(history, StepPlan(1, 7, **apart), monkeypatch) == [1, 1]
+
+
+def test_ids_are_kept_until_the_device_has_read_them() -> None:
+    device = SimpleNamespace(pinned=lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    is_done = False
+    stream = SimpleNamespace(record=lambda: SimpleNamespace(query=lambda: is_done))
+    ids = _BlockIds(device)
+    held = weakref.ref(pinned := ids.put((3, 4)))
+    ids.hold(pinned, stream)
+    del pinned
+    for is_done in (False, True):
+        ids.put((5,))
+        assert (held() is None) == is_done
 
 
 def test_pieces() -> None:

@@ -25,6 +25,7 @@ from tests.worker.model_logits import CPU, compute_logits, load, random_tokens
 from worker_service.config import WorkerConfig
 from worker_service.host import PackedCache
 from worker_service.host.operations import CpuProduct, create_host_operations
+from worker_service.models import quantizing
 from worker_service.models.decoder import Decoder
 from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.models.loading import prepare_model
@@ -191,6 +192,22 @@ def test_the_footprint_is_what_the_model_takes(tmp_path: Path, quantization: str
     assert footprint.held == pytest.approx(held, rel=0.02)
     assert footprint.held < footprint.peak
     assert footprint.held < prepare_model(path, **settings).footprint().held
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_copies", "num_elements"),
+    [({"vocab_size": 9000, "tie_word_embeddings": False}, 1, 9000 * 64), ({"intermediate_size": 4096}, 2, 8192 * 64)],
+    ids=["the head", "gates beside ups"],
+)
+def test_a_weight_that_is_joined_takes_room_for_its_parts_and_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], num_copies: int, num_elements: int
+) -> None:
+    monkeypatch.setattr(quantizing, "_CHUNK_ELEMENTS", 1024)  # of floats, which count for little then
+    path = make_checkpoint(tmp_path / "model", "llama", seed=36, dtype="bfloat16", **sizes)
+    operations = create_host_operations(load_cpu_kernels())
+    unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=operations, quantization="int8")
+    footprint = unloaded.footprint()
+    assert footprint.peak - footprint.held == num_copies * 1.5 * num_elements
 
 
 @pytest.mark.parametrize(("quantization", "end"), [("int8", ""), ("int4", ", but embedding and head to 8 bits")])
@@ -396,9 +413,10 @@ def test_what_is_kept_of_others_stays(tmp_path: Path) -> None:
     start(paths[1])
     start(paths[0], "int4")
     assert len(files(tmp_path)) == 3
+    (tmp_path / "cache" / "quantized" / "unknown.packed").write_bytes(b"of another version")
     left = tmp_path / "cache" / "quantized" / "left.part"
     left.write_bytes(b"half")
-    for seconds, num_files in ((0, 4), (4000, 3)):
+    for seconds, num_files in ((0, 5), (4000, 4)):
         os.utime(left, (left.stat().st_mtime - seconds,) * 2)
         next(file for file in files(tmp_path) if file.suffix == ".packed").write_bytes(b"")
         for path, quantization in ((paths[0], "int8"), (paths[1], "int8"), (paths[0], "int4")):

@@ -340,6 +340,9 @@ async def test_higher_epoch_takes_over_after_the_running_step() -> None:
         result = await new.result()
         assert (result.epoch, result.step) == (2, 1)
         assert runner.log == ["reset 1", "1:1", "reset 2", "2:1"]
+        await Stream(stub).open(3, instance="c")
+        ended = await asyncio.wait_for(new.status(), 20)
+        assert ended == (grpc.StatusCode.ABORTED, "instance c took over with epoch 3")
 
 
 class SlowContext:
