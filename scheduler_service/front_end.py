@@ -15,6 +15,7 @@ from scheduler_service.config import FrontEndConfig
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
+from scheduler_service.rpc.entrance import Entrance
 from scheduler_service.rpc.front_end.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.front_end.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.rpc.public.report import decode_stats
@@ -63,12 +64,13 @@ async def run(
         )
         servicer = FrontEndServicer(
             link,
+            service.entrance,
             config.scheduler,
             service.model,
             service.tokenizer,
             text_limits=service.text_limits,
         )
-        service.listen(servicer, partial(_make_vllm, link, servicer))
+        service.listen(servicer, partial(_make_vllm, link, servicer, service.entrance))
         read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)
         metrics = serve_metrics(FrontEndCollector(read_stats), config)
     except (ValueError, OSError) as error:
@@ -102,13 +104,13 @@ def _stats(
     )
 
 
-def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, vllm: ModuleType) -> "VllmServicer":
+def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, entrance: Entrance, vllm: ModuleType) -> "VllmServicer":
     async def read_load() -> "Load":
         loads, worker, max_num_seqs = await link.loads(), link.capacity, link.server_info().max_num_seqs
         throughput = round(loads.generation_throughput, 1)
         return vllm.Load(decode_stats(loads), worker.block_size if worker else 0, max_num_seqs, throughput)
 
-    return vllm.VllmServicer(servicer.intake, link.server_info, read_load, None)
+    return vllm.VllmServicer(servicer.intake, entrance, link.server_info, read_load, None)
 
 
 def _failed(error: BaseException | None) -> int:

@@ -252,7 +252,7 @@ class Metrics(Observer):
             self._observe("pagewire:gc_cpu_seconds", time.thread_time() - self._collection_began_at[1])
 
     @contextmanager
-    def submission(self, request: Request) -> Iterator[Request]:
+    def submission(self, request: Request, trace_headers: Mapping[str, str]) -> Iterator[Request]:
         yield request
         if request.grammar is not None:
             self.num_grammar_requests[request.grammar.kind.name.lower()] += 1

@@ -14,16 +14,14 @@ from pagewire.common.transport.listening import create_server, give_way, listen
 from pagewire.common.transport.tls import Life, TlsFiles, server_files
 from pagewire.common.watched_files import WatchedFiles
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
-from scheduler_service.rpc.entrance import entrance
+from scheduler_service.rpc.entrance import Entrance, ending
 from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
-from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import SERVICE_NAME, RequestServicer
-from scheduler_service.rpc.status import ending
-from scheduler_service.rpc.tenants.authentication import AnyCaller, Authentication
-from scheduler_service.rpc.tenants.tenant_file import TenantFile
 from scheduler_service.serving.engine import Availability
 from scheduler_service.serving.model_info import ModelInfo, read_model
+from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.tenants.tenant_file import TenantFile
 from scheduler_service.serving.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -74,8 +72,8 @@ class RequestService:
         self.tokenizer = None if files is None else Tokenizer(files.path, self.tokenizer_json)
         self.text_limits = TextLimits(config.max_prompt_bytes, config.max_waiting_text_bytes)
         self.tenants = TenantFile(config.tenants) if config.tenants else None
-        callers = AnyCaller() if self.tenants is None else Authentication(self.tenants)
-        self._server = create_server(*_SERVER_OPTIONS, enter=entrance(callers.enter), ending=ending)
+        self.entrance = Entrance(self.tenants)
+        self._server = create_server(*_SERVER_OPTIONS, enter=self.entrance.enter, ending=ending)
 
     def listen(self, servicer: RequestServicer, make_vllm: Callable[[ModuleType], "VllmServicer"]) -> None:
         """Bind the ports for the servicer, and for that of VllmEngine, which is made from its module if it can be
@@ -83,7 +81,7 @@ class RequestService:
         config = self._config
         self._servicer = servicer
         if self.tenants is not None:
-            self.tenants.listeners.append(servicer.intake.revoke)
+            self.tenants.listeners += [self.entrance.end_strangers, servicer.intake.revoke]
             self.watched.append(self.tenants.file)
         servicer.add_to(self._server)
         service_names = [SERVICE_NAME]

@@ -20,11 +20,9 @@ from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
-from scheduler_service.rpc.entrance import trace_context_of_call
 from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.report import WORKERS_LIMITS, encode_server
 from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer
-from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, EpochsExhausted, FencedError, WorkerLink
 from scheduler_service.serving.activity import Activity
 from scheduler_service.serving.grammars import GrammarChecks
@@ -33,6 +31,7 @@ from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
 from scheduler_service.serving.request_log import RequestLog
 from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.tenants.quota import Quotas
 
 if TYPE_CHECKING:
     from scheduler_service.rpc.vllm.report import Load
@@ -152,6 +151,7 @@ class _Scheduler:
         service, availability = self._service, self._step_loop.availability
         return SchedulerServicer(
             self._step_loop,
+            service.entrance,
             service.model,
             service.tokenizer,
             self._info,
@@ -204,7 +204,9 @@ class _Scheduler:
         async def read_load() -> "Load":
             return load()
 
-        return vllm.VllmServicer(servicer.intake, servicer.server_info, read_load, (step_loop, load))
+        return vllm.VllmServicer(
+            servicer.intake, self._service.entrance, servicer.server_info, read_load, (step_loop, load)
+        )
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         gc.callbacks.append(self._metrics.collection)
@@ -284,5 +286,4 @@ def _tracing(config: SchedulerConfig, model_name: str) -> "Tracing | None":
         config.otlp_traces_endpoint,
         model_name=model_name,
         version=__version__,
-        read_context=trace_context_of_call,
     )

@@ -7,7 +7,7 @@ to the worker with the request's rows. This module needs the extra `tracing`.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
@@ -39,24 +39,20 @@ class _OpenRequest:
 class Tracing(Observer):
     """Makes the spans of requests that the step loop takes. All times are those of `time.monotonic`."""
 
-    def __init__(
-        self, endpoint: str, *, model_name: str, version: str, read_context: Callable[[], Mapping[str, str]]
-    ) -> None:
-        """`endpoint` is a collector's, http://HOST:PORT for OTLP over gRPC. `read_context` gives the trace headers of
-        the call that submits a request."""
+    def __init__(self, endpoint: str, *, model_name: str, version: str) -> None:
+        """`endpoint` is a collector's, http://HOST:PORT for OTLP over gRPC."""
         self._provider = tracer_provider(endpoint, "pagewire-scheduler", version)
         self._tracer = self._provider.get_tracer("pagewire", version)
         self._propagator = TraceContextTextMapPropagator()
         self._model_name = model_name
-        self._read_context = read_context
         self._requests: dict[tuple[str, str], _OpenRequest] = {}
 
     @contextmanager
-    def submission(self, request: Request) -> Iterator[Request]:
+    def submission(self, request: Request, trace_headers: Mapping[str, str]) -> Iterator[Request]:
         """Give the request with its span's context. A request that is refused has no span."""
         span = self._tracer.start_span(
             f"{_operation(request)} {self._model_name}",
-            context=self._propagator.extract(self._read_context()),
+            context=self._propagator.extract(trace_headers),
             kind=trace.SpanKind.SERVER,
             attributes=self._attributes_of(request),
         )

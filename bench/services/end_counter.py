@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from scheduler_service.core.request import EndReason
+from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.token_stream import Delta
 
 Result = TypeVar("Result")
@@ -42,8 +43,8 @@ class EndCounter:
         if not self._num_open and not self._ended.done():
             self._ended.set_result(None)
 
-    def fail(self, code: int, message: str, field: str = "") -> None:
-        self._fail(f"a step loop refuses at once: {message}")
+    def fail(self, refusal: RefusedError) -> None:
+        self._fail(f"a step loop refuses at once: {refusal}")
 
     async def wait(self) -> None:
         """Returns when all requests have ended. Raises RuntimeError where one did not reach its length."""

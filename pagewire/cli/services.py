@@ -241,7 +241,7 @@ def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, schedu
 
 def _admits_anonymous(tenants: str) -> bool:
     """Whether callers without credentials are a tenant. What is wrong with the file, the scheduler says."""
-    from scheduler_service.rpc.tenants.tenant_file import TenantFile
+    from scheduler_service.serving.tenants.tenant_file import TenantFile
 
     try:
         return TenantFile(tenants).anonymous() is not None

@@ -1,50 +1,110 @@
-"""What is done with a call before it is served: its caller is found out, and what its headers say is kept.
+"""What a call of gRPC goes through: its caller is found out before it is served, and a refusal becomes its status."""
 
-The headers name the session that the call's requests are part of, since proxies know headers, not requests, and the
-trace that it belongs to, which are those of the W3C.
-"""
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
-
+import grpc
 import grpc.aio
+from google.protobuf.duration_pb2 import Duration
 
-from pagewire.common.transport.interception import Enter
+from pagewire.common.transport.interception import Unreadable
+from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.tenants.caller import Call, Caller
+from scheduler_service.serving.tenants.tenant_file import TenantFile
+
+try:
+    from google.rpc import error_details_pb2, status_pb2
+except ImportError:  # a machine with a grpcio of its own may lack googleapis-common-protos: errors then have no details
+    error_details_pb2 = status_pb2 = None
 
 # These services tell nothing of requests, and probes ask them: they answer everyone.
 _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 _SESSION_HEADER = "x-session-id"
 _TRACE_HEADERS = ("traceparent", "tracestate")
-
-_session_id: ContextVar[str] = ContextVar("session_id", default="")
-_trace_context: ContextVar[dict[str, str]] = ContextVar("trace_context")
+DETAILS_KEY = "grpc-status-details-bin"  # of the trailing metadata, as grpcio-status has it
 
 
-def entrance(admit: Callable[[grpc.aio.ServicerContext], Awaitable[None]]) -> Enter:
-    """Return what every call goes through before it is served. `admit` finds out who calls, and may raise RpcError,
-    which ends the call."""
+class Entrance:
+    def __init__(self, tenants: TenantFile | None) -> None:
+        self._tenants = tenants
+        self._calls: dict[asyncio.Task[object], tuple[Caller, grpc.aio.ServicerContext]] = {}
 
-    async def enter(method: str, context: grpc.aio.ServicerContext) -> None:
-        if not method.startswith(_OPEN_SERVICES):
-            await admit(context)
-            headers = [(name, value) for name, value in context.invocation_metadata() or () if isinstance(value, str)]
-            _session_id.set(next((value for name, value in headers if name == _SESSION_HEADER), ""))
-            _trace_context.set({name: value for name, value in headers if name in _TRACE_HEADERS})
+    async def enter(self, method: str, context: grpc.aio.ServicerContext) -> None:
+        """Admit a call, before it is served. Raises RefusedError for a stranger's."""
+        if method.startswith(_OPEN_SERVICES):
+            return
+        caller = self._caller(context)
+        caller.check()
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = caller, context
+        task.add_done_callback(self._calls.pop)
 
-    return enter
+    def call(self, context: grpc.aio.ServicerContext) -> Call:
+        """Return what is known of a call."""
+        metadata = reversed(tuple(context.invocation_metadata() or ()))  # the first of a name counts
+        headers = {name: value for name, value in metadata if isinstance(value, str)}
+        return Call(
+            self._caller(context),
+            headers.get(_SESSION_HEADER, ""),
+            {name: headers[name] for name in _TRACE_HEADERS if name in headers},
+            context.time_remaining(),
+        )
+
+    def end_strangers(self, removed: frozenset[str]) -> None:
+        """End the running calls of callers that are known no more, UNAUTHENTICATED."""
+        for task, (caller, context) in list(self._calls.items()):
+            try:
+                caller.check()
+            except RefusedError as refusal:
+                set_status(context, refusal)
+                task.cancel()
+
+    def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
+        """Return who makes a call. Of a certificate DNS names count alone: an authority that lets a subject choose its
+        e-mail address did not mean a host by it."""
+        key = dict(context.invocation_metadata() or ()).get("authorization")
+        identity: Mapping[str, Sequence[bytes]] = context.auth_context()
+        names = tuple(name.decode(errors="replace") for name in identity.get("peer_dns", ()))
+        return Caller(self._tenants, key.decode(errors="replace") if isinstance(key, bytes) else key, names)
 
 
-def session_of_call() -> str:
-    """Return the session's id that came with the call that is being served, empty if none did."""
-    return _session_id.get()
+def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None:
+    """Choose the status with which the call ends when it ends.
+
+    gRPC's own `abort` keeps its exception with the call, and so the call, its frames and its request refer to each
+    other until a garbage collection comes.
+    """
+    context.set_trailing_metadata(_details(refusal))
+    context.set_details(str(refusal))
+    context.set_code(grpc.StatusCode[refusal.reason.name])
 
 
-def trace_context_of_call() -> dict[str, str]:
-    """Return the trace's headers of the call that is being served, none if it belongs to no trace."""
-    return _trace_context.get({})
+@contextmanager
+def ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
+    """Serve a call inside the block, which may end it by RefusedError or Unreadable, or by cancelling it once its
+    status is set."""
+    try:
+        yield
+    except RefusedError as refusal:
+        # Without its traceback, whose frames may refer to a request that keeps the refusal.
+        set_status(context, refusal.with_traceback(None))
+    except Unreadable as error:
+        set_status(context, RefusedError(Reason.INVALID_ARGUMENT, str(error)))
+    except asyncio.CancelledError:
+        if context.code() in (None, 0, grpc.StatusCode.OK):
+            raise
 
 
-def continue_trace(traceparent: str) -> None:
-    """Let what this task does belong to another trace than its call, if one is named."""
-    if traceparent:
-        _trace_context.set({"traceparent": traceparent})
+def _details(refusal: RefusedError) -> tuple[tuple[str, bytes], ...]:
+    """Make the trailing metadata that names the field at fault and says when to try again."""
+    if status_pb2 is None:
+        return ()
+    status = status_pb2.Status(code=refusal.reason.grpc_code, message=str(refusal))
+    if refusal.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=str(refusal))
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if delay := refusal.reason.retry_delay_s:
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=delay)))
+    return ((DETAILS_KEY, status.SerializeToString()),)

@@ -1,6 +1,7 @@
 """The contract of whatever carries requests out: the step loop, or a front end's link to its scheduler."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Protocol
 
 from scheduler_service.core.request import OutputMode, Request
@@ -64,9 +65,10 @@ class RequestEngine(Protocol):
     def availability(self) -> Availability:
         """Whether requests are taken now, and what fits."""
 
-    def submit(self, request: Request, receiver: Receiver) -> list[int]:
-        """Queue a request; the ids of its sequences. Raises AdmissionError or another error if it is refused at once; a
-        link hears of some refusals later, and tells the receiver."""
+    def submit(self, request: Request, receiver: Receiver, trace: Mapping[str, str]) -> list[int]:
+        """Queue a request that is part of the trace which these headers tell; the ids of its sequences. Raises
+        AdmissionError or RefusedError if it is refused at once; a link hears of some refusals later, and tells the
+        receiver."""
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Let a request end with ABORT. Raises KeyError if there is none of that name."""

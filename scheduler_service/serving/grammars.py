@@ -23,6 +23,7 @@ from pagewire.common.messages import GrammarKind, WorkerCapacity
 from scheduler_service.core.request import Grammar
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.observer import Observer
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +33,6 @@ _MAX_VERDICTS = 4096
 _MAX_ERROR_BYTES = 1000  # a status has it three times, and room for 8 KiB
 
 _Key = tuple[GrammarKind, tuple[int, ...], bytes]
-
-
-class GrammarRefusedError(Exception):
-    """The grammar cannot be read, or takes more than it may. The text says why, in the library's words."""
-
-
-class GrammarsNotServedError(Exception):
-    """No grammar is served now. The text says why."""
-
-
-class TooManyGrammarsError(Exception):
-    """Too many grammars wait to be checked. The text says how many."""
 
 
 @dataclass(slots=True)
@@ -112,10 +101,8 @@ class GrammarChecks(Observer):
             logger.warning("structured output is refused: %s", self._worker_fault)
 
     async def check(self, grammar: Grammar, tenant: str) -> None:
-        """Return if the grammar can be used. Raises GrammarRefusedError, GrammarsNotServedError and
-        TooManyGrammarsError."""
-        if self.refusal:
-            raise GrammarsNotServedError(self.refusal)
+        """Return if the grammar can be used. Raises RefusedError, also where too many wait to be checked."""
+        self.check_served(grammar)
         text = grammar.text.encode()
         key = (grammar.kind, grammar.end_token_ids, sha256(text).digest())
         verdict = self._verdicts.get(key)
@@ -127,21 +114,28 @@ class GrammarChecks(Observer):
         if len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         if verdict:
-            raise GrammarRefusedError(verdict)
+            raise invalid(_field_of(grammar), f"{grammar.kind.name.lower()} cannot be used: {verdict}")
+
+    def check_served(self, grammar: Grammar) -> None:
+        """Return if grammars are served now. Raises RefusedError."""
+        if self.refusal:
+            raise RefusedError(Reason.FAILED_PRECONDITION, self.refusal, _field_of(grammar))
 
     @asynccontextmanager
     async def _turn(self, tenant: str, key: _Key, size: int) -> AsyncIterator[_Turns]:
-        """Wait for the tenant's checks of the same grammar that came before. Raises TooManyGrammarsError."""
+        """Wait for the tenant's checks of the same grammar that came before. Raises RefusedError."""
         turns = self._turns.get(tenant) or _Turns()
         if key not in turns.waiting and len(turns.waiting) >= MAX_TENANT_WAITING:
-            raise TooManyGrammarsError(
+            raise RefusedError(
+                Reason.RESOURCE_EXHAUSTED,
                 f"{len(turns.waiting)} new grammars of this tenant wait to be checked, the limit is "
-                f"{MAX_TENANT_WAITING}; try again later"
+                f"{MAX_TENANT_WAITING}; try again later",
             )
         if self.num_waiting_bytes + size > MAX_WAITING_BYTES:
-            raise TooManyGrammarsError(
+            raise RefusedError(
+                Reason.RESOURCE_EXHAUSTED,
                 f"new grammars with {self.num_waiting_bytes} bytes wait to be checked, this one has {size}, and the "
-                f"limit is {MAX_WAITING_BYTES}; try again later"
+                f"limit is {MAX_WAITING_BYTES}; try again later",
             )
         self._turns[tenant] = turns
         same = turns.waiting.setdefault(key, _Same())
@@ -172,7 +166,7 @@ class GrammarChecks(Observer):
         try:
             seconds, verdict = await run(self._thread, self._compile_on_thread, grammar)
         except GrammarError as error:
-            raise GrammarsNotServedError(str(error)) from None
+            raise RefusedError(Reason.FAILED_PRECONDITION, str(error), _field_of(grammar)) from None
         self._on_checked(seconds, not verdict)
         return verdict
 
@@ -200,6 +194,11 @@ class GrammarChecks(Observer):
         began = time.perf_counter()
         verdict = self._trials.run(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
         return time.perf_counter() - began, _shortened(verdict)
+
+
+def _field_of(grammar: Grammar) -> str:
+    """Return the path of the field that a request's grammar stood in."""
+    return f"sampling.{grammar.kind.name.lower()}"
 
 
 def _worker_fault(grammar_version: str) -> str:

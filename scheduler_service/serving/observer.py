@@ -1,5 +1,6 @@
 """The observers of the step loop's work: metrics, traces and the log of requests."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from pagewire.common.messages import StepResult, WorkerCapacity
@@ -15,9 +16,9 @@ class Observer:
     Events come once per request or per step, never per token.
     """
 
-    def submission(self, request: Request) -> AbstractContextManager[Request]:
-        """The context in which a request is taken, in the task of its caller; an error in it is the refusal. It gives
-        the request, to which a trace may have been added."""
+    def submission(self, request: Request, trace_headers: Mapping[str, str]) -> AbstractContextManager[Request]:
+        """The context in which a request is taken; an error in it is the refusal. It gives the request, to which a
+        span may have been added of the trace that these headers tell."""
         return nullcontext(request)
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:

@@ -8,7 +8,7 @@ emptied before the next plan is made, so a plan always knows the latest news.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_events import KvEventLog, KvEvents
 from scheduler_service.serving.observer import Observer
+from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.token_stream import FanOut, Receiver, TokenCounts, TokenStream
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,6 @@ class EpochLink(Protocol):
 
     def close(self, reason: str) -> None:
         """End the epoch: the worker broke the protocol."""
-
-
-class RefusedError(Exception):
-    """The request cannot be served now. The text says why."""
 
 
 class StepLoop:
@@ -91,15 +88,15 @@ class StepLoop:
 
     # Requests
 
-    def submit(self, request: Request, receiver: Receiver) -> list[int]:
+    def submit(self, request: Request, receiver: Receiver, trace: Mapping[str, str] = {}) -> list[int]:
         """Queue a request; the ids of its sequences. Raises RefusedError, AdmissionError."""
         refusal = self.availability.refusal(request.output_mode)
         if refusal:
-            raise RefusedError(refusal)
+            raise RefusedError(Reason.UNAVAILABLE, refusal)
         now = self._clock.now()
         with ExitStack() as submission:
             for observer in self._observers:
-                request = submission.enter_context(observer.submission(request))
+                request = submission.enter_context(observer.submission(request, trace))
             sequence_ids = self._scheduler.add(request, now)
         for index, sequence_id in enumerate(sequence_ids):
             self._streams[sequence_id] = TokenStream(

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.clock import Clock
+from scheduler_service.serving.refusal import RefusedError
 
 
 class Delta(NamedTuple):
@@ -66,9 +67,8 @@ class Receiver(Protocol):
     def deliver(self, delta: Delta) -> None:
         """Take what one of the samples got."""
 
-    def fail(self, code: int, message: str, field: str = "") -> None:
-        """Take note that the request, which was queued, ends with a gRPC status code; `field` is the path of the field
-        at fault."""
+    def fail(self, refusal: RefusedError) -> None:
+        """Take note that the request, which was queued, is refused after all."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,12 +12,14 @@ from tokenizers import Tokenizer
 from pagewire import AsyncClient, SamplingParams, Unavailable
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.rpc.front_end.request_encoding import encode_request
-from scheduler_service.rpc.public.generate_request import resolve_request
+from scheduler_service.rpc.public.generate_request import encode_request, read_request
 from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, request, serve
 from tests.contract.front_end import DEADLINE, serve_both, serve_front_end
 from tests.contract.shared_stream import SharedStream
+
+ANY_CALL = Call(Caller(None))
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -306,9 +308,10 @@ def test_an_encoded_request_resolves_to_the_same(checkpoint: Path, seed: int) ->
     for _ in range(300):
         message = random_request(rng)
         kinds.add(message.sampling.WhichOneof("structured_output"))
-        resolved = resolve_request(message, PROMPT, model, 256, None)
+        resolved = read_request(message, ANY_CALL, model).fit(PROMPT, model, 256, None)
         encoded = encode_request(resolved, model.eos_token_ids, 256)
-        assert resolve_request(encoded, list(encoded.token_ids.ids), model, 256, None) == resolved
+        read = read_request(encoded, ANY_CALL, model)
+        assert read.fit(read.prompt, model, 256, None) == resolved
         assert encoded.sampling.HasField("max_tokens") == (resolved.max_tokens != 256 - len(PROMPT))
         given, sent = message.sampling, encoded.sampling
         kind = given.WhichOneof("structured_output")

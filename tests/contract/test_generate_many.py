@@ -14,7 +14,9 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.shared_call import SharedCall
-from scheduler_service.rpc.status import RpcError
+from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 from tests.contract.shared_stream import SharedStream
 
@@ -325,8 +327,11 @@ async def test_random_requests_together(checkpoint: Path, seed: int) -> None:
 
 
 class RefusingIntake:
+    def __init__(self, checkpoint: Path) -> None:
+        self.model = read_model_info(str(checkpoint))
+
     async def begin(self, *_: object, **__: object) -> Generation:
-        raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "x" * 100)
+        raise RefusedError(Reason.INVALID_ARGUMENT, "x" * 100)
 
 
 class UnreadContext:
@@ -336,17 +341,17 @@ class UnreadContext:
         await asyncio.Event().wait()
 
 
-async def test_failures_that_are_not_read_are_bounded() -> None:
+async def test_failures_that_are_not_read_are_bounded(checkpoint: Path) -> None:
     """Later submissions wait on the wire, where flow control holds them."""
     taken = 0
 
     async def submissions() -> AsyncIterator[pb.GenerateManyRequest]:
         nonlocal taken
         for taken in range(100_000):
-            yield pb.GenerateManyRequest(submit=pb.Submission(stream_id=taken))
+            yield pb.GenerateManyRequest(submit=pb.Submission(stream_id=taken, request=request(PROMPT)))
             await asyncio.sleep(0)
 
-    call = SharedCall(RefusingIntake(), pb.GetServerInfoResponse, None)
+    call = SharedCall(RefusingIntake(checkpoint), Call(Caller(None)), pb.GetServerInfoResponse, None)
     serving = asyncio.create_task(call.serve(submissions(), UnreadContext()))
     turns_without_news, before = 0, -1
     while turns_without_news < 100:

@@ -15,13 +15,9 @@ from pagewire.common.grammars.trial import Trials
 from pagewire.common.messages import GrammarKind, WorkerCapacity
 from scheduler_service.core.request import Grammar
 from scheduler_service.serving import grammars
-from scheduler_service.serving.grammars import (
-    GrammarChecks,
-    GrammarRefusedError,
-    GrammarsNotServedError,
-    TooManyGrammarsError,
-)
+from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.refusal import RefusedError
 from testing.checkpoints.gguf_files import write_gguf
 from testing.scheduler_stack import make_checkpoint
 from tests.project.sources import ROOT
@@ -77,12 +73,12 @@ async def test_a_grammar_is_compiled_once(model_path: Path) -> None:
     async with checking(model_path) as checked:
         for _ in range(3):
             await checked.checks.check(regex("[a-z]+"), "t")
-            with pytest.raises(GrammarRefusedError, match="unclosed character class"):
+            with pytest.raises(RefusedError, match="unclosed character class"):
                 await checked.checks.check(regex("[a-z"), "u")
         assert checked.told == [True, False]
         assert checked.checks.num_verdicts == 2
         # The same text as another kind is another grammar.
-        with pytest.raises(GrammarRefusedError):
+        with pytest.raises(RefusedError):
             await checked.checks.check(Grammar(GrammarKind.JSON_SCHEMA, "[a-z]+", (END,)), "t")
         assert checked.told == [True, False, False]
 
@@ -114,7 +110,7 @@ async def test_those_that_wait_for_the_same_grammar_are_one_check(
             asyncio.create_task(checked.checks.check(regex("form"), str(number % num_tenants))) for number in range(300)
         ]
         await asyncio.sleep(0)  # each has begun
-        with pytest.raises(TooManyGrammarsError, match="5 new grammars of this tenant"):
+        with pytest.raises(RefusedError, match="5 new grammars of this tenant"):
             await checked.checks.check(regex("another"), "0")
         for index in random.Random(num_tenants).sample(range(300), 200):
             same[index].cancel()
@@ -171,7 +167,7 @@ async def test_only_so_many_wait(
     async with checking(model_path) as checked:
         many = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(5)]
         await asyncio.sleep(0)  # each has begun
-        with pytest.raises(TooManyGrammarsError, match=rf"\b{value}; try again later"):
+        with pytest.raises(RefusedError, match=rf"\b{value}; try again later"):
             await checked.checks.check(regex("another"), whose)
         await asyncio.gather(*many)
         await checked.checks.check(regex("another"[:value]), whose)
@@ -202,15 +198,17 @@ async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch
 async def test_errors_fit_into_a_status(model_path: Path) -> None:
     text = "€" * 5000 + "["
     async with checking(model_path) as checked:
-        with pytest.raises(GrammarRefusedError) as refusal:
+        with pytest.raises(RefusedError) as refusal:
             await checked.checks.check(regex(text), "t")
-    assert len(str(refusal.value).encode()) <= grammars._MAX_ERROR_BYTES + 3
+    verdict = str(refusal.value).removeprefix("regex cannot be used: ")
+    assert verdict.endswith("...")
+    assert len(verdict.encode()) <= grammars._MAX_ERROR_BYTES + 3
 
 
 async def test_a_tokenizer_that_the_library_cannot_read(checkpoint: Path) -> None:
     """The end token of this checkpoint is outside its tokenizer.json."""
     async with checking(checkpoint) as checked:
-        with pytest.raises(GrammarsNotServedError, match=r"cannot read the checkpoint's tokenizer: .*299"):
+        with pytest.raises(RefusedError, match=r"cannot read the checkpoint's tokenizer: .*299"):
             await checked.checks.check(regex("a"), "t")
         assert "299" in checked.checks.refusal
         assert not checked.told
@@ -242,7 +240,7 @@ async def test_a_worker_must_read_grammars_alike(model_path: Path, caplog: pytes
         for theirs, reason in (("0.0.1", rf"llguidance 0\.0\.1, the scheduler by {version()}"), ("", "no grammars")):
             checks.worker_changed(capacity(theirs))
             checks.worker_changed(None)
-            with pytest.raises(GrammarsNotServedError, match=reason):
+            with pytest.raises(RefusedError, match=reason):
                 await checks.check(regex("a"), "t")
             assert checks.refusal in caplog.text
         checks.worker_changed(capacity(version()))

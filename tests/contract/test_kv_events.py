@@ -13,9 +13,9 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
-from scheduler_service.rpc.status import RpcError
 from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
 from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.refusal import Reason, RefusedError
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, request, serve
 
@@ -303,9 +303,11 @@ async def test_a_slow_subscriber_is_told_so() -> None:
     assert (await anext(messages)).sequence_number == 1
     for number in (2, 3, 4):
         log.append([stored(number)])
-    with pytest.raises(RpcError, match="after sequence number 1 are not held, but those after 2 to 4 are") as caught:
+    with pytest.raises(
+        RefusedError, match="after sequence number 1 are not held, but those after 2 to 4 are"
+    ) as caught:
         await anext(messages)
-    assert caught.value.code is grpc.StatusCode.OUT_OF_RANGE
+    assert caught.value.reason is Reason.OUT_OF_RANGE
 
 
 async def test_a_long_batch_comes_in_several_messages() -> None:

@@ -9,12 +9,14 @@ import torch
 
 from pagewire.kernels.sampling import lowest_kept
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.rpc.front_end.request_encoding import encode_request
-from scheduler_service.rpc.public.generate_request import resolve_request
+from scheduler_service.rpc.public.generate_request import encode_request, read_request
 from scheduler_service.serving.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.tenants.caller import Call, Caller
 from scheduler_service.serving.tokenizer import load_tokenizer
 from testing.scheduler_stack import make_tokenizer
 from tests.broken_json import ODD_VALUES, refusal_of, spoilt, spoilt_bytes
+
+ANY_CALL = Call(Caller(None))
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -199,12 +201,12 @@ def test_suppressed_tokens_stay_so_whatever_a_request_says(tmp_path: Path) -> No
         message = pb.GenerateRequest(
             request_id="r", token_ids=pb.TokenIds(ids=[1]), sampling=pb.SamplingParams(seed=1, logit_bias=given)
         )
-        resolved = resolve_request(message, [1], model, 256, None)
+        resolved = read_request(message, ANY_CALL, model).fit([1], model, 256, None)
         biases = dict(zip(resolved.sampling.logit_bias_token_ids, resolved.sampling.logit_bias_values, strict=True))
         assert biases == {**given, 3: -1e30, 7: -1e30}
         assert list(biases) == sorted(biases)
         encoded = encode_request(resolved, model.eos_token_ids, 256)
-        assert resolve_request(encoded, [1], model, 256, None) == resolved
+        assert read_request(encoded, ANY_CALL, model).fit([1], model, 256, None) == resolved
 
 
 def test_what_is_ignored_is_said_once_by_name(tmp_path: Path) -> None:

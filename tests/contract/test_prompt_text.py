@@ -6,8 +6,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from scheduler_service.rpc.public.prompt_text import LONG_TEXT_BYTES, PromptTexts, TextLimits
-from scheduler_service.rpc.status import RpcError
+from scheduler_service.serving.prompt_text import LONG_TEXT_BYTES, PromptTexts, TextLimits
+from scheduler_service.serving.refusal import Reason, RefusedError
 from testing.scheduler_stack import details, request, serve, status_of
 
 LONG = "x" * (LONG_TEXT_BYTES + 1)
@@ -40,8 +40,8 @@ class HeldTokenizer:
         self.waiting.pop(index)[1].set_result(None)
 
 
-async def refusal(texts: PromptTexts, text: str, tenant: str = "", limit: int = 10**6) -> RpcError:
-    with pytest.raises(RpcError) as error:
+async def refusal(texts: PromptTexts, text: str, tenant: str = "", limit: int = 10**6) -> RefusedError:
+    with pytest.raises(RefusedError) as error:
         await texts.encode(text, tenant, limit)
     return error.value
 
@@ -50,7 +50,7 @@ async def test_what_cannot_fit_is_not_tokenized() -> None:
     tokenizer = HeldTokenizer(max_token_bytes=8)
     texts = PromptTexts(tokenizer, TextLimits(max_prompt=1000))
     too_long = await refusal(texts, "\u65e5" * 334)
-    assert (too_long.code, too_long.field) == (grpc.StatusCode.INVALID_ARGUMENT, "text")
+    assert (too_long.reason, too_long.field) == (Reason.INVALID_ARGUMENT, "text")
     assert "has 1002 bytes, this server takes 1000 (--max-prompt-bytes)" in str(too_long)
     too_many = await refusal(texts, "x" * 73, limit=10)
     assert "so more than 9 tokens, since none has more than 8 bytes" in str(too_many)
@@ -67,7 +67,7 @@ async def test_too_many_tokens_name_their_number() -> None:
     task = asyncio.create_task(texts.encode("x" * 20, "", 20))
     await tokenizer.until_waiting(1)
     tokenizer.release(0)
-    with pytest.raises(RpcError, match="the prompt has 20 tokens, this server allows 20"):
+    with pytest.raises(RefusedError, match="the prompt has 20 tokens, this server allows 20"):
         await task
 
 
@@ -79,7 +79,7 @@ async def test_what_waits_is_bounded_for_a_tenant_and_for_all() -> None:
     assert texts.num_waiting_bytes == 100
     for tenant, whose in (("a", "this tenant with 50 bytes"), ("c", "all tenants with 100 bytes")):
         error = await refusal(texts, "x" * 20, tenant)
-        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.reason is Reason.RESOURCE_EXHAUSTED
         assert whose in str(error)
     tasks[0].cancel()
     await asyncio.gather(tasks[0], return_exceptions=True)

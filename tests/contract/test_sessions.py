@@ -10,8 +10,8 @@ import yaml
 from pagewire import AsyncClient, Client, InvalidRequest, Session
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import Request
-from scheduler_service.rpc.tenants.tenant_file import parse_tenants
 from scheduler_service.serving.recording import RecordingReader
+from scheduler_service.serving.tenants.tenant_file import parse_tenants
 from testing.scheduler_stack import details, request, serve, status_of
 from tests.contract.front_end import serve_front_end
 from tests.contract.shared_stream import SharedStream

@@ -18,7 +18,8 @@ from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_events import KvEventLog
-from scheduler_service.serving.step_loop import RefusedError, StepLoop
+from scheduler_service.serving.refusal import RefusedError
+from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
 from scheduler_service.serving.tokenizer import DecodedText
 from testing.simulated_worker import SimulatedWorker, reference
@@ -116,8 +117,8 @@ class Reader:
             self.end = delta.end
             self.ended.set()
 
-    def fail(self, code: int, message: str, field: str = "") -> None:
-        raise AssertionError(f"a step loop refuses at once: {message}")
+    def fail(self, refusal: RefusedError) -> None:
+        raise AssertionError(f"a step loop refuses at once: {refusal}")
 
 
 def make_request(name: int, num_tokens: int = 20) -> Request:

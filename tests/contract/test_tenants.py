@@ -21,10 +21,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.rpc.public.detached import DetachedRequests
-from scheduler_service.rpc.status import RpcError
-from scheduler_service.rpc.tenants import authentication
-from scheduler_service.rpc.tenants.tenant_file import TenantFile, parse_tenants
 from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.tenants.tenant_file import TenantFile, parse_tenants
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, Stack, request, serve
 from tests.contract.certificates import Authority
@@ -518,14 +516,6 @@ async def test_a_server_without_tenants_refuses_a_key_that_it_would_ignore(check
         with pytest.raises(grpc.aio.AioRpcError, match="start it with --tenants") as error:
             await generate(stack, request(PROMPT, max_tokens=2), "acme")
         assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_no_caller_is_trusted_by_default() -> None:
-    """A call of which nothing has told who makes it, as if an interceptor were missing."""
-    with pytest.raises(RpcError, match="has not told who calls"):
-        authentication.tenant_of_call("acme")
-    with pytest.raises(RpcError, match="has not told who calls"):
-        authentication.check_operator("everything")
 
 
 def submission(stream_id: int) -> pb.GenerateManyRequest:

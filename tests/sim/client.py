@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pagewire.common.messages import Pooling, RowStatus
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
+from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.token_stream import Delta, ReadyList
 from testing.simulated_worker import digest, digest_all, next_token, reference_embedding
 from testing.toy_grammar import constrained_token, is_readable, read
@@ -48,8 +49,8 @@ class Client:
         if all(output.end is not None for output in self.outputs):
             self._on_end(self)
 
-    def fail(self, code: int, message: str, field: str = "") -> None:
-        raise AssertionError(f"a step loop refuses at once: {code} {message} {field}")
+    def fail(self, refusal: RefusedError) -> None:
+        raise AssertionError(f"a step loop refuses at once: {refusal}")
 
     @property
     def can_begin_elsewhere(self) -> bool:

@@ -29,7 +29,8 @@ from scheduler_service.core.request import (
 from scheduler_service.core.retention import EXPECTATIONS
 from scheduler_service.core.sequence import GroupState, SequenceGroup
 from scheduler_service.serving.kv_events import KvEventLog
-from scheduler_service.serving.step_loop import RefusedError, StepLoop
+from scheduler_service.serving.refusal import RefusedError
+from scheduler_service.serving.step_loop import StepLoop
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client
 from tests.sim.connection import NEVER, Connection

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import grpc
@@ -20,11 +20,10 @@ from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.entrance import trace_context_of_call
-from scheduler_service.rpc.front_end.request_encoding import encode_request
+from scheduler_service.rpc.public.generate_request import encode_request
 from scheduler_service.rpc.public.output import FINISH_REASONS, encode_embedding
-from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.waiting import Ended, Outdated, Waiting, ends
+from scheduler_service.serving.refusal import REASONS, Reason, RefusedError, invalid
 from scheduler_service.serving.token_stream import Delta, Receiver, TokenCounts
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,6 @@ _PORT = RightPort.of_link(
 )
 # What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
 _FAILED_WRITE = "Internal error from Core"
-_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
 _END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINISH_REASONS.items()}
 
 
@@ -159,9 +157,9 @@ class SchedulerLink:
         return self._server_info.max_sequence_tokens
 
     async def loads(self) -> scheduler_pb2.GetLoadsResponse:
-        """Ask the scheduler what it has to do now. Raises RpcError."""
+        """Ask the scheduler what it has to do now. Raises RefusedError."""
         if self._outbox is None:
-            raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
+            raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
         if self._loads is None:
             self._loads = asyncio.get_running_loop().create_future()
             self._command(get_loads=scheduler_pb2.GetLoadsRequest())
@@ -171,18 +169,18 @@ class SchedulerLink:
         """Return when the scheduler has answered: before, it is not known what fits. It waits for its worker itself."""
         await self._connected.wait()
 
-    def submit(self, request: Request, receiver: Receiver) -> list[int]:
+    def submit(self, request: Request, receiver: Receiver, trace: Mapping[str, str]) -> list[int]:
         """Send a request on its way; the ids of its sequences. The receiver hears of the scheduler's refusals, and gets
-        all deltas one by one, with a ready list too. Raises RpcError."""
+        all deltas one by one, with a ready list too. Raises RefusedError."""
         if self._outbox is None or self._is_draining:
-            raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
+            raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
         timeout = None if request.deadline is None else max(0.0, request.deadline - time.monotonic())
         submission = scheduler_pb2.Submission(
             stream_id=self._next_stream_id,
             request=encode_request(request, self._eos_token_ids, self.max_sequence_tokens),
             timeout_seconds=timeout,
             token_only=True,
-            traceparent=trace_context_of_call().get("traceparent"),
+            traceparent=trace.get("traceparent"),
             tenants_revision=self._tenants_revision() if self._tenants_revision is not None else "",
             read_whole=request.output_mode is OutputMode.WHOLE,
             tells_kept=not receiver.keeps_all,
@@ -335,7 +333,9 @@ class SchedulerLink:
             if sent is not None:
                 self._forget(sent)
                 self.num_failed += 1
-                sent.receiver.fail(failure.code, failure.message, failure.field)
+                sent.receiver.fail(
+                    RefusedError(REASONS.get(failure.code, Reason.INTERNAL), failure.message, failure.field)
+                )
 
     def _take_delta(self, stream_id: int, sent: _Sent, delta: scheduler_pb2.GenerateResponse) -> None:
         end = None
@@ -371,14 +371,14 @@ class SchedulerLink:
 
     def _fail_all(self, message: str) -> None:
         if self._loads is not None:
-            self._loads.set_exception(RpcError(grpc.StatusCode.UNAVAILABLE, message))
+            self._loads.set_exception(RefusedError(Reason.UNAVAILABLE, message))
             self._loads.exception()  # the caller may have gone
             self._loads = None
         while self._streams:
             sent = next(iter(self._streams.values()))
             self._forget(sent)
             self.num_failed += 1
-            sent.receiver.fail(_UNAVAILABLE, message)
+            sent.receiver.fail(RefusedError(Reason.UNAVAILABLE, message))
 
 
 async def _send(call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest]) -> None:

@@ -5,11 +5,9 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from functools import partial
 
-import grpc
-
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.public.generation import Generation
-from scheduler_service.rpc.status import RpcError, invalid
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 
 MAX_ENDED = 4096
 
@@ -38,13 +36,13 @@ class DetachedRequests:
         return (tenant, request_id) in self._generations
 
     def find(self, tenant: str, request_id: str) -> Generation:
-        """Return the request of that name. Raises RpcError if there is none, but not whether it never was, is another
-        tenant's or has expired."""
+        """Return the request of that name. Raises RefusedError if there is none, but not whether it never was, is
+        another tenant's or has expired."""
         try:
             return self._generations[tenant, request_id]
         except KeyError:
-            raise RpcError(
-                grpc.StatusCode.NOT_FOUND,
+            raise RefusedError(
+                Reason.NOT_FOUND,
                 f"no detached request {request_id!r} is known for this tenant; results are kept for a while only",
                 "request_id",
             ) from None
@@ -86,18 +84,17 @@ async def result_of(generation: Generation) -> scheduler_pb2.GetResultResponse:
     state = scheduler_pb2.RESULT_STATE_FINISHED if generation.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
     outputs = [await output.whole() for output in generation.outputs]
     response = scheduler_pb2.GetResultResponse(request_id=generation.request.request_id, state=state, outputs=outputs)
-    if generation.error is not None:
-        response.state = scheduler_pb2.RESULT_STATE_FAILED
-        response.failure.code = generation.error.code.value[0]
-        response.failure.message = str(generation.error)
+    if (error := generation.error) is not None:
+        failure = scheduler_pb2.Failure(code=error.reason.grpc_code, message=str(error))
+        response.MergeFrom(scheduler_pb2.GetResultResponse(state=scheduler_pb2.RESULT_STATE_FAILED, failure=failure))
     return response
 
 
 def responses_from(
     message: scheduler_pb2.AttachRequest, generation: Generation
 ) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
-    """Yield the samples' responses from the tokens on that the message names. Raises RpcError: at once for tokens that
-    are not there, in the course of it if the request fails."""
+    """Yield the samples' responses from the tokens on that the message names. Raises RefusedError: at once for tokens
+    that are not there, in the course of it if the request fails."""
     num_samples = len(generation.outputs)
     if len(message.from_tokens) > num_samples:
         raise invalid(
@@ -108,8 +105,8 @@ def responses_from(
     first_tokens = [*message.from_tokens, *[message.from_token] * (num_samples - len(message.from_tokens))]
     for index, (output, first_token) in enumerate(zip(generation.outputs, first_tokens, strict=True)):
         if first_token > output.num_tokens:
-            raise RpcError(
-                grpc.StatusCode.OUT_OF_RANGE,
+            raise RefusedError(
+                Reason.OUT_OF_RANGE,
                 f"sample {index} has {output.num_tokens} tokens, but the stream was to begin at token "
                 f"{first_token}; begin at {output.num_tokens} or before",
                 f"from_tokens[{index}]" if index < len(message.from_tokens) else "from_token",

@@ -7,31 +7,20 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import EndReason, Request
+from scheduler_service.core.request import Request
 from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
-from scheduler_service.rpc.status import CODES, RpcError
-from scheduler_service.rpc.tenants.quota import Claim
 from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.refusal import OF_END, Reason, RefusedError
+from scheduler_service.serving.tenants.quota import Claim
 from scheduler_service.serving.token_stream import Delta, ReadyList
 
 logger = logging.getLogger(__name__)
 
 # Proxies cut what is silent for a minute, or for less; pairs give requests back sooner (`--worker-grace`).
 SILENCE_S = 15.0
-_FAILURES = {
-    EndReason.NAN_LOGITS: grpc.StatusCode.INTERNAL,
-    EndReason.OUT_OF_MEMORY: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    EndReason.GRAMMAR_FAILED: grpc.StatusCode.INTERNAL,
-    EndReason.GRAMMAR_DEAD_END: grpc.StatusCode.INVALID_ARGUMENT,
-    EndReason.GRAMMAR_LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    EndReason.CRASHES_WORKER: grpc.StatusCode.INTERNAL,
-    EndReason.NO_LONGER_FITS: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    EndReason.NO_WORKER: grpc.StatusCode.UNAVAILABLE,
-}
 
 
 class News:
@@ -81,7 +70,7 @@ class Generation:
         self.num_computed: dict[int, int] = {}  # tokens of the samples that are over, where the client tells of them
         self.sequence_ids: list[int] = []  # known before the first delta
         self.claim: Claim | None = None  # on its tenant's quota
-        self.error: RpcError | None = None  # the request failed
+        self.error: RefusedError | None = None  # the request failed
         self.has_ended = False
         self.on_end: Callable[[], None] | None = None  # called once
         self.listeners: set[Callable[[], None]] = set()  # called after every delta
@@ -98,19 +87,19 @@ class Generation:
                 self.stop(delta.index, output.num_tokens)
         except Exception:
             logger.exception("a delta of sequence %d cannot be delivered", self.sequence_ids[delta.index])
-            self.error = RpcError(grpc.StatusCode.INTERNAL, "the output cannot be delivered; see the server's log")
+            self.error = RefusedError(Reason.INTERNAL, "the output cannot be delivered; see the server's log")
         if delta.end is not None:
             self._settle(delta.index, delta.num_computed)
         if output.failure is not None:
-            self.error = RpcError(_FAILURES[output.failure.reason], output.failure.message)
+            self.error = RefusedError(OF_END[output.failure.reason], output.failure.message)
         for tell in self.listeners:
             tell()
         if output.is_over or self.error is not None:
             self._look_for_end()
 
-    def fail(self, code: int, message: str, field: str = "") -> None:
-        """End the request with an error of this gRPC status code; `field` is the path of the field at fault."""
-        self.error = RpcError(CODES[code], message, field)
+    def fail(self, refusal: RefusedError) -> None:
+        """End the request, which was queued, and is refused after all."""
+        self.error = refusal
         for tell in self.listeners:
             tell()
         self._look_for_end()
@@ -137,7 +126,7 @@ class Generation:
         self.listeners.clear()
 
     async def wait_for_end(self) -> None:
-        """Return when every sample has ended, without having been woken before. Raises RpcError if one fails."""
+        """Return when every sample has ended, without having been woken before. Raises RefusedError if one fails."""
         news = News()
         self.on_end = news.tell
         if not self.has_ended:
@@ -149,7 +138,7 @@ class Generation:
         self, first_tokens: Sequence[int] | None = None
     ) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
         """Yield what comes of all samples until they have ended: of each from its first token on, or from the one that
-        is named. Raises RpcError when the request fails, after what came before that."""
+        is named. Raises RefusedError when the request fails, after what came before that."""
         places = zip(self.outputs, first_tokens or [0] * len(self.outputs), strict=True)
         readers = [OutputReader(output, first_token) for output, first_token in places]
         news = News()

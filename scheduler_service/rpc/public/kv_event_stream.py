@@ -2,12 +2,10 @@
 
 from collections.abc import AsyncGenerator, Iterator
 
-import grpc
-
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
-from scheduler_service.rpc.status import RpcError
 from scheduler_service.serving.kv_events import KvEventBatch, KvEvents
+from scheduler_service.serving.refusal import Reason, RefusedError
 
 # Tokens and events of one message: keeps it far below a client's message limit of 4 MiB.
 _MAX_MESSAGE_VALUES = 65_536
@@ -18,11 +16,11 @@ _TIERS = {Tier.DEVICE: scheduler_pb2.KV_TIER_DEVICE, Tier.HOST: scheduler_pb2.KV
 async def kv_event_messages(
     request: scheduler_pb2.SubscribeKvEventsRequest, kv_events: KvEvents, instance_id: str
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
-    """Yield messages as long as the server lives. Raises RpcError when that ends, when the next batch is not held, or
-    if the start is another scheduler's."""
+    """Yield messages as long as the server lives. Raises RefusedError when that ends, when the next batch is not held,
+    or if the start is another scheduler's."""
     if request.instance_id and request.instance_id != instance_id:
-        raise RpcError(
-            grpc.StatusCode.OUT_OF_RANGE,
+        raise RefusedError(
+            Reason.OUT_OF_RANGE,
             f"sequence numbers of scheduler {request.instance_id!r} mean nothing here, this is {instance_id!r}; "
             "subscribe without start_sequence_number for a snapshot",
             "instance_id",
@@ -39,19 +37,19 @@ async def kv_event_messages(
 
 
 async def _after(sequence_number: int, kv_events: KvEvents) -> KvEventBatch:
-    """Return the batch after this one, as soon as there is one. Raises RpcError."""
+    """Return the batch after this one, as soon as there is one. Raises RefusedError."""
     try:
         batch = await kv_events.after(sequence_number)
     except LookupError:
         first_start, last_start = kv_events.starts
-        raise RpcError(
-            grpc.StatusCode.OUT_OF_RANGE,
+        raise RefusedError(
+            Reason.OUT_OF_RANGE,
             f"the events after sequence number {sequence_number} are not held, but those after {first_start} to "
             f"{last_start} are; subscribe without start_sequence_number for a snapshot",
             "start_sequence_number",
         ) from None
     if batch is None:
-        raise RpcError(grpc.StatusCode.UNAVAILABLE, "the server has shut down; subscribe at its successor")
+        raise RefusedError(Reason.UNAVAILABLE, "the server has shut down; subscribe at its successor")
     return batch
 
 

@@ -1,21 +1,24 @@
 """The part of the public service that a scheduler and its front ends serve alike: requests, and the tokenizer.
 
-Checks come before the first message. A client that goes away takes its request with it, unless that is detached. An
-RpcError ends its call (`rpc/status.py`).
+Checks come before the first message. A client that goes away takes its request with it, unless that is detached. A
+RefusedError ends its call (`rpc/entrance.py`).
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_service.rpc.entrance import Entrance
+from scheduler_service.rpc.public.generate_request import read_request
 from scheduler_service.rpc.public.generation import send_headers_if_silent, write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.shared_call import SharedCall
-from scheduler_service.rpc.status import RpcError, invalid
-from scheduler_service.rpc.tenants.authentication import tenant_of_call
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 _PIECE_TOKENS = 16_384  # that are put into a message before others have their turn
@@ -26,13 +29,15 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(
         self,
         intake: Intake,
+        entrance: Entrance,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
-        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None = None,
+        loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None = None,
     ) -> None:
         """`intake` is there for other services of the same server too: its limits hold for all of them together.
         Without `loads` calls of GenerateMany are not told any."""
         self.intake = intake
-        self._make_shared_call = lambda: SharedCall(intake, server_info, loads)
+        self._entrance = entrance
+        self._make_shared_call = lambda call: SharedCall(intake, call, server_info, loads)
         self._shared_calls: set[SharedCall] = set()
         self._is_closed = False
 
@@ -56,7 +61,8 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             call.close()
 
     async def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        generation = await self.intake.begin(request, context.time_remaining())
+        call = self._entrance.call(context)
+        generation = await self.intake.begin(read_request(request, call, self.intake.model), call)
         try:
             await send_headers_if_silent(generation, context)
             await write_all(generation.responses(), context)
@@ -66,7 +72,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GenerateMany(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        call = self._make_shared_call()
+        call = self._make_shared_call(self._entrance.call(context))
         self._shared_calls.add(call)
         try:
             if self._is_closed:
@@ -80,7 +86,8 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.EmbedResponse:
         fields = {field.name: value for field, value in request.ListFields()}
         message = scheduler_pb2.GenerateRequest(embed=True, **fields)
-        response = await self.intake.embed(message, context.time_remaining())
+        call = self._entrance.call(context)
+        response = await self.intake.embed(read_request(message, call, self.intake.model), call)
         return scheduler_pb2.EmbedResponse(
             request_id=response.request_id, embedding=response.embedding, usage=response.usage
         )
@@ -89,7 +96,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.AbortResponse:
         try:
-            self.intake.engine.abort(tenant_of_call(request.tenant), request.request_id)
+            self.intake.engine.abort(self._tenant(request, context), request.request_id)
         except KeyError:
             raise self._unknown(request.request_id) from None
         return scheduler_pb2.AbortResponse()
@@ -101,7 +108,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         texts = self.intake.texts
         if texts is None:
             raise _no_tokenizer("texts")
-        tenant = tenant_of_call("")
+        tenant = self._entrance.call(context).caller.tenant("")
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
         response = scheduler_pb2.TokenizeResponse()
         for index, text in enumerate(request.texts):
@@ -132,12 +139,14 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             response.texts.append(await tokenizer.text_of(prompt.ids, skip_special_tokens=skip_special_tokens))
         return response
 
-    def _unknown(self, request_id: str) -> RpcError:
+    def _tenant(self, request: Any, context: grpc.aio.ServicerContext) -> str:
+        """Return the tenant of a request that has a field for one. Raises RefusedError."""
+        return self._entrance.call(context).caller.tenant(request.tenant)
+
+    def _unknown(self, request_id: str) -> RefusedError:
         """Return the error for a request that is not there, or is another tenant's."""
-        return RpcError(
-            grpc.StatusCode.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id"
-        )
+        return RefusedError(Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id")
 
 
-def _no_tokenizer(field: str) -> RpcError:
+def _no_tokenizer(field: str) -> RefusedError:
     return invalid(field, "the served checkpoint has no tokenizer; send prompts as token ids")

@@ -2,24 +2,27 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core import explain
 from scheduler_service.core.request import OutputMode
+from scheduler_service.rpc.entrance import Entrance
 from scheduler_service.rpc.public import report
 from scheduler_service.rpc.public.detached import DetachedRequests, responses_from, result_of
+from scheduler_service.rpc.public.generate_request import read_request
 from scheduler_service.rpc.public.generation import Generation, write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
-from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import RequestServicer
-from scheduler_service.rpc.tenants.authentication import check_operator, tenant_of_call
-from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.tenants.caller import Call
+from scheduler_service.serving.tenants.quota import Quotas
 from scheduler_service.serving.tokenizer import Tokenizer
 
 
@@ -27,6 +30,7 @@ class SchedulerServicer(RequestServicer):
     def __init__(
         self,
         step_loop: StepLoop,
+        entrance: Entrance,
         model: ModelInfo,
         tokenizer: Tokenizer | None,
         info: scheduler_pb2.GetServerInfoResponse,
@@ -53,7 +57,7 @@ class SchedulerServicer(RequestServicer):
             grammars=grammars,
             retention_limit=retention_limit,
         )
-        super().__init__(intake, self.server_info, self._loads)
+        super().__init__(intake, entrance, self.server_info, self._loads)
         self._step_loop = step_loop
         self._grammars = grammars
         self._info = info
@@ -65,17 +69,19 @@ class SchedulerServicer(RequestServicer):
     async def Submit(
         self, request: scheduler_pb2.SubmitRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.SubmitResponse:
-        generation = await self.intake.begin(request.request, None, OutputMode.DETACHED)
+        call = replace(self._entrance.call(context), time_remaining=None)
+        parsed = read_request(request.request, call, self.intake.model)
+        generation = await self.intake.begin(parsed, call, OutputMode.DETACHED)
         self._detached.add(generation)
         return scheduler_pb2.SubmitResponse(request_id=generation.request.request_id)
 
     async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
-        await write_all(responses_from(request, self._find_detached(request)), context)
+        await write_all(responses_from(request, self._find_detached(request, context)), context)
 
     async def GetResult(
         self, request: scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetResultResponse:
-        return await result_of(self._find_detached(request))
+        return await result_of(self._find_detached(request, context))
 
     # The scheduler itself
 
@@ -83,7 +89,7 @@ class SchedulerServicer(RequestServicer):
         self, request: scheduler_pb2.GetRequestRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetRequestResponse:
         try:
-            found = explain.report(self._step_loop.state, tenant_of_call(request.tenant), request.request_id)
+            found = explain.report(self._step_loop.state, self._tenant(request, context), request.request_id)
         except KeyError:
             raise self._unknown(request.request_id) from None
         return report.encode_report(found, time.monotonic())
@@ -91,14 +97,14 @@ class SchedulerServicer(RequestServicer):
     async def GetBlocks(
         self, request: scheduler_pb2.GetBlocksRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetBlocksResponse:
-        check_operator("the map of blocks")
+        self._entrance.call(context).caller.check_operator("the map of blocks")
         found = explain.block_map(self._step_loop.state)
         return scheduler_pb2.GetBlocksResponse(owners=found.owners, device_blocks=found.device, host_blocks=found.host)
 
     async def SubscribeKvEvents(
         self, request: scheduler_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        check_operator("what is in the prefix cache")
+        self._entrance.call(context).caller.check_operator("what is in the prefix cache")
         await write_all(kv_event_messages(request, self._step_loop.kv_events, self._info.instance_id), context)
 
     async def GetServerInfo(
@@ -109,7 +115,7 @@ class SchedulerServicer(RequestServicer):
     async def GetLoads(
         self, request: scheduler_pb2.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetLoadsResponse:
-        return self._loads()
+        return self._loads(self._entrance.call(context))
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
         availability = self._step_loop.availability
@@ -126,15 +132,17 @@ class SchedulerServicer(RequestServicer):
             response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.epoch))
         return response
 
-    def _loads(self) -> scheduler_pb2.GetLoadsResponse:
-        """Return the load of now, which operators may see. Raises RpcError."""
-        check_operator("what the server is doing")
+    def _loads(self, call: Call) -> scheduler_pb2.GetLoadsResponse:
+        """Return the load of now, which operators may see. Raises RefusedError."""
+        call.caller.check_operator("what the server is doing")
         response = report.encode_loads(explain.stats(self._step_loop.state))
         response.generation_throughput = self._generation_throughput()
         response.worker_connected = self._step_loop.is_connected
         response.num_worker_losses = self._step_loop.availability.num_worker_losses
         return response
 
-    def _find_detached(self, request: scheduler_pb2.AttachRequest | scheduler_pb2.GetResultRequest) -> Generation:
-        """Find a detached request of the caller's. Raises RpcError."""
-        return self._detached.find(tenant_of_call(request.tenant), request.request_id)
+    def _find_detached(
+        self, request: scheduler_pb2.AttachRequest | scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
+    ) -> Generation:
+        """Find a detached request of the caller's. Raises RefusedError."""
+        return self._detached.find(self._tenant(request, context), request.request_id)

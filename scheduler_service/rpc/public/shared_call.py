@@ -8,6 +8,7 @@ Nothing is made before the client has read what came before, so a slow one gets 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from itertools import chain
 
 import grpc
@@ -16,12 +17,12 @@ import grpc.aio
 from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc.entrance import continue_trace
+from scheduler_service.rpc.public.generate_request import read_request
 from scheduler_service.rpc.public.generation import Generation, News
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.output import OutputReader
-from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
-from scheduler_service.rpc.tenants.authentication import caller_of_call
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.token_stream import ReadyList
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,12 @@ class _Submitted:
         self.generation: Generation | None = None  # none before it is queued
         self.readers: list[OutputReader] = []  # of the samples, whose streams count up from `stream_id`
         self.num_kept: dict[int, int] = {}  # tokens of the samples that the client has told of
-        self.error: RpcError | None = None  # that is not the generation's
+        self.error: RefusedError | None = None  # that is not the generation's
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
 
     @property
-    def failure(self) -> RpcError | None:
+    def failure(self) -> RefusedError | None:
         return self.error or (self.generation.error if self.generation is not None else None)
 
     @property
@@ -62,12 +63,14 @@ class SharedCall:
     def __init__(
         self,
         intake: Intake,
+        call: Call,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
-        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
+        loads: Callable[[Call], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
         """`server_info` says what the first message tells of the server, and another one whenever that has changed.
         Without `loads` it is not known here what there is to do."""
         self._intake = intake
+        self._call = call
         self._news = News()
         self._ready_list = ReadyList(self._news.tell)
         self._server_info = server_info
@@ -98,7 +101,8 @@ class SharedCall:
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """Serve the call until the client has half-closed, or `close`, and every request has ended. Raises RpcError."""
+        """Serve the call until the client has half-closed, or `close`, and every request has ended. Raises
+        RefusedError."""
         reading = asyncio.create_task(self._read(requests))
         reading.add_done_callback(lambda _: self.close())
         try:
@@ -167,34 +171,37 @@ class SharedCall:
             seconds = max(0.0, submission.timeout_seconds)
             request.timer = asyncio.get_running_loop().call_later(seconds, self._expire, request)
         if self._is_closing:
-            self._fail(request, RpcError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; call another one"))
+            self._fail(request, RefusedError(Reason.UNAVAILABLE, "the server is shutting down; call another one"))
         else:
             request.task = asyncio.create_task(self._submit(submission, request))
 
     async def _submit(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
         try:
             await self._take_in(submission, request)
-        except RpcError as error:
+        except RefusedError as error:
             self._fail(request, error)
         except Exception:
             logger.exception("a request of a shared call cannot be taken in")
-            self._fail(request, RpcError(grpc.StatusCode.INTERNAL, "the request failed; see the server's log"))
+            self._fail(request, RefusedError(Reason.INTERNAL, "the request failed; see the server's log"))
 
     async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
-        """Check what comes with a request in this kind of call, and begin it. Raises RpcError."""
-        continue_trace(submission.traceparent)
+        """Check what comes with a request in this kind of call, and begin it. Raises RefusedError."""
         message, token_only = submission.request, submission.token_only
         if submission.tenants_revision:
-            caller_of_call().check_forwarded(message.tenant, submission.tenants_revision)
+            self._call.caller.check_forwarded(message.tenant, submission.tenants_revision)
         if token_only and message.WhichOneof("prompt") == "text":
             raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
         if token_only and message.sampling.stop:
             raise invalid("sampling.stop", "a token-only request has no stop texts; send stop for those you find")
-        timeout = submission.timeout_seconds if submission.HasField("timeout_seconds") else None
+        call = replace(
+            self._call,
+            trace={"traceparent": submission.traceparent} if submission.traceparent else self._call.trace,
+            time_remaining=submission.timeout_seconds if submission.HasField("timeout_seconds") else None,
+        )
         output_mode = OutputMode.WHOLE if submission.read_whole else OutputMode.STREAMED
         generation = await self._intake.begin(
-            message,
-            timeout,
+            read_request(message, call, self._intake.model),
+            call,
             output_mode,
             with_text=not token_only,
             ready_list=self._ready_list if token_only else None,
@@ -212,7 +219,7 @@ class SharedCall:
         if request is None:
             return
         if request.generation is None:
-            self._fail(request, RpcError(grpc.StatusCode.CANCELLED, "the request was aborted before it was queued"))
+            self._fail(request, RefusedError(Reason.CANCELLED, "the request was aborted before it was queued"))
         else:
             request.generation.abort()
 
@@ -227,9 +234,9 @@ class SharedCall:
 
     def _expire(self, request: _Submitted) -> None:
         message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
-        self._fail(request, RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
+        self._fail(request, RefusedError(Reason.DEADLINE_EXCEEDED, message))
 
-    def _fail(self, request: _Submitted, error: RpcError) -> None:
+    def _fail(self, request: _Submitted, error: RefusedError) -> None:
         if request.error is None:
             self.num_unread_failures += 1
             if self.num_unread_failures >= _MAX_UNREAD_FAILURES:
@@ -283,7 +290,7 @@ class SharedCall:
             message.server_info.CopyFrom(self._server_info())
         if self._tells_loads and self._loads is not None:
             self._tells_loads = False
-            message.loads.CopyFrom(self._loads())
+            message.loads.CopyFrom(self._loads(self._call))
         self._take_tokens(message)
         self._take_deltas(message, _MAX_MESSAGE_WEIGHT - len(message.token_ids))
         return message
@@ -338,11 +345,11 @@ def _weight(response: scheduler_pb2.GenerateResponse) -> int:
     return 1 + num_values + _LOGPROBS_WEIGHT * num_logprobs
 
 
-def _failure(stream_id: int, error: RpcError) -> scheduler_pb2.StreamFailure:
+def _failure(stream_id: int, error: RefusedError) -> scheduler_pb2.StreamFailure:
     return scheduler_pb2.StreamFailure(
         stream_id=stream_id,
-        code=error.code.value[0],
+        code=error.reason.grpc_code,
         message=str(error),
         field=error.field,
-        retry_delay_seconds=RETRY_DELAYS.get(error.code),
+        retry_delay_seconds=error.reason.retry_delay_s or None,
     )

@@ -10,7 +10,7 @@ import json
 from smg_grpc_proto import vllm_engine_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.status import invalid
+from scheduler_service.serving.refusal import invalid
 
 _CONSTRAINTS = vllm_engine_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"]
 # Numbers and truth values that both have by the same name, and whether theirs may be unset.
@@ -38,7 +38,7 @@ _SPELLING_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key
 
 
 def translate_request(message: vllm_engine_pb2.GenerateRequest) -> scheduler_pb2.GenerateRequest:
-    """Raises RpcError for what this engine does not do."""
+    """Raises RefusedError for what this engine does not do."""
     _check_supported(message)
     request = scheduler_pb2.GenerateRequest()
     if message.request_id:

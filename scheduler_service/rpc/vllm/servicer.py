@@ -19,15 +19,16 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
+from scheduler_service.rpc.entrance import Entrance
+from scheduler_service.rpc.public.generate_request import read_request
 from scheduler_service.rpc.public.generation import send_headers_if_silent, write_all
 from scheduler_service.rpc.public.intake import Intake
-from scheduler_service.rpc.status import RpcError, invalid
-from scheduler_service.rpc.tenants.authentication import caller_of_call, check_operator, tenant_of_call
 from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.report import Load, model_info, scheduler_load, server_info
 from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.step_loop import StepLoop
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -50,13 +51,15 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(
         self,
         intake: Intake,
+        entrance: Entrance,
         info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         read_load: Callable[[], Awaitable[Load]],
         cache: tuple[StepLoop, Callable[[], Load]] | None,
     ) -> None:
-        """`intake` is that of all services of this server. `read_load` may raise RpcError. A front end has no `cache`;
-        the load that comes with one is told with its events."""
+        """`intake` is that of all services of this server. `read_load` may raise RefusedError. A front end has no
+        `cache`; the load that comes with one is told with its events."""
         self._intake = intake
+        self._entrance = entrance
         self._availability = intake.engine.availability
         self._info = info
         self._read_load = read_load
@@ -75,14 +78,14 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_request_at = time.time()
         try:
             await self._generate(request, context)
-        except RpcError as error:
+        except RefusedError as error:
             raise _in_their_words(error.with_traceback(None)) from None
 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.AbortResponse:
         """Abort the requests that run. One that has ended is no error: the gateway cannot know."""
-        tenant = tenant_of_call(_TENANT)
+        tenant = self._entrance.call(context).caller.tenant(_TENANT)
         for request_id in request.request_ids:
             with contextlib.suppress(KeyError):
                 self._intake.engine.abort(tenant, request_id)
@@ -98,9 +101,10 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             message.request_id = request.request_id
         message.token_ids.SetInParent()
         message.token_ids.ids.extend(request.tokenized.input_ids)
+        call = self._entrance.call(context)
         try:
-            response = await self._intake.embed(message, context.time_remaining())
-        except RpcError as error:
+            response = await self._intake.embed(read_request(message, call, self._intake.model), call)
+        except RefusedError as error:
             raise _in_their_words(error.with_traceback(None)) from None
         return vllm_engine_pb2.EmbedResponse(
             embedding=response.embedding,
@@ -123,7 +127,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 f"loading: {self._availability.missing_reason or 'no worker has joined yet'}; "
                 f"{time.monotonic() - self._started_at:.0f} s since the start"
             )
-            raise RpcError(grpc.StatusCode.UNAVAILABLE, f"{reason} ({loading})" if reason else loading)
+            raise RefusedError(Reason.UNAVAILABLE, f"{reason} ({loading})" if reason else loading)
         return vllm_engine_pb2.HealthCheckResponse(
             healthy=False,
             message=reason or "the worker is lost again and again before it has made a token; see the server's log",
@@ -139,7 +143,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.GetServerInfoResponse:
         """Describe the server; what all tenants are doing is told to operators alone."""
         info = server_info(self._availability.capacity, self._info().max_num_seqs)
-        if caller_of_call().is_operator():
+        if self._entrance.call(context).caller.is_operator():
             load = await self._read_load()
             info.active_requests = load.stats.num_running + load.num_waiting
             info.last_receive_timestamp = self._last_request_at
@@ -149,7 +153,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetLoadsResponse:
-        check_operator("the load")
+        self._entrance.call(context).caller.check_operator("the load")
         if request.dp_rank != 0:
             raise invalid("dp_rank", f"dp_rank is {request.dp_rank}, but there is only rank 0 here")
         return vllm_engine_pb2.GetLoadsResponse(
@@ -175,8 +179,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         cache, load = self._cache
         # The gateway takes the subscription for made when the headers come.
         await context.send_initial_metadata(())
-        read_load = load if caller_of_call().is_operator() else None
-        feed = KvEventFeed(cache.kv_events, self._first_event_number, read_load, tenant_of_call(_TENANT))
+        caller = self._entrance.call(context).caller
+        read_load = load if caller.is_operator() else None
+        feed = KvEventFeed(cache.kv_events, self._first_event_number, read_load, caller.tenant(_TENANT))
         await write_all(feed.batches(request), context)
 
     async def FlushCache(
@@ -184,7 +189,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> common_pb2.FlushCacheResponse:
         if self._cache is None:
             raise _unserved("a front end has no cache to flush; call the scheduler itself")
-        check_operator("the prefix cache")
+        self._entrance.call(context).caller.check_operator("the prefix cache")
         if not 0 <= request.timeout_s <= _MAX_FLUSH_WAIT:
             raise invalid("timeout_s", f"timeout_s is {request.timeout_s:g}, but must be 0 to {_MAX_FLUSH_WAIT:g}")
         cache, read_load = self._cache
@@ -208,12 +213,13 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         raise _unserved("this server has no profiler to stop")
 
     async def _generate(self, message: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        translated = translate_request(message)
+        call = self._entrance.call(context)
+        parsed = read_request(translate_request(message), call, self._intake.model)
         generation = await self._intake.begin(
-            translated,
-            context.time_remaining(),
+            parsed,
+            call,
             OutputMode.STREAMED if message.stream else OutputMode.WHOLE,
-            with_text=bool(translated.sampling.stop),
+            with_text=bool(parsed.stop),
         )
         translator = ResponseTranslator(message, generation.request)
         try:
@@ -229,9 +235,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             generation.cancel()
 
     async def _tokenizer_archive(self) -> bytes:
-        """Return the archive, which is made once, off the event loop. Raises RpcError."""
+        """Return the archive, which is made once, off the event loop. Raises RefusedError."""
         if not self._intake.model.has_tokenizer:
-            raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
+            raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:
             self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._intake.model.directory))
             # Callers that have gone do not ask how it ended, which asyncio would complain of.
@@ -240,17 +246,17 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             return await asyncio.shield(self._archive)
         except (OSError, ValueError) as error:
             self._archive = None
-            raise RpcError(grpc.StatusCode.UNAVAILABLE, f"the tokenizer's files cannot be read: {error}") from error
+            raise RefusedError(Reason.UNAVAILABLE, f"the tokenizer's files cannot be read: {error}") from error
 
 
-def _unserved(message: str) -> RpcError:
-    return RpcError(grpc.StatusCode.UNIMPLEMENTED, message)
+def _unserved(message: str) -> RefusedError:
+    return RefusedError(Reason.UNIMPLEMENTED, message)
 
 
-def _in_their_words(error: RpcError) -> RpcError:
+def _in_their_words(error: RefusedError) -> RefusedError:
     for ours, theirs in _FIELDS.items():
         if error.field.startswith(ours):
             field = theirs + error.field.removeprefix(ours)
             names = f" ({_HTTP_NAMES[field]})" if field in _HTTP_NAMES else ""
-            return RpcError(error.code, f"{error}{names}", field)
+            return RefusedError(error.reason, f"{error}{names}", field)
     return error

@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
-import grpc
-
-from scheduler_service.rpc.status import RpcError, invalid
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tokenizer import Tokenizer
 
 # Texts of more bytes take their turn: one at a time of each tenant, on a thread of their own.
@@ -45,7 +43,7 @@ class PromptTexts:
         field: str = "text",
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the tokens of a prompt, which `field` of the request holds. Raises RpcError."""
+        """Return the tokens of a prompt, which `field` of the request holds. Raises RefusedError."""
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
         try:
@@ -66,7 +64,7 @@ class PromptTexts:
         return token_ids
 
     def _check_size(self, size: int, max_sequence_tokens: int, field: str) -> None:
-        """Raises RpcError for a text that is not worth tokenizing."""
+        """Raises RefusedError for a text that is not worth tokenizing."""
         if size > self._limits.max_prompt:
             raise invalid(
                 field,
@@ -84,15 +82,15 @@ class PromptTexts:
 
     @asynccontextmanager
     async def _counted(self, size: int, tenant: str) -> AsyncIterator[None]:
-        """Count the text inside the block, in which it waits for its tokens. Raises RpcError."""
+        """Count the text inside the block, in which it waits for its tokens. Raises RefusedError."""
         for whose, waiting, limit in (
             ("this tenant", self._waiting[tenant], self._limits.max_tenant_waiting),
             ("all tenants", self.num_waiting_bytes, self._limits.max_waiting),
         ):
             if waiting and waiting + size > limit:
                 self._forget_if_unused(tenant)
-                raise RpcError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                raise RefusedError(
+                    Reason.RESOURCE_EXHAUSTED,
                     f"texts of {whose} with {waiting} bytes wait to be tokenized, this one has {size}, and the limit "
                     f"is {limit}; try again later",
                 )
@@ -111,7 +109,7 @@ class PromptTexts:
             self._long_texts.pop(tenant, None)
 
 
-def too_many_tokens(field: str, num_tokens: int, max_sequence_tokens: int) -> RpcError:
+def too_many_tokens(field: str, num_tokens: int, max_sequence_tokens: int) -> RefusedError:
     return invalid(
         field,
         f"the prompt has {num_tokens} tokens, this server allows {max_sequence_tokens} for prompt and output "

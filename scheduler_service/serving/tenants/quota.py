@@ -6,12 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-import grpc
-
 from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.request import Request
-from scheduler_service.rpc.status import RpcError, invalid
-from scheduler_service.rpc.tenants.tenant_file import Quota
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.tenants.tenant_file import Quota
 from scheduler_service.serving.token_stream import Delta
 
 # What a request may use, by the limit on it.
@@ -32,7 +30,7 @@ class Quotas:
 
     @contextmanager
     def pending(self, tenant: str) -> Iterator[None]:
-        """Count a request as one of the tenant's inside the block, in which it is made ready. Raises RpcError."""
+        """Count a request as one of the tenant's inside the block, in which it is made ready. Raises RefusedError."""
         usage = self._usages.setdefault(tenant, Counter())
         num_requests, limit = usage[_PENDING] + usage["max_requests"], self._limits_of(tenant).max_requests
         if limit is not None and num_requests >= limit:
@@ -46,7 +44,8 @@ class Quotas:
             self._forget_if_unused(tenant)
 
     def claim(self, request: Request) -> "Claim | None":
-        """Take what the request can come to use; nothing as long as no worker has ever been there. Raises RpcError."""
+        """Take what the request can come to use; nothing as long as no worker has ever been there. Raises
+        RefusedError."""
         capacity = self._read_capacity()
         if capacity is None:
             return None
@@ -121,9 +120,9 @@ class Claim:
         self.usage["max_queued_tokens"] -= self.amounts.pop("max_queued_tokens", 0)
 
 
-def _exhausted(what: str, used: int, more: int, limit: int) -> RpcError:
-    return RpcError(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
+def _exhausted(what: str, used: int, more: int, limit: int) -> RefusedError:
+    return RefusedError(
+        Reason.RESOURCE_EXHAUSTED,
         f"this tenant uses {used} {what}, the request needs {more} more, and the quota is {limit}; try again when "
         "others have ended",
     )

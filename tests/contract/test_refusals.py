@@ -1,0 +1,48 @@
+"""What a refusal is at each door: each reason has its gRPC code, its HTTP status, and each fault a reason."""
+
+from http import HTTPStatus
+
+import grpc
+
+from scheduler_service.core.request import AdmissionReason, EndReason
+from scheduler_service.rpc.entrance import set_status
+from scheduler_service.serving.observer import ENDED_WELL
+from scheduler_service.serving.refusal import MAX_MESSAGE_BYTES, OF_ADMISSION, OF_END, Reason, RefusedError
+
+CLIENT_CLOSED_REQUEST = 499  # of nginx, which no standard has
+
+
+class Call:
+    """As much of a call as is told how it ends."""
+
+    def set_trailing_metadata(self, metadata: object) -> None:
+        self.metadata = metadata
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+
+def test_each_reason_is_the_grpc_code_of_its_name() -> None:
+    for reason in Reason:
+        assert grpc.StatusCode[reason.name].value[0] == reason.grpc_code
+        call = Call()
+        set_status(call, RefusedError(reason, "no", "field"))
+        assert (call.code.name, call.details) == (reason.name, "no")
+
+
+def test_each_reason_has_the_http_status_of_an_error() -> None:
+    statuses = {reason.http_status for reason in Reason}
+    assert all(status >= 400 for status in statuses)
+    assert statuses - {CLIENT_CLOSED_REQUEST} <= set(HTTPStatus)
+
+
+def test_each_fault_has_a_reason() -> None:
+    assert OF_ADMISSION.keys() == set(AdmissionReason)
+    assert OF_END.keys() == set(EndReason) - set(ENDED_WELL)
+
+
+def test_a_long_message_is_cut_to_whole_characters() -> None:
+    assert str(RefusedError(Reason.INTERNAL, "ä" * MAX_MESSAGE_BYTES)) == "ä" * (MAX_MESSAGE_BYTES // 2)
