@@ -20,11 +20,11 @@ from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
-from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.report import WORKERS_LIMITS, encode_server
 from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer
 from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, EpochsExhausted, FencedError, WorkerLink
 from scheduler_service.serving.activity import Activity
+from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.model_info import ModelInfo

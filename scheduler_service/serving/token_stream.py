@@ -16,19 +16,22 @@ from scheduler_service.serving.refusal import RefusedError
 
 
 class Delta(NamedTuple):
-    """The tokens that one sequence got since its last delta. The last delta has `end`.
+    """The tokens that one sample got since its last delta, to which its output adds their text. The last delta has
+    `end`.
 
     A tuple, because there is one for every token, and a frozen dataclass takes four times as long to make.
     """
 
-    index: int  # type: ignore[assignment]  # which sample of its request; hides the method of tuples
+    sample_index: int
     first_token: int  # index in the output of the first of token_ids
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    prompt_logprobs: list[TokenLogprobs]
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    prompt_logprobs: Sequence[TokenLogprobs]
     end: SequenceEnd | None
-    cumulative_logprob: float | None = None  # of a hypothesis, with its end
+    cumulative_logprob: float | None = None  # up to the last token; before there is text, of a hypothesis alone
     num_computed: int = 0  # with its end: tokens that the sample got, and what was computed behind the output's end
+    text: str = ""
+    stop_text: str | None = None  # with its end, which it is the reason for
 
 
 # Called on the event loop; must not raise.

@@ -17,8 +17,10 @@ from tokenizers import Tokenizer
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.public.detached import DetachedRequests, result_of
-from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
+from scheduler_service.rpc.public.generate_response import whole_response
+from scheduler_service.rpc.public.scheduler_servicer import result_of
+from scheduler_service.serving.detached import DetachedRequests
+from scheduler_service.serving.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import Tokenizer as ServedTokenizer
 from testing.scheduler_stack import (
@@ -164,13 +166,14 @@ async def test_no_client_needs_to_be_there_and_a_lost_worker_is_no_matter(checkp
 async def test_what_ends_while_its_result_is_put_together_is_not_told_as_ended() -> None:
     """The last tokens may be missing from that result."""
 
-    class Output:
-        async def whole(self) -> pb.GenerateResponse:
+    class Output(OutputBuffer):
+        def delta(self, first_token: int, num_tokens: int) -> Delta:
             generation.has_ended = True
-            return pb.GenerateResponse()
+            return super().delta(first_token, num_tokens)
 
+    output = Output(0, None, with_logprobs=False, is_kept=True)
     generation: Any = SimpleNamespace(
-        outputs=[Output()], has_ended=False, error=None, request=SimpleNamespace(request_id="a")
+        outputs=[output], has_ended=False, error=None, request=SimpleNamespace(request_id="a")
     )
     assert (await result_of(generation)).state == pb.RESULT_STATE_RUNNING
     assert (await result_of(generation)).state == pb.RESULT_STATE_FINISHED
@@ -323,13 +326,13 @@ async def test_results_are_kept_up_to_a_size(checkpoint: Path) -> None:
 
 async def test_a_large_result_is_made_between_the_turns_of_others() -> None:
     rng = random.Random(1)
-    output = OutputBuffer("id", 0, None, with_logprobs=True, is_kept=True)
+    output = OutputBuffer(0, None, with_logprobs=True, is_kept=True)
     entries = []
     for position in range(3000):
         top = tuple((rng.randrange(1000), rng.random()) for _ in range(rng.randrange(4)))
         entries.append(TokenLogprobs(rng.randrange(1000), rng.random(), rng.randrange(1, 9), top))
         output.add(Delta(0, position, [entries[-1].token_id], entries[-1:], [], None))
-    making = asyncio.create_task(output.whole())
+    making = asyncio.create_task(whole_response("id", output))
     num_turns = 0
     while not making.done():
         num_turns += 1
@@ -463,9 +466,9 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
     decoder = tokenizer.text_decoder(
         (5, 6), stop=stop, min_tokens=0, include_stop_text=bool(seed % 3), skip_special_tokens=True
     )
-    output = OutputBuffer("id", 0, decoder, with_logprobs=False, keep_stop_token_text=seed % 4 == 0, is_kept=True)
+    output = OutputBuffer(0, decoder, with_logprobs=False, keep_stop_token_text=seed % 4 == 0, is_kept=True)
     live = OutputReader(output, 0)
-    received: list[pb.GenerateResponse] = []
+    received: list[Delta] = []
     done = 0
     while done < len(token_ids):
         size = rng.randrange(1, 9)
@@ -479,7 +482,7 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
     if output.end is None:
         output.add(Delta(0, output.num_tokens, [], [], [], end_of(output.num_tokens)))
     received += live.take()
-    whole = asyncio.run(output.whole())
+    whole = asyncio.run(whole_response("id", output))
     assert whole.HasField("usage")
     assert "".join(response.text for response in received) == whole.text
     assert [token for response in received for token in response.token_ids] == list(whole.token_ids)
@@ -492,4 +495,4 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
     for first, (text, rest_text) in enumerate(pairwise(texts)):
         assert text.endswith(rest_text)
         if first + 1 < output.num_tokens:  # what comes with the last token may include what follows it
-            assert text == output.response(first, 1).text + rest_text
+            assert text == output.delta(first, 1).text + rest_text

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.shared_call import SharedCall
+from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.model_info import read_model_info
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller

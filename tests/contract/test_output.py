@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
+from scheduler_service.rpc.public.generate_response import encode_delta, whole_response
+from scheduler_service.serving.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import DecodedText, Tokenizer
 from testing.scheduler_stack import EOS, VOCAB_SIZE
@@ -36,10 +37,14 @@ def deltas(rng: random.Random, reason: EndReason) -> list[Delta]:
     return [*found, Delta(0, first, [], [], [], end)]
 
 
+def encoded(reader: OutputReader) -> list[pb.GenerateResponse]:
+    return [encode_delta("id", delta) for delta in reader.take()]
+
+
 def read_some(reader: OutputReader, rng: random.Random, received: list[pb.GenerateResponse]) -> None:
     """Read what is due, or leave some of it for the next time."""
-    for response in reader.take():
-        received.append(response)
+    for delta in reader.take():
+        received.append(encode_delta("id", delta))
         if rng.random() < 0.3:
             return
 
@@ -63,11 +68,11 @@ def test_half_a_character_at_the_end_hides_no_stop_text(
     vocab = HuggingFaceTokenizer.from_file(str(checkpoint / "tokenizer.json"))
     token_ids = [vocab.token_to_id(name) for name in ("a", "Ġ", "ð")]
     decoder = tokenizer.text_decoder((), stop=[stop], min_tokens=0, include_stop_text=False, skip_special_tokens=False)
-    output = OutputBuffer("id", 0, decoder, with_logprobs=False, is_kept=True)
+    output = OutputBuffer(0, decoder, with_logprobs=False, is_kept=True)
     reason, token = (EndReason.STOP, EOS) if ends_by_token else (EndReason.LENGTH, None)
     end = SequenceEnd(0, reason, 5, 0, 3, token, "", 0.0, None, None)
     output.add(Delta(0, 0, [*token_ids, EOS] if ends_by_token else token_ids, [], [], end))
-    whole = asyncio.run(output.whole())
+    whole = asyncio.run(whole_response("id", output))
     assert whole.text == text
     has_stop = stop != "b"
     is_stop = has_stop or ends_by_token
@@ -88,14 +93,14 @@ class WordDecoder:
 
 
 def test_what_nothing_reads_takes_a_few_bytes_a_token() -> None:
-    output = OutputBuffer("id", 0, WordDecoder(), with_logprobs=False, is_kept=True)
+    output = OutputBuffer(0, WordDecoder(), with_logprobs=False, is_kept=True)
     num_tokens = 20_000
     tracemalloc.start()
     for position in range(num_tokens):
         output.add(Delta(0, position, [position], [], [], None))
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(asyncio.run(output.whole()).text) == 7 * num_tokens
+    assert len(asyncio.run(whole_response("id", output)).text) == 7 * num_tokens
     assert taken < 30 * num_tokens
 
 
@@ -107,7 +112,6 @@ def test_a_reader_gets_everything_once_and_in_order(checkpoint: Path, seed: int,
     tokenizer = Tokenizer(checkpoint / "tokenizer.json")
     buffers = [
         OutputBuffer(
-            "id",
             0,
             tokenizer.text_decoder((5, 6), stop=[], min_tokens=0, include_stop_text=False, skip_special_tokens=True),
             with_logprobs=True,
@@ -122,11 +126,11 @@ def test_a_reader_gets_everything_once_and_in_order(checkpoint: Path, seed: int,
             buffer.add(delta)
         if rng.random() < 0.6:
             read_some(reader, rng, received)
-    received += reader.take()
-    whole = asyncio.run(buffers[1].whole())
+    received += encoded(reader)
+    whole = asyncio.run(whole_response("id", buffers[1]))
     assert joined(received) == joined([whole])
     assert list(reader.take()) == []
     ends = [response.HasField("usage") for response in received]
     assert ends == [False] * (len(ends) - 1) + [True] if reason is EndReason.LENGTH else not any(ends)
     # A second reader of what is kept gets the same.
-    assert joined(list(OutputReader(buffers[1], max_tokens=3).take())) == joined([whole])
+    assert joined(encoded(OutputReader(buffers[1], max_tokens=3))) == joined([whole])

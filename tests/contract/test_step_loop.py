@@ -13,11 +13,11 @@ from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
-from scheduler_service.rpc.public.generation import Generation
-from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.clock import Clock
+from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.kv_events import KvEventLog
+from scheduler_service.serving.output import OutputBuffer, OutputReader
 from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
@@ -376,7 +376,7 @@ async def test_ten_epochs_without_a_token() -> None:
 
 async def test_fan_out_serves_a_few_per_turn_and_in_order() -> None:
     fan_out, order = FanOut(Clock(), batch_size=3), []
-    streams = [TokenStream(make_request(i), i, lambda delta: order.append(delta.index), 0.0) for i in range(10)]
+    streams = [TokenStream(make_request(i), i, lambda delta: order.append(delta.sample_index), 0.0) for i in range(10)]
     for stream in streams:
         stream.publish(1, 0.0)
         fan_out.enqueue(stream)
@@ -428,29 +428,29 @@ async def test_a_stop_text_ends_the_sequence_without_a_reader() -> None:
         def stop(self, sequence_id: int, num_output_tokens: int) -> None:
             stops.append((sequence_id, num_output_tokens))
 
-    output = OutputBuffer("id", 0, LetterDecoder(), with_logprobs=False)
+    output = OutputBuffer(0, LetterDecoder(), with_logprobs=False)
     generation = Generation(make_request(0), [output], Stopper())
     generation.sequence_ids = [42]
     generation.deliver(Delta(0, 0, [0, 1], [], [], None))
     generation.deliver(Delta(0, 2, [2, 3, 4, 5], [], [], None))
     assert stops == [(42, 4)]
     generation.deliver(Delta(0, 6, [], [], [], end_of(4)))
-    (response,) = [response async for response in generation.responses()]
-    assert list(response.token_ids) == [0, 1, 2, 3]
-    assert (response.text, response.stop_text) == ("abc", "d")
-    assert response.usage.completion_tokens == 4
+    (delta,) = [delta async for delta in generation.deltas()]
+    assert delta.token_ids == [0, 1, 2, 3]
+    assert (delta.text, delta.stop_text) == ("abc", "d")
+    assert delta.end.num_output_tokens == 4
 
 
-async def test_long_outputs_leave_in_several_responses() -> None:
-    output = OutputBuffer("id", 0, LetterDecoder(), with_logprobs=True)
+async def test_long_outputs_leave_in_several_deltas() -> None:
+    output = OutputBuffer(0, LetterDecoder(), with_logprobs=True)
     reader = OutputReader(output)
     logprobs = [TokenLogprobs(0, -1.0, 1) for _ in range(5000)]
     output.add(Delta(0, 0, [0] * 5000, logprobs, logprobs, end_of(5000, EndReason.LENGTH)))
-    responses = list(reader.take())
-    assert [len(response.prompt_logprobs) for response in responses] == [2048, 2048, 904, 0, 0, 0]
-    assert [response.first_token for response in responses] == [0, 0, 0, 0, 2048, 4096]
-    assert [len(response.logprobs) for response in responses][3:] == [2048, 2048, 904]
-    assert responses[-1].cumulative_logprob == -5000
-    assert responses[-1].text == "a" * 5000
-    assert responses[-1].usage.completion_tokens == 5000
+    deltas = list(reader.take())
+    assert [len(delta.prompt_logprobs) for delta in deltas] == [2048, 2048, 904, 0, 0, 0]
+    assert [delta.first_token for delta in deltas] == [0, 0, 0, 0, 2048, 4096]
+    assert [len(delta.logprobs) for delta in deltas][3:] == [2048, 2048, 904]
+    assert deltas[-1].cumulative_logprob == -5000
+    assert deltas[-1].text == "a" * 5000
+    assert deltas[-1].end.num_output_tokens == 5000
     assert list(reader.take()) == []

@@ -4,7 +4,7 @@ Each client is a receiver of the production step loop. Every token is compared a
 an undisturbed run is, every end with the reason it claims, and nothing may come after it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pagewire.common.messages import Pooling, RowStatus
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
@@ -45,7 +45,7 @@ class Client:
 
     def deliver(self, delta: Delta) -> None:
         assert self.samples, "something came before the request was queued"
-        self.outputs[delta.index].take(delta)
+        self.outputs[delta.sample_index].take(delta)
         if all(output.end is not None for output in self.outputs):
             self._on_end(self)
 
@@ -98,7 +98,7 @@ class Output:
             self.end = delta.end
             self._check_end(delta.end, delta.cumulative_logprob)
 
-    def take_tokens(self, token_ids: list[int]) -> None:
+    def take_tokens(self, token_ids: Sequence[int]) -> None:
         assert self.end is None, "S6: a token after the end"
         request, sampling = self.client.request, self.client.request.sampling
         for token_id in token_ids:
@@ -123,7 +123,7 @@ class Output:
         assert matcher.status is RowStatus.OK, "a token where the grammar has failed"
         return constrained_token(matcher, request.sampling, self._prefix, request.seed, self.index)
 
-    def _take_logprobs(self, entries: list[TokenLogprobs]) -> None:
+    def _take_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         """Of the tokens that have just come. The simulated worker says how many tokens there were."""
         request = self.client.request
         for entry in entries:
@@ -132,7 +132,7 @@ class Output:
         num_expected = len(self.received) if request.sampling.num_logprobs is not None else 0
         assert self._num_logprobs == num_expected, "S6: log-probabilities are not those of the tokens"
 
-    def _take_prompt_logprobs(self, entries: list[TokenLogprobs]) -> None:
+    def _take_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         """Of each prompt token but the first, once and in order."""
         if not entries:
             return

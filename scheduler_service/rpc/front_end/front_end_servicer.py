@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.entrance import Entrance
 from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
-from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.request_servicer import RequestServicer
+from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError

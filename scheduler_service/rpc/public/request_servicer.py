@@ -14,9 +14,14 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.rpc.entrance import Entrance
 from scheduler_service.rpc.public.generate_request import read_request
-from scheduler_service.rpc.public.generation import send_headers_if_silent, write_all
-from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.generate_response import (
+    decode_embedding,
+    send_headers_if_silent,
+    usage_of,
+    write_deltas,
+)
 from scheduler_service.rpc.public.shared_call import SharedCall
+from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -65,7 +70,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         generation = await self.intake.begin(read_request(request, call, self.intake.model), call)
         try:
             await send_headers_if_silent(generation, context)
-            await write_all(generation.responses(), context)
+            await write_deltas(generation, context)
         finally:
             generation.cancel()
 
@@ -87,10 +92,9 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         fields = {field.name: value for field, value in request.ListFields()}
         message = scheduler_pb2.GenerateRequest(embed=True, **fields)
         call = self._entrance.call(context)
-        response = await self.intake.embed(read_request(message, call, self.intake.model), call)
-        return scheduler_pb2.EmbedResponse(
-            request_id=response.request_id, embedding=response.embedding, usage=response.usage
-        )
+        request_id, end = await self.intake.embed(read_request(message, call, self.intake.model), call)
+        embedding = decode_embedding(end.embedding)
+        return scheduler_pb2.EmbedResponse(request_id=request_id, embedding=embedding, usage=usage_of(end))
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext

@@ -11,15 +11,17 @@ from scheduler_service.core import explain
 from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.entrance import Entrance
 from scheduler_service.rpc.public import report
-from scheduler_service.rpc.public.detached import DetachedRequests, responses_from, result_of
 from scheduler_service.rpc.public.generate_request import read_request
-from scheduler_service.rpc.public.generation import Generation, write_all
-from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.generate_response import whole_response, write_all, write_deltas
 from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.public.request_servicer import RequestServicer
+from scheduler_service.serving.detached import DetachedRequests
+from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.prompt_text import TextLimits
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
@@ -76,7 +78,8 @@ class SchedulerServicer(RequestServicer):
         return scheduler_pb2.SubmitResponse(request_id=generation.request.request_id)
 
     async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
-        await write_all(responses_from(request, self._find_detached(request, context)), context)
+        generation = self._find_detached(request, context)
+        await write_deltas(generation, context, first_tokens_of(request, generation))
 
     async def GetResult(
         self, request: scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
@@ -146,3 +149,37 @@ class SchedulerServicer(RequestServicer):
     ) -> Generation:
         """Find a detached request of the caller's. Raises RefusedError."""
         return self._detached.find(self._tenant(request, context), request.request_id)
+
+
+async def result_of(generation: Generation) -> scheduler_pb2.GetResultResponse:
+    """Return everything that came of a request so far, and whether it has ended."""
+    # Before the outputs, which others may add to while they are put together: one that has ended has all.
+    state = scheduler_pb2.RESULT_STATE_FINISHED if generation.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
+    request_id = generation.request.request_id
+    outputs = [await whole_response(request_id, output) for output in generation.outputs]
+    response = scheduler_pb2.GetResultResponse(request_id=request_id, state=state, outputs=outputs)
+    if (error := generation.error) is not None:
+        failure = scheduler_pb2.Failure(code=error.reason.grpc_code, message=str(error))
+        response.MergeFrom(scheduler_pb2.GetResultResponse(state=scheduler_pb2.RESULT_STATE_FAILED, failure=failure))
+    return response
+
+
+def first_tokens_of(message: scheduler_pb2.AttachRequest, generation: Generation) -> list[int]:
+    """Return the token from which on each sample is to be told. Raises RefusedError for tokens that are not there."""
+    num_samples = len(generation.outputs)
+    if len(message.from_tokens) > num_samples:
+        raise invalid(
+            "from_tokens",
+            f"from_tokens has {len(message.from_tokens)} entries, but the request has {num_samples} samples; send "
+            "at most one for each",
+        )
+    first_tokens = [*message.from_tokens, *[message.from_token] * (num_samples - len(message.from_tokens))]
+    for index, (output, first_token) in enumerate(zip(generation.outputs, first_tokens, strict=True)):
+        if first_token > output.num_tokens:
+            raise RefusedError(
+                Reason.OUT_OF_RANGE,
+                f"sample {index} has {output.num_tokens} tokens, but the stream was to begin at token "
+                f"{first_token}; begin at {output.num_tokens} or before",
+                f"from_tokens[{index}]" if index < len(message.from_tokens) else "from_token",
+            )
+    return first_tokens

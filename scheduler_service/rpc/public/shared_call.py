@@ -18,9 +18,10 @@ from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.public.generate_request import read_request
-from scheduler_service.rpc.public.generation import Generation, News
-from scheduler_service.rpc.public.intake import Intake
-from scheduler_service.rpc.public.output import OutputReader
+from scheduler_service.rpc.public.generate_response import encode_delta
+from scheduler_service.serving.generation import Generation, News
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import OutputReader
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.token_stream import ReadyList
@@ -324,7 +325,9 @@ class SharedCall:
         while self._ready and room > 0:
             request = next(iter(self._ready))
             # Those that are left are due the next time.
-            for response in chain.from_iterable(map(OutputReader.take, request.readers)):
+            for delta in chain.from_iterable(map(OutputReader.take, request.readers)):
+                assert request.generation is not None
+                response = encode_delta(request.generation.request.request_id, delta)
                 message.deltas.add(stream_id=request.stream_id + response.index, delta=response)
                 room -= _weight(response)
                 if room <= 0:

@@ -1,4 +1,4 @@
-"""Our GenerateResponses as VllmEngine's: tokens as chunks if they are wanted, and one `complete` for each sample.
+"""Deltas of outputs as VllmEngine has them: tokens as chunks if they are wanted, and one `complete` for each sample.
 
 A chunk is one token, even where several have waited: of each chunk the gateway reads one part of a call of a tool, and
 loses what else stands there, or makes text of it. Which streams may have calls it does not tell.
@@ -9,18 +9,12 @@ from collections.abc import Iterator, Sequence
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import Request
-
-_FINISH_REASONS = {
-    scheduler_pb2.FINISH_REASON_STOP: "stop",
-    scheduler_pb2.FINISH_REASON_LENGTH: "length",
-    scheduler_pb2.FINISH_REASON_ABORT: "abort",
-}
+from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
+from scheduler_service.serving.token_stream import Delta
 
 
 class ResponseTranslator:
-    """The responses of one call. Output tokens are kept until the end of their sample, since `complete` repeats
+    """The deltas of one call. Output tokens are kept until the end of their sample, since `complete` repeats
     them."""
 
     def __init__(self, message: vllm_engine_pb2.GenerateRequest, request: Request) -> None:
@@ -38,40 +32,41 @@ class ResponseTranslator:
             if sampling.prompt_logprobs > 0:
                 self._prompt_logprobs.top_logprobs.add()
 
-    def translate(self, response: scheduler_pb2.GenerateResponse) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """Yield what is to be sent for one of our responses."""
-        self._take_prompt_logprobs(response.prompt_logprobs)
-        self._token_ids[response.index].extend(response.token_ids)
+    def translate(self, delta: Delta) -> Iterator[vllm_engine_pb2.GenerateResponse]:
+        """Yield what is to be sent for a delta."""
+        self._take_prompt_logprobs(delta.prompt_logprobs)
+        self._token_ids[delta.sample_index].extend(delta.token_ids)
         if self._is_streaming:
-            for position in range(len(response.token_ids)):
-                yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(response, position))
+            for position in range(len(delta.token_ids)):
+                yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(delta, position))
         elif self._with_logprobs:
-            self._add_logprobs(response.logprobs, self._logprobs[response.index])
-        if response.HasField("usage"):
-            yield vllm_engine_pb2.GenerateResponse(complete=self._complete(response))
+            self._add_logprobs(delta.logprobs, self._logprobs[delta.sample_index])
+        if delta.end is not None:
+            yield vllm_engine_pb2.GenerateResponse(
+                complete=self._complete(delta.sample_index, delta.end, delta.stop_text)
+            )
 
-    def _chunk(self, response: scheduler_pb2.GenerateResponse, position: int) -> vllm_engine_pb2.GenerateStreamChunk:
+    def _chunk(self, delta: Delta, position: int) -> vllm_engine_pb2.GenerateStreamChunk:
         chunk = vllm_engine_pb2.GenerateStreamChunk(
-            token_ids=(response.token_ids[position],),
+            token_ids=(delta.token_ids[position],),
             prompt_tokens=len(self._prompt_token_ids),
             completion_tokens=1,
-            index=response.index,
+            index=delta.sample_index,
         )
         if self._with_logprobs:
-            self._add_logprobs(response.logprobs[position : position + 1], chunk.output_logprobs)
+            self._add_logprobs(delta.logprobs[position : position + 1], chunk.output_logprobs)
         if self._prompt_logprobs is not None:
             chunk.input_logprobs.CopyFrom(self._prompt_logprobs)
             self._prompt_logprobs = None  # the first chunk alone has them
         return chunk
 
-    def _complete(self, response: scheduler_pb2.GenerateResponse) -> vllm_engine_pb2.GenerateComplete:
-        index, usage = response.index, response.usage
+    def _complete(self, index: int, end: SequenceEnd, stop_text: str | None) -> vllm_engine_pb2.GenerateComplete:
         complete = vllm_engine_pb2.GenerateComplete(
             output_ids=self._token_ids[index],
-            finish_reason=_FINISH_REASONS[response.finish_reason],
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
+            finish_reason=end.reason.value,
+            prompt_tokens=end.num_prompt_tokens,
+            completion_tokens=end.num_output_tokens,
+            cached_tokens=end.num_cached_tokens,
             index=index,
         )
         if not self._is_streaming:
@@ -79,14 +74,13 @@ class ResponseTranslator:
                 complete.output_logprobs.CopyFrom(self._logprobs[index])
             if self._prompt_logprobs is not None:
                 complete.input_logprobs.CopyFrom(self._prompt_logprobs)
-        match response.WhichOneof("stop"):
-            case "stop_text":
-                complete.matched_stop_str = response.stop_text
-            case "stop_token_id" if response.stop_token_id in self._sampling.stop_token_ids:
-                complete.matched_token_id = response.stop_token_id
+        if stop_text is not None:
+            complete.matched_stop_str = stop_text
+        elif end.stop_token_id is not None and end.stop_token_id in self._sampling.stop_token_ids:
+            complete.matched_token_id = end.stop_token_id
         return complete
 
-    def _take_prompt_logprobs(self, entries: Sequence[scheduler_pb2.TokenLogprobs]) -> None:
+    def _take_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         if self._prompt_logprobs is None:
             return
         for entry in entries:
@@ -95,9 +89,7 @@ class ResponseTranslator:
             if self._sampling.prompt_logprobs > 0:
                 _add_top(entry, self._prompt_logprobs.top_logprobs.add())
 
-    def _add_logprobs(
-        self, entries: Sequence[scheduler_pb2.TokenLogprobs], logprobs: vllm_engine_pb2.OutputLogProbs
-    ) -> None:
+    def _add_logprobs(self, entries: Sequence[TokenLogprobs], logprobs: vllm_engine_pb2.OutputLogProbs) -> None:
         for entry in entries:
             logprobs.token_ids.append(entry.token_id)
             logprobs.token_logprobs.append(entry.logprob)
@@ -105,6 +97,6 @@ class ResponseTranslator:
                 _add_top(entry, logprobs.top_logprobs.add())
 
 
-def _add_top(entry: scheduler_pb2.TokenLogprobs, top: vllm_engine_pb2.TopLogProbs) -> None:
-    top.token_ids.extend(candidate.token_id for candidate in entry.top)
-    top.values.extend(candidate.logprob for candidate in entry.top)
+def _add_top(entry: TokenLogprobs, top: vllm_engine_pb2.TopLogProbs) -> None:
+    top.token_ids.extend(token_id for token_id, _ in entry.top)
+    top.values.extend(logprob for _, logprob in entry.top)

@@ -21,13 +21,13 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.entrance import Entrance
 from scheduler_service.rpc.public.generate_request import read_request
-from scheduler_service.rpc.public.generation import send_headers_if_silent, write_all
-from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.generate_response import decode_embedding, send_headers_if_silent, write_all
 from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.report import Load, model_info, scheduler_load, server_info
 from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
+from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.step_loop import StepLoop
 
@@ -103,13 +103,14 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         message.token_ids.ids.extend(request.tokenized.input_ids)
         call = self._entrance.call(context)
         try:
-            response = await self._intake.embed(read_request(message, call, self._intake.model), call)
+            _, end = await self._intake.embed(read_request(message, call, self._intake.model), call)
         except RefusedError as error:
             raise _in_their_words(error.with_traceback(None)) from None
+        embedding = decode_embedding(end.embedding)
         return vllm_engine_pb2.EmbedResponse(
-            embedding=response.embedding,
-            prompt_tokens=response.usage.prompt_tokens,
-            embedding_dim=len(response.embedding),
+            embedding=embedding,
+            prompt_tokens=end.num_prompt_tokens,
+            embedding_dim=len(embedding),
         )
 
     # What is served
@@ -227,9 +228,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 await send_headers_if_silent(generation, context)
             else:
                 await generation.wait_for_end()
-            async with contextlib.aclosing(generation.responses()) as responses:
-                async for response in responses:
-                    for translation in translator.translate(response):
+            async with contextlib.aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    for translation in translator.translate(delta):
                         await context.write(translation)
         finally:
             generation.cancel()

@@ -2,12 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
 from functools import partial
 
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.public.generation import Generation
-from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.generation import Generation
+from scheduler_service.serving.refusal import Reason, RefusedError
 
 MAX_ENDED = 4096
 
@@ -76,39 +74,3 @@ class DetachedRequests:
             amounts[key[0]] -= amount
             if not amounts[key[0]]:
                 del amounts[key[0]]
-
-
-async def result_of(generation: Generation) -> scheduler_pb2.GetResultResponse:
-    """Return everything that came of a request so far, and whether it has ended."""
-    # Before the outputs, which others may add to while they are put together: one that has ended has all.
-    state = scheduler_pb2.RESULT_STATE_FINISHED if generation.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
-    outputs = [await output.whole() for output in generation.outputs]
-    response = scheduler_pb2.GetResultResponse(request_id=generation.request.request_id, state=state, outputs=outputs)
-    if (error := generation.error) is not None:
-        failure = scheduler_pb2.Failure(code=error.reason.grpc_code, message=str(error))
-        response.MergeFrom(scheduler_pb2.GetResultResponse(state=scheduler_pb2.RESULT_STATE_FAILED, failure=failure))
-    return response
-
-
-def responses_from(
-    message: scheduler_pb2.AttachRequest, generation: Generation
-) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
-    """Yield the samples' responses from the tokens on that the message names. Raises RefusedError: at once for tokens
-    that are not there, in the course of it if the request fails."""
-    num_samples = len(generation.outputs)
-    if len(message.from_tokens) > num_samples:
-        raise invalid(
-            "from_tokens",
-            f"from_tokens has {len(message.from_tokens)} entries, but the request has {num_samples} samples; send "
-            "at most one for each",
-        )
-    first_tokens = [*message.from_tokens, *[message.from_token] * (num_samples - len(message.from_tokens))]
-    for index, (output, first_token) in enumerate(zip(generation.outputs, first_tokens, strict=True)):
-        if first_token > output.num_tokens:
-            raise RefusedError(
-                Reason.OUT_OF_RANGE,
-                f"sample {index} has {output.num_tokens} tokens, but the stream was to begin at token "
-                f"{first_token}; begin at {output.num_tokens} or before",
-                f"from_tokens[{index}]" if index < len(message.from_tokens) else "from_token",
-            )
-    return generation.responses(first_tokens)

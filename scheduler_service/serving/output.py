@@ -7,28 +7,21 @@ has a text of its own, which is what it completed. Text that comes with the end 
 the last.
 """
 
-import asyncio
 import io
-import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from dataclasses import replace
 
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
+from scheduler_service.serving.observer import ENDED_WELL
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import TextDecoder
 
-# Tokens, or prompt log-probabilities, of one response: keeps it far below a client's message limit of 4 MiB.
-MAX_RESPONSE_TOKENS = 2048
-_PIECE_TOKENS = 256  # of a whole output: less than a millisecond's work, log-probabilities included
+# Tokens, or prompt log-probabilities, of one delta: keeps a message of it far below a client's limit of 4 MiB.
+MAX_DELTA_TOKENS = 2048
 _BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
 _MAX_TEXTS = 256  # tokens after which texts are joined: Python 3.11 keeps each as it was written until it is asked
-FINISH_REASONS = {
-    EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
-    EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
-    EndReason.ABORT: scheduler_pb2.FINISH_REASON_ABORT,
-}
 
 
 class LogprobColumns:
@@ -73,8 +66,7 @@ class OutputBuffer:
 
     def __init__(
         self,
-        request_id: str,
-        index: int,
+        sample_index: int,
         decoder: TextDecoder | None,
         *,
         with_logprobs: bool,
@@ -82,8 +74,7 @@ class OutputBuffer:
         is_kept: bool = False,
     ) -> None:
         """Without a `decoder` all text is empty. `keep_stop_token_text`: the token that ends the output leaves text."""
-        self._request_id = request_id
-        self._index = index
+        self._sample_index = sample_index
         self._decoder = decoder
         self._with_logprobs = with_logprobs
         self._keep_stop_token_text = keep_stop_token_text
@@ -115,8 +106,8 @@ class OutputBuffer:
 
     def add(self, delta: Delta) -> None:
         """Take what the sequence got. The end comes with the last token, or alone; with it comes all text there is."""
-        _, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob, _ = delta
-        if prompt_logprobs and self._index == 0:
+        _, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob, *_ = delta
+        if prompt_logprobs and self._sample_index == 0:
             self._prompt_logprobs.extend(prompt_logprobs)
             self.num_prompt_logprobs += len(prompt_logprobs)
         if self._is_kept and len(token_ids) > 1:
@@ -138,40 +129,39 @@ class OutputBuffer:
             return True
         return self._chars_before(first_token) < self._num_chars
 
-    def response(self, first_token: int, num_tokens: int) -> scheduler_pb2.GenerateResponse:
-        """Make a response of so many tokens from one on. With the last token comes the end, if the output has ended
+    def delta(self, first_token: int, num_tokens: int) -> Delta:
+        """Make a delta of so many tokens from one on. With the last token comes the end, if the output has ended
         well."""
         start = first_token - self._first_token
         stop = start + num_tokens
         is_last = first_token + num_tokens == self.num_tokens
-        text, token_ids = self._text.getvalue(), self._token_ids
+        text = self._text.getvalue()
         if start or not is_last:
             end_of_text = self._num_chars if is_last else self._chars_before(first_token + num_tokens)
             text = text[self._chars_before(first_token) : end_of_text]
-            token_ids = token_ids[start:stop]
-        response = scheduler_pb2.GenerateResponse(
-            request_id=self._request_id,
-            index=self._index,
-            first_token=first_token,
-            token_ids=token_ids,
-            text=text,
-        )
+        logprobs: Sequence[TokenLogprobs] = ()
+        cumulative_logprob = None
         if self._with_logprobs:
-            response.logprobs.extend(_encoded(entry) for entry in self._logprobs[start:stop])
-            response.cumulative_logprob = self._cumulative_logprobs[stop - 1] if stop else self._cumulative_logprob
-        if is_last and self.end is not None:
-            self._finish(response, self.end)
-        return response
-
-    def prompt_response(self, first: int, count: int) -> scheduler_pb2.GenerateResponse:
-        """Make a response of so many log-probabilities of prompt tokens from one on."""
-        start = first - self._first_prompt_logprob
-        return scheduler_pb2.GenerateResponse(
-            request_id=self._request_id,
-            index=self._index,
-            first_token=self._first_token,
-            prompt_logprobs=[_encoded(entry) for entry in self._prompt_logprobs[start : start + count]],
+            logprobs = self._logprobs[start:stop]
+            cumulative_logprob = self._cumulative_logprobs[stop - 1] if stop else self._cumulative_logprob
+        delta = Delta(
+            self._sample_index,
+            first_token,
+            self._token_ids[start:stop],
+            logprobs,
+            (),
+            None,
+            cumulative_logprob,
+            0,
+            text,
         )
+        return self._ended(delta, self.end) if is_last and self.end is not None else delta
+
+    def prompt_delta(self, first: int, count: int) -> Delta:
+        """Make a delta of so many log-probabilities of prompt tokens from one on."""
+        start = first - self._first_prompt_logprob
+        logprobs = self._prompt_logprobs[start : start + count]
+        return Delta(self._sample_index, self._first_token, (), (), logprobs, None)
 
     def forget(self) -> None:
         """Forget everything so far, which has been read, unless the output is kept."""
@@ -188,20 +178,12 @@ class OutputBuffer:
             self._first_prompt_logprob = self.num_prompt_logprobs
             self._prompt_logprobs = []
 
-    async def whole(self) -> scheduler_pb2.GenerateResponse:
-        """Put everything so far of an output that is kept into one message, in pieces between which others have their
-        turn."""
-        whole, texts = self.response(0, 0), []
-        for piece in OutputReader(self, max_tokens=_PIECE_TOKENS).take():
-            texts.append(piece.text)
-            piece.ClearField("first_token")
-            whole.MergeFrom(piece)
-            await asyncio.sleep(0)
-        whole.text = "".join(texts)
-        return whole
-
     def _add(
-        self, first_token: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None = None
+        self,
+        first_token: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        end: SequenceEnd | None = None,
     ) -> None:
         """Take tokens whose text comes with the last of them. Those after a stop text do not belong to the output."""
         if self.stop_text is None:
@@ -222,7 +204,7 @@ class OutputBuffer:
                 self._add_logprobs(logprobs[:num_kept])
         if end is not None:
             self.is_over = True
-            if self.stop_text is None and end.reason not in FINISH_REASONS:
+            if self.stop_text is None and end.reason not in ENDED_WELL:
                 self.failure = end
             else:
                 self.end = end
@@ -256,29 +238,19 @@ class OutputBuffer:
         position = token - self._first_token
         return self._text_ends[position - 1] if position else 0
 
-    def _finish(self, response: scheduler_pb2.GenerateResponse, end: SequenceEnd) -> None:
-        """Make a response the last one of an output that ended well."""
+    def _ended(self, delta: Delta, end: SequenceEnd) -> Delta:
+        """Make a delta the last one of an output that ended well."""
+        end = replace(end, num_output_tokens=self.num_tokens)
         if self.stop_text is not None:
-            response.finish_reason = scheduler_pb2.FINISH_REASON_STOP
-            response.stop_text = self.stop_text
-        else:
-            response.finish_reason = FINISH_REASONS[end.reason]
-            if end.stop_token_id is not None:
-                response.stop_token_id = end.stop_token_id
-        if self._cumulative_logprob is not None:
-            response.cumulative_logprob = self._cumulative_logprob
-        response.usage.prompt_tokens = end.num_prompt_tokens
-        response.usage.cached_tokens = end.num_cached_tokens
-        response.usage.completion_tokens = self.num_tokens
-        if end.embedding:
-            response.embedding.extend(decode_embedding(end.embedding))
+            end = replace(end, reason=EndReason.STOP, stop_token_id=None)
+        return delta._replace(end=end, stop_text=self.stop_text, cumulative_logprob=self._cumulative_logprob)
 
 
 class OutputReader:
     """One reader's place in an output: the only one, if the output is not kept."""
 
-    def __init__(self, output: OutputBuffer, first_token: int = 0, max_tokens: int = MAX_RESPONSE_TOKENS) -> None:
-        """Prompt log-probabilities are for those who read from the beginning. `max_tokens` are of one response."""
+    def __init__(self, output: OutputBuffer, first_token: int = 0, max_tokens: int = MAX_DELTA_TOKENS) -> None:
+        """Prompt log-probabilities are for those who read from the beginning. `max_tokens` are of one delta."""
         self._output = output
         self._max_tokens = max_tokens
         self._next_token = first_token
@@ -290,52 +262,33 @@ class OutputReader:
         self._next_token = num_tokens
         self._output.skip_to(num_tokens)
 
-    def take(self) -> Iterable[scheduler_pb2.GenerateResponse]:
-        """Make the responses that are due, none if there is nothing new. Each is made when it is taken: those that are
+    def take(self) -> Iterable[Delta]:
+        """Make the deltas that are due, none if there is nothing new. Each is made when it is taken: those that are
         left are due the next time."""
         output = self._output
         num_tokens = output.num_tokens - self._next_token
         if num_tokens > self._max_tokens or self._next_prompt_logprob < output.num_prompt_logprobs:
-            return self._pieces()
-        return (self._response(num_tokens),) if num_tokens or self._is_due() else ()
+            return self._deltas()
+        return (self._delta(num_tokens),) if num_tokens or self._is_due() else ()
 
-    def _pieces(self) -> Iterator[scheduler_pb2.GenerateResponse]:
+    def _deltas(self) -> Iterator[Delta]:
         while self._next_prompt_logprob < self._output.num_prompt_logprobs:
             first = self._next_prompt_logprob
             self._next_prompt_logprob = min(first + self._max_tokens, self._output.num_prompt_logprobs)
-            yield self._output.prompt_response(first, self._next_prompt_logprob - first)
+            yield self._output.prompt_delta(first, self._next_prompt_logprob - first)
         while self._is_due():
-            yield self._response(min(self._output.num_tokens - self._next_token, self._max_tokens))
+            yield self._delta(min(self._output.num_tokens - self._next_token, self._max_tokens))
 
     def _is_due(self) -> bool:
         return not self.has_ended and self._output.has_more(self._next_token)
 
-    def _response(self, num_tokens: int) -> scheduler_pb2.GenerateResponse:
-        """Make the next response, of so many tokens."""
+    def _delta(self, num_tokens: int) -> Delta:
+        """Make the next delta, of so many tokens."""
         output = self._output
-        response = output.response(self._next_token, num_tokens)
+        delta = output.delta(self._next_token, num_tokens)
         self._next_token += num_tokens
         if self._next_token == output.num_tokens:
             self.has_ended = output.is_over
             if self._next_prompt_logprob >= output.num_prompt_logprobs:
                 output.forget()
-        return response
-
-
-def _encoded(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
-    return scheduler_pb2.TokenLogprobs(
-        token_id=entry.token_id,
-        logprob=entry.logprob,
-        rank=entry.rank,
-        top=[scheduler_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
-    )
-
-
-def decode_embedding(data: bytes) -> tuple[float, ...]:
-    """Return the numbers of an embedding as workers send it."""
-    return struct.unpack(f"<{len(data) // 4}f", data)
-
-
-def encode_embedding(numbers: Sequence[float]) -> bytes:
-    """The inverse of `decode_embedding`."""
-    return struct.pack(f"<{len(numbers)}f", *numbers)
+        return delta

@@ -6,14 +6,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import AdmissionError, OutputMode, Request
-from scheduler_service.rpc.public.detached import DetachedRequests
-from scheduler_service.rpc.public.generation import Generation
-from scheduler_service.rpc.public.output import OutputBuffer
+from scheduler_service.core.request import AdmissionError, OutputMode, Request, SequenceEnd
+from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.output import OutputBuffer
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.prompt_text import PromptTexts, TextLimits
 from scheduler_service.serving.refusal import OF_ADMISSION, Reason, RefusedError, invalid
@@ -84,19 +83,18 @@ class Intake:
         self._submit(generation, call.trace)
         return generation
 
-    async def embed(self, parsed: ParsedRequest, call: Call) -> scheduler_pb2.GenerateResponse:
-        """Return the one response to a request for an embedding, whose prompt is computed and pooled. Leaving early
+    async def embed(self, parsed: ParsedRequest, call: Call) -> tuple[str, SequenceEnd]:
+        """Return the id of a request for an embedding, and its end, which has what is made of its prompt. Leaving early
         aborts the request. Raises RefusedError."""
         generation = await self.begin(parsed, call, OutputMode.WHOLE, with_text=False)
         try:
             await generation.wait_for_end()
-            (output,) = generation.outputs
-            response = output.response(0, 0)
+            end = generation.outputs[0].end
         finally:
             generation.cancel()
-        if not response.embedding:
+        if end is None or not end.embedding:
             raise RefusedError(Reason.CANCELLED, "the request was aborted before its embedding was made")
-        return response
+        return generation.request.request_id, end
 
     def settle(self, stream_id: int, num_computed: int, num_kept: int) -> None:
         """Take note of how much of a relayed sample its client got."""
@@ -172,7 +170,6 @@ class Intake:
                 )
             outputs.append(
                 OutputBuffer(
-                    request.request_id,
                     index,
                     decoder,
                     with_logprobs=request.sampling.num_logprobs is not None,

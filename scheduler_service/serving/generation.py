@@ -2,25 +2,17 @@
 their readers. A client of `Generate`, of `GenerateMany`, of `VllmEngine` and one that attaches all read this."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
 
-import grpc.aio
-
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import Request
-from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.output import OutputBuffer, OutputReader
 from scheduler_service.serving.refusal import OF_END, Reason, RefusedError
 from scheduler_service.serving.tenants.quota import Claim
 from scheduler_service.serving.token_stream import Delta, ReadyList
 
 logger = logging.getLogger(__name__)
-
-# Proxies cut what is silent for a minute, or for less; pairs give requests back sooner (`--worker-grace`).
-SILENCE_S = 15.0
 
 
 class News:
@@ -80,16 +72,16 @@ class Generation:
         """Take what a sequence got. A stop text in it ends the sequence, whether or not the client reads."""
         if self.claim is not None:
             self.claim.take_news(delta)
-        output = self.outputs[delta.index]
+        output = self.outputs[delta.sample_index]
         try:
             output.add(delta)
             if output.stop_text is not None and delta.end is None:
-                self.stop(delta.index, output.num_tokens)
+                self.stop(delta.sample_index, output.num_tokens)
         except Exception:
-            logger.exception("a delta of sequence %d cannot be delivered", self.sequence_ids[delta.index])
+            logger.exception("a delta of sequence %d cannot be delivered", self.sequence_ids[delta.sample_index])
             self.error = RefusedError(Reason.INTERNAL, "the output cannot be delivered; see the server's log")
         if delta.end is not None:
-            self._settle(delta.index, delta.num_computed)
+            self._settle(delta.sample_index, delta.num_computed)
         if output.failure is not None:
             self.error = RefusedError(OF_END[output.failure.reason], output.failure.message)
         for tell in self.listeners:
@@ -134,9 +126,7 @@ class Generation:
         if self.error is not None:
             raise self.error
 
-    async def responses(
-        self, first_tokens: Sequence[int] | None = None
-    ) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
+    async def deltas(self, first_tokens: Sequence[int] | None = None) -> AsyncGenerator[Delta, None]:
         """Yield what comes of all samples until they have ended: of each from its first token on, or from the one that
         is named. Raises RefusedError when the request fails, after what came before that."""
         places = zip(self.outputs, first_tokens or [0] * len(self.outputs), strict=True)
@@ -148,8 +138,8 @@ class Generation:
             while True:
                 await news.wait()
                 for reader in readers:
-                    for response in reader.take():
-                        yield response
+                    for delta in reader.take():
+                        yield delta
                 if self.error is not None:
                     raise self.error
                 if self.has_ended and all(reader.has_ended for reader in readers):
@@ -162,28 +152,3 @@ class Generation:
             self.has_ended = True
             if self.on_end is not None:
                 self.on_end()
-
-
-async def send_headers_if_silent(generation: Generation, context: grpc.aio.ServicerContext) -> None:
-    """Return when there is something of a request, or send the headers alone once it has been silent for long.
-
-    They are a sign of life for proxies on the way, and gateways begin to answer at them. What is to be tried at another
-    server (`--worker-grace`) fails before, since an answer that has begun is tried nowhere else.
-    """
-    news = News()
-    generation.listeners.add(news.tell)
-    try:
-        async with asyncio.timeout(SILENCE_S):
-            if generation.error is None and not any(output.num_tokens for output in generation.outputs):
-                await news.wait()
-    except TimeoutError:
-        await context.send_initial_metadata(())
-    finally:
-        generation.listeners.discard(news.tell)
-
-
-async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
-    """Write messages as they come, and close their source when the call ends."""
-    async with contextlib.aclosing(messages) as closing:
-        async for message in closing:
-            await context.write(message)

@@ -1,0 +1,123 @@
+"""What a sample has got, piece by piece, as GenerateResponses."""
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import grpc.aio
+
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
+from scheduler_service.serving.generation import Generation, News
+from scheduler_service.serving.output import OutputBuffer, OutputReader
+from scheduler_service.serving.token_stream import Delta
+
+# Proxies cut what is silent for a minute, or for less; pairs give requests back sooner (`--worker-grace`).
+SILENCE_S = 15.0
+_WHOLE_DELTA_TOKENS = 256  # less than a millisecond's work, log-probabilities included
+FINISH_REASONS = {
+    EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
+    EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
+    EndReason.ABORT: scheduler_pb2.FINISH_REASON_ABORT,
+}
+
+
+def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateResponse:
+    response = scheduler_pb2.GenerateResponse(
+        request_id=request_id,
+        index=delta.sample_index,
+        first_token=delta.first_token,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        cumulative_logprob=delta.cumulative_logprob,
+    )
+    if delta.logprobs or delta.prompt_logprobs:
+        response.logprobs.extend(map(_encode_logprobs, delta.logprobs))
+        response.prompt_logprobs.extend(map(_encode_logprobs, delta.prompt_logprobs))
+    if delta.end is not None:
+        response.finish_reason = FINISH_REASONS[delta.end.reason]
+        response.usage.CopyFrom(usage_of(delta.end))
+        response.embedding.extend(decode_embedding(delta.end.embedding))
+        if delta.stop_text is not None:
+            response.stop_text = delta.stop_text
+        elif delta.end.stop_token_id is not None:
+            response.stop_token_id = delta.end.stop_token_id
+    return response
+
+
+async def write_deltas(
+    generation: Generation, context: grpc.aio.ServicerContext, first_tokens: Sequence[int] | None = None
+) -> None:
+    """Write what comes of all samples (`Generation.deltas`). Raises RefusedError when the request fails."""
+    request_id = generation.request.request_id
+    async with contextlib.aclosing(generation.deltas(first_tokens)) as deltas:
+        async for delta in deltas:
+            await context.write(encode_delta(request_id, delta))
+
+
+async def send_headers_if_silent(generation: Generation, context: grpc.aio.ServicerContext) -> None:
+    """Return when there is something of a request, or send the headers alone once it has been silent for long.
+
+    They are a sign of life for proxies on the way, and gateways begin to answer at them. What is to be tried at another
+    server (`--worker-grace`) fails before, since an answer that has begun is tried nowhere else.
+    """
+    news = News()
+    generation.listeners.add(news.tell)
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            if generation.error is None and not any(output.num_tokens for output in generation.outputs):
+                await news.wait()
+    except TimeoutError:
+        await context.send_initial_metadata(())
+    finally:
+        generation.listeners.discard(news.tell)
+
+
+async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
+    """Write messages as they come, and close their source when the call ends."""
+    async with contextlib.aclosing(messages) as closing:
+        async for message in closing:
+            await context.write(message)
+
+
+async def whole_response(request_id: str, output: OutputBuffer) -> scheduler_pb2.GenerateResponse:
+    """Put everything so far of an output that is kept into one message, in pieces between which others have their
+    turn."""
+    whole, texts = encode_delta(request_id, output.delta(0, 0)), []
+    for delta in OutputReader(output, max_tokens=_WHOLE_DELTA_TOKENS).take():
+        texts.append(delta.text)
+        part = encode_delta(request_id, delta)
+        part.ClearField("first_token")
+        whole.MergeFrom(part)
+        await asyncio.sleep(0)
+    whole.text = "".join(texts)
+    return whole
+
+
+def _encode_logprobs(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
+    return scheduler_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top=[scheduler_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+    )
+
+
+def usage_of(end: SequenceEnd) -> scheduler_pb2.Usage:
+    return scheduler_pb2.Usage(
+        prompt_tokens=end.num_prompt_tokens,
+        cached_tokens=end.num_cached_tokens,
+        completion_tokens=end.num_output_tokens,
+    )
+
+
+def decode_embedding(data: bytes) -> tuple[float, ...]:
+    """Return the numbers of an embedding as workers send it."""
+    return struct.unpack(f"<{len(data) // 4}f", data)
+
+
+def encode_embedding(numbers: Sequence[float]) -> bytes:
+    """The inverse of `decode_embedding`."""
+    return struct.pack(f"<{len(numbers)}f", *numbers)
