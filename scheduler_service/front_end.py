@@ -12,17 +12,17 @@ from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.tls import Life, link_files
 from pagewire.common.watched_files import NamedFile, WatchedFiles
 from scheduler_service.config import FrontEndConfig
+from scheduler_service.doors.entrance import Entrance
+from scheduler_service.doors.scheduler.report import decode_stats
+from scheduler_service.doors.scheduler.request_servicer import FrontEndServicer
+from scheduler_service.links.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
-from scheduler_service.rpc.entrance import Entrance
-from scheduler_service.rpc.front_end.front_end_servicer import FrontEndServicer
-from scheduler_service.rpc.front_end.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
-from scheduler_service.rpc.public.report import decode_stats
 
 if TYPE_CHECKING:
-    from scheduler_service.rpc.vllm.report import Load
-    from scheduler_service.rpc.vllm.servicer import VllmServicer
+    from scheduler_service.doors.vllm.report import Load
+    from scheduler_service.doors.vllm.servicer import VllmServicer
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ async def run(
         )
         servicer = FrontEndServicer(
             link,
+            link.server_info,
             service.entrance,
             config.scheduler,
             service.model,

@@ -14,18 +14,18 @@ from pagewire.common.transport.listening import create_server, give_way, listen
 from pagewire.common.transport.tls import Life, TlsFiles, server_files
 from pagewire.common.watched_files import WatchedFiles
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
-from scheduler_service.rpc.entrance import Entrance, ending
-from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
-from scheduler_service.rpc.public.request_servicer import SERVICE_NAME, RequestServicer
+from scheduler_service.doors.entrance import Entrance, ending
+from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME, RequestServicer
+from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.engine import Availability
-from scheduler_service.serving.model_info import ModelInfo, read_model
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.tenant_file import TenantFile
-from scheduler_service.serving.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from scheduler_service.rpc.vllm.servicer import VllmServicer
+    from scheduler_service.doors.vllm.servicer import VllmServicer
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class RequestService:
 def _import_vllm() -> ModuleType | None:
     """The module that serves VllmEngine. Without its stubs everything else is served."""
     try:
-        from scheduler_service.rpc.vllm import servicer
+        from scheduler_service.doors.vllm import servicer
     except (ImportError, RuntimeError) as error:  # the stubs refuse an older grpcio with a RuntimeError
         logger.warning("VllmEngine is not served, gateways will not find this server: %s", error)
         return None

@@ -17,25 +17,25 @@ from pagewire.common.transport.tls import TlsFiles, link_files
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core import explain
 from scheduler_service.core.request import SchedulerStats
+from scheduler_service.doors.scheduler.report import WORKERS_LIMITS, encode_server
+from scheduler_service.doors.scheduler.scheduler_servicer import SchedulerServicer
+from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, EpochsExhausted, FencedError, WorkerLink
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
-from scheduler_service.rpc.public.report import WORKERS_LIMITS, encode_server
-from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer
-from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, EpochsExhausted, FencedError, WorkerLink
 from scheduler_service.serving.activity import Activity
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.kv_events import KvEventLog
-from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
 from scheduler_service.serving.request_log import RequestLog
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.quota import Quotas
 
 if TYPE_CHECKING:
-    from scheduler_service.rpc.vllm.report import Load
-    from scheduler_service.rpc.vllm.servicer import VllmServicer
+    from scheduler_service.doors.vllm.report import Load
+    from scheduler_service.doors.vllm.servicer import VllmServicer
     from scheduler_service.tracing import Tracing
 
 logger = logging.getLogger(__name__)

@@ -176,9 +176,9 @@ async def run_steps(worker: str) -> None:
     from pagewire.common.transport.dialling import Dialler
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
+    from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
     from scheduler_service.metrics import Metrics
-    from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
-    from scheduler_service.serving.model_info import read_model_info
+    from scheduler_service.serving.checkpoint.model_info import read_model_info
     from scheduler_service.serving.step_loop import StepLoop
 
     scheduler = Scheduler(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=2048)

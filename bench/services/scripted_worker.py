@@ -15,7 +15,7 @@ import time
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 HEARTBEAT_INTERVAL_S = 0.5

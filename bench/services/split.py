@@ -133,8 +133,8 @@ async def service_process(*command: str) -> AsyncIterator[tuple[str, int]]:
 async def two_processes(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
     """Yields what ends where the link to the worker fails."""
     from pagewire.common.transport.dialling import Dialler
-    from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
-    from scheduler_service.serving.model_info import read_model_info
+    from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
+    from scheduler_service.serving.checkpoint.model_info import read_model_info
 
     info = read_model_info(str(arguments.model))
     async with worker_process(arguments) as target:

@@ -18,8 +18,8 @@ class TextTokenizer:
 
     def __init__(self, model: str) -> None:
         """Loads the tokenizer of a directory, a GGUF file or a hub id. Raises CommandError if there is none."""
-        from scheduler_service.serving.model_info import read_model_info
-        from scheduler_service.serving.tokenizer import load_tokenizer
+        from scheduler_service.serving.checkpoint.model_info import read_model_info
+        from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 
         try:
             info = read_model_info(locate(model, with_weights=False).directory)

@@ -21,7 +21,7 @@ from pagewire.common.grammars import GrammarError, version
 from pagewire.common.grammars.trial import Trials
 from pagewire.common.messages import GrammarKind, WorkerCapacity
 from scheduler_service.core.request import Grammar
-from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.observer import Observer
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 

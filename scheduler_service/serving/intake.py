@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from scheduler_service.core.request import AdmissionError, OutputMode, Request, SequenceEnd
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.grammars import GrammarChecks
-from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.output import OutputBuffer
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.prompt_text import PromptTexts, TextLimits
@@ -19,7 +20,6 @@ from scheduler_service.serving.refusal import OF_ADMISSION, Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
 from scheduler_service.serving.token_stream import ReadyList
-from scheduler_service.serving.tokenizer import Tokenizer
 
 
 class Intake:

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import replace
 
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
+from scheduler_service.serving.checkpoint.tokenizer import TextDecoder
 from scheduler_service.serving.observer import ENDED_WELL
 from scheduler_service.serving.token_stream import Delta
-from scheduler_service.serving.tokenizer import TextDecoder
 
 # Tokens, or prompt log-probabilities, of one delta: keeps a message of it far below a client's limit of 4 MiB.
 MAX_DELTA_TOKENS = 2048
@@ -240,9 +240,8 @@ class OutputBuffer:
 
     def _ended(self, delta: Delta, end: SequenceEnd) -> Delta:
         """Make a delta the last one of an output that ended well."""
-        end = replace(end, num_output_tokens=self.num_tokens)
-        if self.stop_text is not None:
-            end = replace(end, reason=EndReason.STOP, stop_token_id=None)
+        reason, stop_token_id = (end.reason, end.stop_token_id) if self.stop_text is None else (EndReason.STOP, None)
+        end = replace(end, reason=reason, stop_token_id=stop_token_id, num_output_tokens=self.num_tokens)
         return delta._replace(end=end, stop_text=self.stop_text, cumulative_logprob=self._cumulative_logprob)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from pagewire.common.messages import Pooling
 from scheduler_service.core.request import Request
-from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.prompt_text import too_many_tokens
 from scheduler_service.serving.refusal import invalid
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
-from scheduler_service.serving.tokenizer import Tokenizer
 
 # Texts of more bytes take their turn: one at a time of each tenant, on a thread of their own.
 LONG_TEXT_BYTES = 64 * 1024

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from pagewire.common.grammars import GrammarCompiler, GrammarError
-from scheduler_service.serving.tokenizer import IncrementalDecoder, Tokenizer
+from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, Tokenizer
 from tests.contract.tokenizer_shapes import END, Shape
 
 # What tokens are called, what normalizers change, and what not every tokenizer has tokens for.

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import yaml
 
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, serve
 

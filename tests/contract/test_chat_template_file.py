@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.request_service import warn_of
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.scheduler_stack import make_checkpoint, request, serve
 
 CONFIG = "tokenizer_config.json"

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from pagewire import AsyncClient, Cancelled, Client, InvalidRequest
 from pagewire.common.messages import Pooling
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import VOCAB_SIZE, Stack, details, make_checkpoint, request, serve
 from testing.simulated_worker import reference_embedding

@@ -23,7 +23,7 @@ from pagewire.cli.status import report_table
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockHolder, BlockMap, RequestReport
 from scheduler_service.core.request import BlockUse
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, request, serve
 

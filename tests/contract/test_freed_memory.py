@@ -26,7 +26,7 @@ print(resident_mb() - before)
 LONG_TEXTS = """
 import asyncio, random, sys
 from pathlib import Path
-from scheduler_service.serving.tokenizer import Tokenizer
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 
 async def encode():
     rng = random.Random(0)
@@ -62,5 +62,5 @@ def test_long_texts_leave_little(tmp_path: Path) -> None:
     """What the tokenizer remembers of words stays."""
     make_tokenizer(tmp_path / "tokenizer.json")
     path = str(tmp_path / "tokenizer.json")
-    without = "from scheduler_service.serving import tokenizer\ntokenizer._malloc_trim = None\n"
+    without = "from scheduler_service.serving.checkpoint import tokenizer\ntokenizer._malloc_trim = None\n"
     assert kept_mb(LONG_TEXTS, path) < kept_mb(without + LONG_TEXTS, path) - 50

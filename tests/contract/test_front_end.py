@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from pagewire import AsyncClient, SamplingParams, Unavailable
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.rpc.public.generate_request import encode_request, read_request
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.doors.scheduler.generate_request import encode_request, read_request
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, request, serve
 from tests.contract.front_end import DEADLINE, serve_both, serve_front_end
@@ -372,7 +372,7 @@ async def test_a_request_that_is_too_large_for_the_link_fails_alone(
 ) -> None:
     """It may have grown on the way: a text has fewer bytes than its tokens."""
     async with serve_both(checkpoint) as (stack, front):
-        monkeypatch.setattr("scheduler_service.rpc.front_end.scheduler_link.MAX_MESSAGE_BYTES", 400)
+        monkeypatch.setattr("scheduler_service.links.scheduler_link.MAX_MESSAGE_BYTES", 400)
         fine = asyncio.create_task(front.generate(request(PROMPT, max_tokens=200)))
         await stack.until(lambda loads: loads.num_running == 1)
         with pytest.raises(grpc.aio.AioRpcError, match="takes 400 in a message: shorten it") as caught:

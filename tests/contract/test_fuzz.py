@@ -16,7 +16,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2 as common
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, make_checkpoint, request, serve
 from testing.simulated_worker import SimulatedWorker

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.public import generation
+from scheduler_service.doors.scheduler import generate_response
 from testing.scheduler_stack import Result, Stack, expected_tokens, make_checkpoint, request, serve
 from tests.contract import vllm_client
 
@@ -185,7 +185,7 @@ async def test_a_request_that_waits_long_shows_a_sign_of_life(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Headers come before the first token, so that proxies see that there is an answer. What fails soon has none."""
-    monkeypatch.setattr(generation, "SILENCE_S", 0.05)
+    monkeypatch.setattr(generate_response, "SILENCE_S", 0.05)
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 3600.0
         calls = [

@@ -24,7 +24,7 @@ from pagewire.common.gguf import (
     tokenizer_config_json,
 )
 from pagewire.common.gguf import file as gguf_file
-from scheduler_service.serving.tokenizer import load_tokenizer
+from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 from testing.checkpoints.gguf_files import write_gguf
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"

@@ -18,9 +18,9 @@ from transformers.tokenization_utils_base import generate_merges
 
 from pagewire.common.chat_template import render
 from pagewire.common.gguf import GgufError, GgufFile, tokenizer_json
-from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
-from scheduler_service.serving.model_info import ModelInfo, read_model_info
-from scheduler_service.serving.tokenizer import load_tokenizer
+from scheduler_service.doors.vllm.tokenizer_archive import read_tokenizer_archive
+from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 from testing.checkpoints.families import make_checkpoint
 from testing.checkpoints.gguf_files import (
     BYTE,

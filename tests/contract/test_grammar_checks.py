@@ -15,8 +15,8 @@ from pagewire.common.grammars.trial import Trials
 from pagewire.common.messages import GrammarKind, WorkerCapacity
 from scheduler_service.core.request import Grammar
 from scheduler_service.serving import grammars
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.grammars import GrammarChecks
-from scheduler_service.serving.model_info import read_model_info
 from scheduler_service.serving.refusal import RefusedError
 from testing.checkpoints.gguf_files import write_gguf
 from testing.scheduler_stack import make_checkpoint

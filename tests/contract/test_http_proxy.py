@@ -14,7 +14,7 @@ from pagewire import AsyncClient, Client, SamplingParams
 from pagewire.common.transport.http_proxy import http_proxy_of
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import expected_tokens, serve
 from tests.contract.raw_port import listener

@@ -19,7 +19,7 @@ from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.tls import server_files
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_service.rpc.worker.worker_link import WorkerLink
+from scheduler_service.links.worker.worker_link import WorkerLink
 from tests.contract.certificates import Authority
 from tests.contract.worker_listener import Listener
 from worker_service.engine import Engine, LoadedWorker
@@ -170,7 +170,7 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
         while await listener.next() != ("missing", WorkerStarting("importing torch")):
             pass
         warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-        assert [r.message for r in warnings if r.name == "scheduler_service.rpc.worker.worker_link"] == [
+        assert [r.message for r in warnings if r.name == "scheduler_service.links.worker.worker_link"] == [
             f"no session with the worker: {told}"
         ]
         await cancel([running, watching])

@@ -12,10 +12,10 @@ import pytest
 
 from pagewire.common.gguf import MAX_LISTING_BYTES, MAX_SETTINGS_BYTES, ModelFileError
 from pagewire.hosting.model_source import SMALL_FILES
-from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
-from scheduler_service.serving.chat_template import _MAX_FILE_BYTES
-from scheduler_service.serving.model_info import read_model_info
-from scheduler_service.serving.tokenizer import load_tokenizer
+from scheduler_service.doors.vllm.tokenizer_archive import read_tokenizer_archive
+from scheduler_service.serving.checkpoint.chat_template import _MAX_FILE_BYTES
+from scheduler_service.serving.checkpoint.model_info import read_model_info
+from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 from testing.checkpoints.families import make_checkpoint
 from worker_service.config import WorkerConfig
 from worker_service.startup.preflight import check_worker

@@ -9,10 +9,10 @@ import torch
 
 from pagewire.kernels.sampling import lowest_kept
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.rpc.public.generate_request import encode_request, read_request
-from scheduler_service.serving.model_info import ModelInfo, read_model_info
+from scheduler_service.doors.scheduler.generate_request import encode_request, read_request
+from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.checkpoint.tokenizer import load_tokenizer
 from scheduler_service.serving.tenants.caller import Call, Caller
-from scheduler_service.serving.tokenizer import load_tokenizer
 from testing.scheduler_stack import make_tokenizer
 from tests.broken_json import ODD_VALUES, refusal_of, spoilt, spoilt_bytes
 

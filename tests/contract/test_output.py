@@ -10,10 +10,10 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.public.generate_response import encode_delta, whole_response
+from scheduler_service.doors.scheduler.generate_response import encode_delta, whole_response
+from scheduler_service.serving.checkpoint.tokenizer import DecodedText, Tokenizer
 from scheduler_service.serving.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
-from scheduler_service.serving.tokenizer import DecodedText, Tokenizer
 from testing.scheduler_stack import EOS, VOCAB_SIZE
 
 

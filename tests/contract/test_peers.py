@@ -18,7 +18,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_p
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS
+from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS
 from testing import scheduler_stack
 from tests.contract.certificates import DAY, Authority, Certificate, self_signed
 from worker_service.engine import Engine, LoadedWorker

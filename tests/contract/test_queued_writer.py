@@ -20,7 +20,7 @@ from pagewire.common.transport.queued_writer import QueuedWriter, descriptor_wri
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import request, serve
 from tests.contract.certificates import Authority

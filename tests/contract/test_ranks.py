@@ -12,8 +12,8 @@ from pagewire.common.messages import AddedGrammar, GrammarKind, StepPlan
 from pagewire.common.transport.dialling import Dialler
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.rpc.worker.worker_link import FencedError, WorkerLink
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.links.worker.worker_link import FencedError, WorkerLink
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import expected_tokens, request, serve
 from tests.contract.worker_listener import SWAP_OUT, WORK, Listener, opening

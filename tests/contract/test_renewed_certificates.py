@@ -21,10 +21,10 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_p
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
-from scheduler_service.rpc import waiting
-from scheduler_service.rpc.waiting import Waiting
-from scheduler_service.rpc.worker import worker_link
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.links import waiting
+from scheduler_service.links.waiting import Waiting
+from scheduler_service.links.worker import worker_link
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, expected_tokens, request, serve
 from tests.contract.certificates import DAY, Authority, Certificate
@@ -181,7 +181,7 @@ async def test_a_scheduler_that_waits_for_a_worker_takes_renewed_files(
 ) -> None:
     site.renew("worker", "scheduler")
     worker, start = await started_worker(checkpoint, site)
-    told = WarningsOf("scheduler_service.rpc")
+    told = WarningsOf("scheduler_service.links")
     async with serve(checkpoint, worker=worker, **site.dialled("scheduler", "worker")) as stack, streams(stack.stub):
         old = {path: path.read_bytes() for path in (site.folder / "scheduler").iterdir()}
         new = site.renew("worker", "scheduler")
@@ -306,18 +306,18 @@ async def test_what_is_wrong_with_the_other_side_is_one_warning(
             await asyncio.wait_for(tells.get(), 20)
         stop.set()
         await running
-    ((level, line),) = lines_of(caplog, "scheduler_service.rpc")
+    ((level, line),) = lines_of(caplog, "scheduler_service.links")
     assert level == "WARNING"
     assert text in line
 
 
 def test_a_refusal_is_one_warning_however_grpc_says_it(caplog: pytest.LogCaptureFixture) -> None:
     """It names one of a host's addresses or another, and what it read of the connection last."""
-    link = Waiting("the worker", logging.getLogger("scheduler_service.rpc"), worker_link._PORT, lambda reason: None)
+    link = Waiting("the worker", logging.getLogger("scheduler_service.links"), worker_link._PORT, lambda reason: None)
     for words in ("ipv4:127.0.0.1:5001: Socket closed", "ipv6:%5B::1%5D:5001: Socket closed", "Secure read failed"):
         link.tell(f"there is no connection ({words})", is_calm=True)
     link.tell("Secure read failed", is_calm=True)
-    ((level, line),) = lines_of(caplog, "scheduler_service.rpc")
+    ((level, line),) = lines_of(caplog, "scheduler_service.links")
     assert level == "WARNING"
     assert REFUSED in line
 

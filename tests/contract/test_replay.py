@@ -15,7 +15,7 @@ from pagewire.cli.replay import main
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import make_checkpoint, request, serve
 from tests.core.recorded_history import RecordedHistory

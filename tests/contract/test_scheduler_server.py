@@ -22,7 +22,7 @@ from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Histogram
 from scheduler_service.serving.activity import Activity
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import expected_tokens, make_checkpoint, request, serve
 from tests.contract.certificates import Authority, self_signed

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pagewire.common.messages import WorkerCapacity, WorkerStarting
 from pagewire.common.transport.dialling import Dialler
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.links.worker.worker_link import WorkerLink
 from scheduler_service.metrics import Metrics
-from scheduler_service.rpc.worker.worker_link import WorkerLink
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.step_loop import StepLoop
 from testing.fake_worker import FakeWorker

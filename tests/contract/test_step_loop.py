@@ -14,6 +14,7 @@ from scheduler_service.core.request import EndReason, OutputMode, Request, Seque
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
 from scheduler_service.serving.availability import WorkerAvailability
+from scheduler_service.serving.checkpoint.tokenizer import DecodedText
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.kv_events import KvEventLog
@@ -21,7 +22,6 @@ from scheduler_service.serving.output import OutputBuffer, OutputReader
 from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
-from scheduler_service.serving.tokenizer import DecodedText
 from testing.simulated_worker import SimulatedWorker, reference
 from tests.contract.hand_clock import HandClock
 

@@ -20,8 +20,8 @@ from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.detached import DetachedRequests
-from scheduler_service.serving.model_info import read_model_info
 from scheduler_service.serving.tenants.tenant_file import TenantFile, parse_tenants
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, Stack, request, serve

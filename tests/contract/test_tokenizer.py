@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models
 
-from scheduler_service.serving.tokenizer import IncrementalDecoder, TextDecoder, Tokenizer
+from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, TextDecoder, Tokenizer
 
 PIECES = ["once ", "upon", " a", " time", "é", "ü", "😀", "👨‍👩‍👧", "日本語", "\n", "  ", "\u200d", "a", "ﬁ", "\ufffd"]
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from scheduler_service.serving.tokenizer import Tokenizer
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])

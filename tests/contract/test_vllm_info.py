@@ -19,8 +19,8 @@ from pagewire.common.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.rpc.vllm.generate_request import translate_request
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.doors.vllm.generate_request import translate_request
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import EOS, VOCAB_SIZE, Stack, make_checkpoint, serve
 from testing.starting_worker import StartingWorker

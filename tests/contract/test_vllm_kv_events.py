@@ -16,10 +16,10 @@ from scheduler_service import server
 from scheduler_service.core import explain
 from scheduler_service.core.request import BlockStored, KvEvent, Tier
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.rpc.vllm.kv_events import KvEventFeed
-from scheduler_service.rpc.vllm.report import Load
+from scheduler_service.doors.vllm.kv_events import KvEventFeed
+from scheduler_service.doors.vllm.report import Load
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.kv_events import KvEventBatch, KvEventLog
-from scheduler_service.serving.model_info import read_model_info
 from testing import scheduler_stack
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, serve

@@ -12,9 +12,9 @@ from pagewire.common.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
-from scheduler_service.rpc.waiting import Waiting
-from scheduler_service.rpc.worker.worker_link import _PORT
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.links.waiting import Waiting
+from scheduler_service.links.worker.worker_link import _PORT
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import make_checkpoint
 from testing.starting_worker import StartingWorker

@@ -17,7 +17,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Result, Stack, details, expected_tokens, request, serve
 from tests.contract import vllm_client

@@ -18,10 +18,10 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.rpc.worker.liveness import Liveness
-from scheduler_service.rpc.worker.worker_link import Epochs, EpochsExhausted, WorkerLink
-from scheduler_service.rpc.worker.worker_session import Session
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.links.worker.liveness import Liveness
+from scheduler_service.links.worker.worker_link import Epochs, EpochsExhausted, WorkerLink
+from scheduler_service.links.worker.worker_session import Session
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
 from testing.scheduler_stack import Stack, expected_tokens, request, serve
 from tests.contract.worker_listener import SWAP_OUT, WORK, Listener, opening

@@ -17,8 +17,8 @@ from pagewire import AsyncClient, Client, wire
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.links import waiting
 from scheduler_service.metrics_server import MetricsServer
-from scheduler_service.rpc import waiting
 from tests.contract.certificates import self_signed
 from tests.contract.raw_port import listener
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving
@@ -178,12 +178,12 @@ async def test_a_link_to_a_wrong_port_is_told_by_what_it_looks_like(
             run, config, flag = server.run, SchedulerConfig(**common, worker=address), "--worker"
         else:
             run, config, flag = front_end.run, FrontEndConfig(**common, scheduler=address), "--scheduler"
-        logging.getLogger("scheduler_service.rpc").addHandler(warnings)
+        logging.getLogger("scheduler_service.links").addHandler(warnings)
         running = asyncio.create_task(run(config, stop=stop, stop_now=stop, ready=lambda url: None))
         try:
             line = await asyncio.wait_for(warnings.lines.get(), 20)
         finally:
-            logging.getLogger("scheduler_service.rpc").removeHandler(warnings)
+            logging.getLogger("scheduler_service.links").removeHandler(warnings)
             stop.set()
             await running
     assert line.startswith(begin.format(address=address))

@@ -3,7 +3,7 @@
 import asyncio
 
 from pagewire.common.messages import RowOpening, SamplingParams, StepResult, WorkerCapacity, WorkerStarting
-from scheduler_service.rpc.worker.worker_session import Session
+from scheduler_service.links.worker.worker_session import Session
 
 
 class Listener:

@@ -26,10 +26,11 @@ from pagewire.kernels.cpu import VARIANTS
 from scheduler_service import metrics_server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.policy import POLICIES
-from scheduler_service.rpc.public import generate_request, shared_call
-from scheduler_service.rpc.worker import liveness
+from scheduler_service.doors.scheduler import generate_request, shared_call
+from scheduler_service.links.worker import liveness
 from scheduler_service.server import EXIT_FENCED
-from scheduler_service.serving import chat_template, grammars, recording
+from scheduler_service.serving import grammars, recording
+from scheduler_service.serving.checkpoint import chat_template
 from tests.environments import constraints
 from tests.project.documents import DOCUMENTS, ROOT, read
 from worker_service.config import ATTENTION_BACKENDS, WorkerConfig

@@ -2,7 +2,7 @@
 fail.
 
 One heap of (time, number) orders all events and one `random.Random(seed)` makes all choices: a seed is a history. The
-scheduler's side does what `rpc/worker/worker_link.py` does, the worker's what `rpc/servicer.py` and `engine.py` do,
+scheduler's side does what `links/worker/worker_link.py` does, the worker's what `rpc/servicer.py` and `engine.py` do,
 without gRPC, threads or a clock.
 """
 

@@ -29,8 +29,15 @@ from pagewire.common.transport.tls import Life
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.common.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from scheduler_service.rpc.waiting import Ended, Outdated, Waiting, ends
-from scheduler_service.rpc.worker.worker_session import RankSession, Session, SessionEnded, WorkerUnusable, read, write
+from scheduler_service.links.waiting import Ended, Outdated, Waiting, ends
+from scheduler_service.links.worker.worker_session import (
+    RankSession,
+    Session,
+    SessionEnded,
+    WorkerUnusable,
+    read,
+    write,
+)
 from scheduler_service.serving.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)

@@ -19,14 +19,14 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc.entrance import Entrance
-from scheduler_service.rpc.public.generate_request import read_request
-from scheduler_service.rpc.public.generate_response import decode_embedding, send_headers_if_silent, write_all
-from scheduler_service.rpc.vllm.generate_request import translate_request
-from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
-from scheduler_service.rpc.vllm.kv_events import KvEventFeed
-from scheduler_service.rpc.vllm.report import Load, model_info, scheduler_load, server_info
-from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
+from scheduler_service.doors.entrance import Entrance
+from scheduler_service.doors.scheduler.generate_request import read_request
+from scheduler_service.doors.scheduler.generate_response import decode_embedding, send_headers_if_silent, write_all
+from scheduler_service.doors.vllm.generate_request import translate_request
+from scheduler_service.doors.vllm.generate_response import ResponseTranslator
+from scheduler_service.doors.vllm.kv_events import KvEventFeed
+from scheduler_service.doors.vllm.report import Load, model_info, scheduler_load, server_info
+from scheduler_service.doors.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.step_loop import StepLoop

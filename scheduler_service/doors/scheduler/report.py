@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from pagewire.common.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import RequestReport, SchedulerStats
-from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
 
 # Of a scheduler's limits, those that its worker has too, under the same names: the lower ones hold.
 WORKERS_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")

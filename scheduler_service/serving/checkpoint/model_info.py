@@ -21,9 +21,9 @@ from pagewire.common.gguf.tokenizer_files import TokenizerFiles, directory_diges
 from pagewire.common.messages import SamplingParams
 from pagewire.common.network.families import text_settings
 from pagewire.common.network.families.reading import MAX_SIZE
-from scheduler_service.serving.chat_template import ChatTemplate, chat_template_of, read_chat_template
-from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
-from scheduler_service.serving.sampling_defaults import ignored_settings, sampling_defaults
+from scheduler_service.serving.checkpoint.chat_template import ChatTemplate, chat_template_of, read_chat_template
+from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
+from scheduler_service.serving.checkpoint.sampling_defaults import ignored_settings, sampling_defaults
 
 # What other tools read where there is no tokenizer.json.
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model", "vocab.txt")

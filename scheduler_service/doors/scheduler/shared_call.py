@@ -17,8 +17,8 @@ import grpc.aio
 from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc.public.generate_request import read_request
-from scheduler_service.rpc.public.generate_response import encode_delta
+from scheduler_service.doors.scheduler.generate_request import read_request
+from scheduler_service.doors.scheduler.generate_response import encode_delta
 from scheduler_service.serving.generation import Generation, News
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import OutputReader
@@ -338,7 +338,13 @@ class SharedCall:
                 if request.has_ended:
                     self._cancel(request)
                 elif error is not None:
-                    message.failures.append(_failure(request.stream_id, error))
+                    message.failures.add(
+                        stream_id=request.stream_id,
+                        code=error.reason.grpc_code,
+                        message=str(error),
+                        field=error.field,
+                        retry_delay_seconds=error.reason.retry_delay_s or None,
+                    )
                     self._cancel(request)
 
 
@@ -346,13 +352,3 @@ def _weight(response: scheduler_pb2.GenerateResponse) -> int:
     num_logprobs = len(response.logprobs) + len(response.prompt_logprobs)
     num_values = len(response.token_ids) + len(response.text) + len(response.embedding)
     return 1 + num_values + _LOGPROBS_WEIGHT * num_logprobs
-
-
-def _failure(stream_id: int, error: RefusedError) -> scheduler_pb2.StreamFailure:
-    return scheduler_pb2.StreamFailure(
-        stream_id=stream_id,
-        code=error.reason.grpc_code,
-        message=str(error),
-        field=error.field,
-        retry_delay_seconds=error.reason.retry_delay_s or None,
-    )

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from smg_grpc_proto.generated import common_pb2
 
 from scheduler_service.core.request import BlockRemoved, BlockStored, CacheCleared, KvEvent, Tier
-from scheduler_service.rpc.vllm.report import Load, engine_load, engine_load_in_full
+from scheduler_service.doors.vllm.report import Load, engine_load, engine_load_in_full
 from scheduler_service.serving.kv_events import KvEventBatch, KvEvents
 
 # Seconds between two looks at the load, and between two records of a load that stays the same.

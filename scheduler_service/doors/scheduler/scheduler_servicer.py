@@ -9,23 +9,23 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core import explain
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc.entrance import Entrance
-from scheduler_service.rpc.public import report
-from scheduler_service.rpc.public.generate_request import read_request
-from scheduler_service.rpc.public.generate_response import whole_response, write_all, write_deltas
-from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
-from scheduler_service.rpc.public.request_servicer import RequestServicer
+from scheduler_service.doors.entrance import Entrance
+from scheduler_service.doors.scheduler import report
+from scheduler_service.doors.scheduler.generate_request import read_request
+from scheduler_service.doors.scheduler.generate_response import whole_response, write_all, write_deltas
+from scheduler_service.doors.scheduler.kv_event_stream import kv_event_messages
+from scheduler_service.doors.scheduler.request_servicer import RequestServicer
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
-from scheduler_service.serving.tokenizer import Tokenizer
 
 
 class SchedulerServicer(RequestServicer):
@@ -78,13 +78,13 @@ class SchedulerServicer(RequestServicer):
         return scheduler_pb2.SubmitResponse(request_id=generation.request.request_id)
 
     async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
-        generation = self._find_detached(request, context)
+        generation = self._detached.find(self._tenant(request, context), request.request_id)
         await write_deltas(generation, context, first_tokens_of(request, generation))
 
     async def GetResult(
         self, request: scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetResultResponse:
-        return await result_of(self._find_detached(request, context))
+        return await result_of(self._detached.find(self._tenant(request, context), request.request_id))
 
     # The scheduler itself
 
@@ -143,12 +143,6 @@ class SchedulerServicer(RequestServicer):
         response.worker_connected = self._step_loop.is_connected
         response.num_worker_losses = self._step_loop.availability.num_worker_losses
         return response
-
-    def _find_detached(
-        self, request: scheduler_pb2.AttachRequest | scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
-    ) -> Generation:
-        """Find a detached request of the caller's. Raises RefusedError."""
-        return self._detached.find(self._tenant(request, context), request.request_id)
 
 
 async def result_of(generation: Generation) -> scheduler_pb2.GetResultResponse:

@@ -17,10 +17,10 @@ from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES
 from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, Request
-from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.sampling_defaults import FILTERS_OFF, SUPPRESSING_BIAS
 from scheduler_service.serving.parsed_request import ParsedRequest, check_token_id
 from scheduler_service.serving.refusal import invalid
-from scheduler_service.serving.sampling_defaults import FILTERS_OFF, SUPPRESSING_BIAS
 from scheduler_service.serving.tenants.caller import Call
 
 MAX_REQUEST_ID_CHARS = 128

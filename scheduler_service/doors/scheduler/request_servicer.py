@@ -1,32 +1,40 @@
-"""The part of the public service that a scheduler and its front ends serve alike: requests, and the tokenizer.
+"""The part of the public service that a scheduler and its front ends serve alike: requests, and the tokenizer; and
+the service of a front end, where all else is the scheduler's.
 
 Checks come before the first message. A client that goes away takes its request with it, unless that is detached. A
-RefusedError ends its call (`rpc/entrance.py`).
+RefusedError ends its call (`doors/entrance.py`).
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.rpc.entrance import Entrance
-from scheduler_service.rpc.public.generate_request import read_request
-from scheduler_service.rpc.public.generate_response import (
+from scheduler_service.doors.entrance import Entrance
+from scheduler_service.doors.scheduler.generate_request import read_request
+from scheduler_service.doors.scheduler.generate_response import (
     decode_embedding,
     send_headers_if_silent,
     usage_of,
     write_deltas,
 )
-from scheduler_service.rpc.public.shared_call import SharedCall
+from scheduler_service.doors.scheduler.shared_call import SharedCall
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
+from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 _PIECE_TOKENS = 16_384  # that are put into a message before others have their turn
+_MAX_PENDING_CALLS = 4096  # of those of a front end whose text becomes tokens
 _ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
 
 
@@ -150,6 +158,50 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _unknown(self, request_id: str) -> RefusedError:
         """Return the error for a request that is not there, or is another tenant's."""
         return RefusedError(Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id")
+
+
+class FrontEndServicer(RequestServicer):
+    def __init__(
+        self,
+        engine: RequestEngine,
+        server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
+        entrance: Entrance,
+        address: str,
+        model: ModelInfo,
+        tokenizer: Tokenizer | None,
+        *,
+        text_limits: TextLimits,
+    ) -> None:
+        """`server_info` has what the scheduler told of itself last, and `address` is its own, for messages."""
+        intake = Intake(engine, model, tokenizer, max_pending_calls=_MAX_PENDING_CALLS, text_limits=text_limits)
+        super().__init__(intake, entrance, server_info)
+        self._server_info = server_info
+        self._address = address
+        for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods_by_name:
+            if method not in vars(FrontEndServicer) | vars(RequestServicer):  # the scheduler alone serves it
+                setattr(self, method, partial(self._refuse, method))
+
+    async def GetServerInfo(
+        self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetServerInfoResponse:
+        """Return what the scheduler told of itself last."""
+        info = self._server_info()
+        if not info.version:
+            raise RefusedError(Reason.UNAVAILABLE, info.unavailable_reason)
+        return info
+
+    async def _refuse(self, method: str, request: Message, context: grpc.aio.ServicerContext) -> NoReturn:
+        raise RefusedError(
+            Reason.UNIMPLEMENTED,
+            f"a front end does not serve {method}; call the scheduler itself, at {self._address}",
+        )
+
+    def _unknown(self, request_id: str) -> RefusedError:
+        return RefusedError(
+            Reason.NOT_FOUND,
+            f"no request {request_id!r} of this tenant runs through this front end",
+            "request_id",
+        )
 
 
 def _no_tokenizer(field: str) -> RefusedError:

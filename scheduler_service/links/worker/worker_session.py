@@ -24,7 +24,7 @@ from pagewire.common.messages import (
 from pagewire.common.stopping import cancel
 from pagewire.common.worker_wire import Response, decode_response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
-from scheduler_service.rpc.worker.liveness import Liveness
+from scheduler_service.links.worker.liveness import Liveness
 from scheduler_service.serving.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)

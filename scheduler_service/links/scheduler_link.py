@@ -20,9 +20,9 @@ from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.public.generate_request import encode_request
-from scheduler_service.rpc.public.generate_response import FINISH_REASONS, encode_embedding
-from scheduler_service.rpc.waiting import Ended, Outdated, Waiting, ends
+from scheduler_service.doors.scheduler.generate_request import encode_request
+from scheduler_service.doors.scheduler.generate_response import FINISH_REASONS, encode_embedding
+from scheduler_service.links.waiting import Ended, Outdated, Waiting, ends
 from scheduler_service.serving.refusal import REASONS, Reason, RefusedError, invalid
 from scheduler_service.serving.token_stream import Delta, Receiver, TokenCounts
 

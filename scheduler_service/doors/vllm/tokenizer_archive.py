@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.common.gguf import MAX_LISTING_BYTES, GgufFile, config_json, generation_config_json, is_gguf, read_bytes
 from pagewire.common.gguf.tokenizer_files import ADDED, NAMES, TokenizerFiles
-from scheduler_service.serving.model_info import read_model_info
+from scheduler_service.serving.checkpoint.model_info import read_model_info
 
 _CONFIG, _TOKENIZER, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 _SMALL = ("config.json", "generation_config.json")

@@ -1,7 +1,7 @@
 """What a call of gRPC goes through: its caller is found out before it is served, and a refusal becomes its status."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -43,7 +43,8 @@ class Entrance:
 
     def call(self, context: grpc.aio.ServicerContext) -> Call:
         """Return what is known of a call."""
-        metadata = reversed(tuple(context.invocation_metadata() or ()))  # the first of a name counts
+        # The first of a name counts.
+        metadata = reversed(tuple(context.invocation_metadata() or ()))
         headers = {name: value for name, value in metadata if isinstance(value, str)}
         return Call(
             self._caller(context),
@@ -65,8 +66,7 @@ class Entrance:
         """Return who makes a call. Of a certificate DNS names count alone: an authority that lets a subject choose its
         e-mail address did not mean a host by it."""
         key = dict(context.invocation_metadata() or ()).get("authorization")
-        identity: Mapping[str, Sequence[bytes]] = context.auth_context()
-        names = tuple(name.decode(errors="replace") for name in identity.get("peer_dns", ()))
+        names = tuple(name.decode(errors="replace") for name in context.auth_context().get("peer_dns", ()))
         return Caller(self._tenants, key.decode(errors="replace") if isinstance(key, bytes) else key, names)
 
 
