@@ -1,4 +1,4 @@
-"""The scheduler core driven by a trace of requests and a worker that costs modelled time, for `pagewire simulate`.
+"""The step loop driven by a trace of requests and a worker that costs modelled time, for `pagewire simulate`.
 
-Nothing here is real but the core and the trace: time is a number that jumps from event to event.
+Nothing here is real but the step loop, its core and the trace: time is a number that jumps from event to event.
 """

@@ -1,4 +1,4 @@
-"""Drives the scheduler core through a trace in simulated time.
+"""Drives the step loop through a trace in simulated time.
 
 A step begins when the one before has ended: as it stands for `scale` steps of a real worker, planning ahead of results
 would delay requests by far more than it does there. What happens during a step enters the core at its own time.
@@ -8,9 +8,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
-from pagewire.common.messages import SamplingParams, WorkerCapacity
+from pagewire.common.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.explain import stats
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.request import (
@@ -19,18 +18,19 @@ from scheduler_service.core.request import (
     Request,
     SchedulerStats,
     SequenceEnd,
-    TokenOutputs,
 )
-from scheduler_service.core.retention import EXPECTATIONS, Expectation
+from scheduler_service.core.retention import EXPECTATIONS, Expectation, Session
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.simulation.belady import Belady
+from scheduler_service.serving.observer import Observer
+from scheduler_service.serving.refusal import RefusedError
+from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.token_stream import Delta
+from scheduler_service.simulation.timeline import Timeline
 from scheduler_service.simulation.trace import Trace, TraceContent, TraceRequest
 from scheduler_service.simulation.trace_worker import TraceWorker, WorkerSpeed
 
 NO_LIMIT = 2**62
 RETENTIONS = (*EXPECTATIONS, "belady")  # whose idle blocks are kept; the last knows the trace
-_VOCAB_SIZE = 2**31
-_GAP_DIGITS = 6  # gaps between tokens are told apart to the microsecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,100 +118,109 @@ class SimulatedRun:
         return max((request.ended_at for request in self.requests), default=0.0)
 
 
+class Belady(Expectation):
+    """Loses those sessions' blocks first that return last, after Belady, "A Study of Replacement Algorithms for a
+    Virtual-Storage Computer", 1966. Sessions are named as in the trace.
+
+    It knows when a session's next request comes, not how long that will wait.
+    """
+
+    def __init__(self, trace: Trace, think_s: Callable[[TraceRequest], float]) -> None:
+        self._sessions = {session.name: session for session in trace.sessions}
+        self._think_s = think_s
+        self.last_index: dict[str, int] = {}  # of the requests that each session has sent
+
+    def last_needed_at(self, session: Session) -> float:
+        requests, index = self._sessions[session.name].requests, self.last_index[session.name]
+        if index + 1 >= len(requests):
+            return -math.inf
+        return -(session.last_used_at + self._think_s(requests[index + 1]))
+
+
 @dataclass(slots=True)
 class _SessionUnderWay:
-    """A session under way."""
+    """A session under way, with one request after another, which is to arrive or has arrived."""
 
     session: int
     started_at: float
     alone_s: float = 0.0
+    index: int = 0  # of the request
 
 
-@dataclass(slots=True)
-class _RequestUnderWay:
-    """A request that is to arrive or has arrived, and when its last token came."""
+class Simulation(Observer):
+    """One policy, one trace. `run` may be called once. It is the worker, all clients, and who takes note."""
 
-    session: _SessionUnderWay
-    index: int
-    last_token_at: float | None = None
-
-
-class Simulation:
-    """One policy, one trace. `run` may be called once."""
+    ready_list = None
+    label = 0
+    keeps_all = True
 
     def __init__(self, trace: Trace, policy: Policy, settings: SimulationSettings) -> None:
         """Raises ValueError for settings that do not go with the trace."""
         settings.check(trace)
         self._trace = trace
         self._settings = settings
-        self._speed = settings.speed
-        self._content = TraceContent(trace, self._speed.scale)
-        self._worker = TraceWorker(self._speed, settings.block_size // self._speed.scale)
+        self._content = TraceContent(trace, settings.speed.scale)
+        self._worker = TraceWorker(settings.speed, settings.block_size // settings.speed.scale)
         self._belady = Belady(trace, settings.think_s) if settings.retention == "belady" else None
-        self._scheduler = _scheduler(policy, settings, self._belady)
-        # Time, number, and a request that arrives or the step whose moves are done.
-        self._events: list[tuple[float, int, _RequestUnderWay | int]] = []
-        self._num_events = 0
+        self._timeline = Timeline()
+        self._scheduler = Scheduler(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.speed.max_step_tokens,
+            max_model_len=NO_LIMIT,
+            pipeline_depth=1,
+            max_waiting_requests=NO_LIMIT,
+            max_waiting_tokens=NO_LIMIT,
+            policy=policy,
+            new_expectation=lambda: self._belady or EXPECTATIONS[settings.retention](),
+        )
+        self._loop = StepLoop(self._scheduler, [self], worker_timeout=math.inf, clock=self._timeline)
         self._unstarted = deque(range(len(trace.sessions)))
-        self._open: dict[int, _RequestUnderWay] = {}  # by sequence
+        self._open: dict[int, _SessionUnderWay] = {}  # by sequence
         self._run = SimulatedRun()
+        self._loop.worker_ready(
+            WorkerCapacity(
+                worker_id="simulated",
+                model_digest=b"",
+                vocab_size=2**31,
+                max_model_len=NO_LIMIT,
+                block_size=settings.block_size // settings.speed.scale,
+                num_device_blocks=settings.pool_tokens // settings.block_size,
+                block_bytes=settings.block_size,  # a byte for each token: bytes per second are tokens per second
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.speed.max_step_tokens,
+                device="",
+                dtype="",
+                attention_backend="",
+                num_host_blocks=settings.host_tokens // settings.block_size,
+                swap_bandwidth=settings.speed.transfer_rate if settings.host_tokens else 0.0,
+            ),
+            1,
+            self,
+        )
 
     def run(self, progress: Callable[[SimulatedRun, float], None] | None = None) -> SimulatedRun:
         """Serve the whole trace. `progress` is told after each step what there is and what time it is."""
-        scheduler, worker, run = self._scheduler, self._worker, self._run
-        now = 0.0
+        self._progress = progress or (lambda run, now: None)
         for _ in range(min(len(self._unstarted), self._settings.max_sessions or NO_LIMIT)):
-            self._start_session(now)
-        while True:
-            self._take_events(now)
-            plan = scheduler.schedule(now)
-            if plan is None:
-                if not self._events:
-                    break
-                now = self._events[0][0]
-                continue
-            step = worker.execute(plan, now)
-            if step.moved_at is not None:
-                self._add_event(step.moved_at, plan.step)
-            self._take_events(step.ended_at)
-            now = step.ended_at
-            self._take_outputs(scheduler.complete(step.result, now), now)
-            scheduler.drop_kv_events()
-            run.num_computed_tokens += step.num_prompt_tokens
-            run.num_steps += 1
-            if progress is not None:
-                progress(run, now)
-        if scheduler.has_requests:
-            raise RuntimeError(f"the scheduler serves no request at {now:.3f} s, though there are some")
-        run.stats = stats(scheduler.state)
-        return run
+            self._start_session()
+        self._timeline.drive(self._loop, lambda: 0.0)
+        if self._open:
+            raise RuntimeError(f"the scheduler serves no request at {self._timeline.time:.3f} s, though there are some")
+        self._run.stats = stats(self._loop.state)
+        return self._run
 
-    # Events
+    # Requests
 
-    def _add_event(self, at: float, event: _RequestUnderWay | int) -> None:
-        self._num_events += 1
-        heappush(self._events, (at, self._num_events, event))
-
-    def _take_events(self, until: float) -> None:
-        """Let everything happen that happens up to a time, each at its own."""
-        while self._events and self._events[0][0] <= until:
-            at, _, event = heappop(self._events)
-            if isinstance(event, int):
-                self._scheduler.moved(event, at)
-            else:
-                self._arrive(event, at)
-
-    def _start_session(self, now: float) -> None:
+    def _start_session(self) -> None:
         index = self._unstarted.popleft()
-        started_at = max(now, self._trace.sessions[index].start_s)
-        self._add_event(started_at, _RequestUnderWay(_SessionUnderWay(index, started_at), 0))
+        started_at = max(self._timeline.time, self._trace.sessions[index].start_s)
+        self._timeline.at(started_at, self._arrive, _SessionUnderWay(index, started_at))
 
-    def _arrive(self, arrival: _RequestUnderWay, now: float) -> None:
-        session = arrival.session
+    def _arrive(self, session: _SessionUnderWay) -> None:
         source = self._trace.sessions[session.session]
-        prompt, output = self._content.tokens(session.session, arrival.index)
+        prompt, output = self._content.tokens(session.session, session.index)
         request = Request(
-            request_id=f"{source.name}:{arrival.index}",
+            request_id=f"{source.name}:{session.index}",
             tenant=self._settings.tenant(session.session, source.name),
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(),
@@ -219,95 +228,79 @@ class Simulation:
             session_id=source.name if self._belady else "",
         )
         if self._belady is not None:
-            self._belady.began(source.name, arrival.index)
+            self._belady.last_index[source.name] = session.index
         try:
-            [sequence_id] = self._scheduler.add(request, now)
+            [sequence_id] = self._loop.submit(request, self)
         except AdmissionError as error:
             if error.reason is not AdmissionReason.INVALID:
                 raise
             self._run.num_rejected += 1
-            self._go_on(arrival, now)
+            self._go_on(session)
             return
-        traced = source.requests[arrival.index]
+        traced = source.requests[session.index]
         self._run.num_needed_tokens += traced.num_needed_tokens
-        session.alone_s += self._speed.alone_s(traced.num_needed_tokens, traced.num_output_tokens)
-        self._worker.expect(sequence_id, output)
-        self._open[sequence_id] = arrival
+        session.alone_s += self._settings.speed.alone_s(traced.num_needed_tokens, traced.num_output_tokens)
+        self._worker.outputs[sequence_id] = output
+        self._open[sequence_id] = session
 
-    def _go_on(self, request: _RequestUnderWay, now: float) -> None:
+    def _go_on(self, session: _SessionUnderWay) -> None:
         """A request of a session is over: the next one comes when the thinking is, or the next session begins."""
-        session, index = request.session, request.index + 1
+        session.index += 1
         requests = self._trace.sessions[session.session].requests
-        if index < len(requests):
-            think_s = self._settings.think_s(requests[index])
+        if session.index < len(requests):
+            think_s = self._settings.think_s(requests[session.index])
             session.alone_s += think_s
-            self._add_event(now + think_s, _RequestUnderWay(session, index))
+            self._timeline.after(think_s, self._arrive, session)
             return
-        self._run.sessions.append(ServedSession(session.session, session.started_at, now, session.alone_s))
+        self._run.sessions.append(
+            ServedSession(session.session, session.started_at, self._timeline.time, session.alone_s)
+        )
         if self._unstarted:
-            self._start_session(now)
+            self._start_session()
 
-    # Outputs
+    # The worker
 
-    def _take_outputs(self, outputs: TokenOutputs, now: float) -> None:
-        for sequence_id in outputs.sequence_ids:
-            request = self._open[sequence_id]
-            if request.last_token_at is not None:
-                self._run.gaps[round(now - request.last_token_at, _GAP_DIGITS)] += 1
-            request.last_token_at = now
-        for end in outputs.ended:
-            self._end(end, now)
+    def send(self, plan: StepPlan) -> None:
+        """Carry out a plan."""
+        step = self._worker.execute(plan, self._timeline.time)
+        if step.moved_at is not None:
+            self._timeline.at(step.moved_at, self._loop.moved, plan.step)
+        self._timeline.at(step.ended_at, self._loop.result, step.result)
+        self._run.num_computed_tokens += step.num_prompt_tokens
 
-    def _end(self, end: SequenceEnd, now: float) -> None:
-        request = self._open.pop(end.sequence_id)
-        self._worker.forget(end.sequence_id)
+    def close(self, reason: str) -> None:
+        """Raises RuntimeError: this worker keeps to the protocol."""
+        raise RuntimeError(reason)
+
+    # What comes of it
+
+    def deliver(self, delta: Delta) -> None:
+        """Nobody reads the tokens."""
+
+    def fail(self, refusal: RefusedError) -> None:
+        """No request is refused late."""
+
+    def tokens_after(self, seconds: float, num_tokens: int) -> None:
+        self._run.gaps[round(seconds, 6)] += num_tokens  # told apart to the microsecond
+
+    def step_finished(self, result: StepResult, stats: SchedulerStats) -> None:
+        self._run.num_steps += 1
+        self._progress(self._run, self._timeline.time)
+        self._timeline.catch_up()  # the next plan knows what comes at once of what has ended
+
+    def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
+        session = self._open.pop(end.sequence_id)
+        del self._worker.outputs[end.sequence_id]
         if end.first_token_at is None or end.first_scheduled_at is None:
             raise RuntimeError(f"a request ended without a token: {end.reason.value} {end.message}")
         self._run.requests.append(
             ServedRequest(
-                request.session.session,
-                request.index,
+                session.session,
+                session.index,
                 end.arrived_at,
                 end.first_scheduled_at,
                 end.first_token_at,
                 now,
             )
         )
-        self._go_on(request, now)
-
-
-def _scheduler(policy: Policy, settings: SimulationSettings, belady: Belady | None) -> Scheduler:
-    """Make a scheduler with its worker. Nothing is refused but what the pool can never hold."""
-    speed, scale = settings.speed, settings.speed.scale
-
-    def new_expectation() -> Expectation:
-        return belady or EXPECTATIONS[settings.retention]()
-
-    scheduler = Scheduler(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=speed.max_step_tokens,
-        max_model_len=NO_LIMIT,
-        pipeline_depth=1,
-        max_waiting_requests=NO_LIMIT,
-        max_waiting_tokens=NO_LIMIT,
-        policy=policy,
-        new_expectation=new_expectation,
-    )
-    capacity = WorkerCapacity(
-        worker_id="simulated",
-        model_digest=b"",
-        vocab_size=_VOCAB_SIZE,
-        max_model_len=NO_LIMIT,
-        block_size=settings.block_size // scale,
-        num_device_blocks=settings.pool_tokens // settings.block_size,
-        block_bytes=settings.block_size,  # a byte for each token, so that bytes per second are tokens per second
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=speed.max_step_tokens,
-        device="",
-        dtype="",
-        attention_backend="",
-        num_host_blocks=settings.host_tokens // settings.block_size,
-        swap_bandwidth=speed.transfer_rate if settings.host_tokens else 0.0,
-    )
-    scheduler.worker_joined(capacity, 1, 0.0)
-    return scheduler
+        self._go_on(session)

@@ -75,16 +75,8 @@ class TraceWorker:
         self._speed = speed
         self._block_size = block_size
         self._rows: dict[int, TraceRow] = {}  # by slot
-        self._outputs: dict[int, list[int]] = {}  # by sequence
+        self.outputs: dict[int, list[int]] = {}  # what each sequence will sample
         self._moves_end_at = 0.0
-
-    def expect(self, sequence_id: int, output: list[int]) -> None:
-        """Say what a sequence will sample."""
-        self._outputs[sequence_id] = output
-
-    def forget(self, sequence_id: int) -> None:
-        """A sequence has ended."""
-        del self._outputs[sequence_id]
 
     def execute(self, plan: StepPlan, started_at: float) -> TimedStep:
         """Carry out a plan that begins at a time. Raises NotImplementedError for what requests of one sample have
@@ -117,7 +109,7 @@ class TraceWorker:
         for opening in plan.openings:
             num_tokens = len(opening.token_ids)
             self._rows[opening.slot] = TraceRow(
-                self._outputs[opening.sequence_id],
+                self.outputs[opening.sequence_id],
                 num_sampled=num_tokens - opening.num_prompt_tokens,
                 num_left=num_tokens - opening.num_computed_tokens,
             )

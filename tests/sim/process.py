@@ -50,10 +50,10 @@ class WorkerProcess:
         if self._is_absent(self.greet, connection):
             return
         hello = Hello(PROTOCOL_VERSION, "ours", connection.epoch, simulation.scenario.depth)
-        answer = self.register.hello(hello, simulation.now)
+        answer = self.register.hello(hello, simulation.time)
         if isinstance(answer, Refusal):
             assert connection.epoch <= answer.epoch, "S9: a rising epoch is refused"
-            time = connection.send_up(simulation.now, simulation._delay())
+            time = connection.send_up(simulation.time, simulation._delay())
             simulation.at(time, simulation.receive_refusal, connection, answer.epoch)
             return
         self.end_session("another session begins")
@@ -80,16 +80,16 @@ class WorkerProcess:
             gates_grammars=capacity.gates_grammars,
             is_late=simulation.is_late,
         )
-        simulation.at(connection.send_up(simulation.now, simulation._delay()), simulation.receive_ready, connection)
+        simulation.at(connection.send_up(simulation.time, simulation._delay()), simulation.receive_ready, connection)
 
     def pause(self, seconds: float) -> None:
         simulation = self.simulation
-        self._paused_until = max(self._paused_until, simulation.now + seconds)
+        self._paused_until = max(self._paused_until, simulation.time + seconds)
         simulation.at(self._paused_until, self._resume)
 
     @property
     def is_paused(self) -> bool:
-        return self.simulation.now < self._paused_until
+        return self.simulation.time < self._paused_until
 
     def _resume(self) -> None:
         """What happened meanwhile happens now, in order."""
@@ -111,7 +111,7 @@ class WorkerProcess:
         connection, simulation = self.connection or self._greeted, self.simulation
         if connection is not None:
             simulation.note("session ends:", reason)
-            simulation.at(connection.send_up(simulation.now, simulation._delay()), simulation.lose, connection, reason)
+            simulation.at(connection.send_up(simulation.time, simulation._delay()), simulation.lose, connection, reason)
         self.session = self.connection = self.machine = self._greeted = None
         self._queue.clear()
 
@@ -123,8 +123,8 @@ class WorkerProcess:
         simulation.note("crash")
         connection = self.connection or self._greeted
         if connection is not None:
-            connection.cut(simulation.now, simulation.rng.random(), down=True, up=True)
-            simulation.at(max(simulation.now, connection.up_cut_at), simulation.lose, connection, "the worker died")
+            connection.cut(simulation.time, simulation.rng.random(), down=True, up=True)
+            simulation.at(max(simulation.time, connection.up_cut_at), simulation.lose, connection, "the worker died")
         self.is_alive = False
         simulation.after(seconds, simulation.restart)
 
@@ -177,7 +177,7 @@ class WorkerProcess:
             simulation.after(delay, self._prepare, connection, added.grammar_id)
         self.session.answer(plan.step)
         simulation.at(
-            connection.send_up(simulation.now, simulation._delay()), simulation.receive_result, connection, result
+            connection.send_up(simulation.time, simulation._delay()), simulation.receive_result, connection, result
         )
         if self.machine.pending:
             simulation.after(simulation.rng.random() * simulation.scenario.move_seconds, self._move, connection)
@@ -197,7 +197,7 @@ class WorkerProcess:
         error = self.machine.prepare(grammar_id)
         if error is not None:
             simulation = self.simulation
-            time = connection.send_up(simulation.now, simulation.grammar_rng.random() * 0.01)
+            time = connection.send_up(simulation.time, simulation.grammar_rng.random() * 0.01)
             simulation.at(time, simulation.receive_grammar, connection, grammar_id, error)
 
     def _move(self, connection: Connection) -> None:
@@ -209,7 +209,7 @@ class WorkerProcess:
         before = self.machine.last_moved_step
         step = self.machine.finish_moves(simulation.rng.randint(0, len(self.machine.pending)))
         if step > before:
-            time = connection.send_up(simulation.now, simulation._delay())
+            time = connection.send_up(simulation.time, simulation._delay())
             simulation.at(time, simulation.receive_heartbeat, connection, step)
         if self.machine.pending:
             simulation.after(simulation.rng.random() * simulation.scenario.move_seconds, self._move, connection)
@@ -238,7 +238,7 @@ class WorkerProcess:
         if not self.is_alive or self.register.last_epoch <= age:
             return
         epoch = self.register.last_epoch - age
-        answer = self.register.hello(Hello(PROTOCOL_VERSION, "another", epoch, 1), self.simulation.now)
+        answer = self.register.hello(Hello(PROTOCOL_VERSION, "another", epoch, 1), self.simulation.time)
         assert isinstance(answer, Refusal), "S9: a stale epoch was taken"
         assert answer.epoch == self.register.last_epoch
         self.simulation.reached["a stale hello is refused"] += 1
@@ -248,7 +248,7 @@ class WorkerProcess:
         if not self.is_alive or self.is_paused:
             return
         hello = Hello(PROTOCOL_VERSION, "rival", self.register.last_epoch + 2, 1)
-        answer = self.register.hello(hello, self.simulation.now)
+        answer = self.register.hello(hello, self.simulation.time)
         assert isinstance(answer, Session)
         self.simulation.reached["a rival takes the worker"] += 1
         self.end_session("a rival took over")

@@ -208,7 +208,7 @@ class Reach:
         if not demoted.isdisjoint(opened):
             count["a block is matched while it is demoted"] += 1
         if loads:
-            group = self._simulation.scheduler.state.next_waiting(self._simulation.now)
+            group = self._simulation.scheduler.state.next_waiting(self._simulation.time)
             if group is not None and group.state is GroupState.WAITING:
                 count["a request waits for another one's load"] += epoch.cache.match(group.sequences[0]).is_loading
 

@@ -10,7 +10,6 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
@@ -31,6 +30,7 @@ from scheduler_service.core.sequence import GroupState, SequenceGroup
 from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.simulation.timeline import Timeline
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client
 from tests.sim.connection import NEVER, Connection
@@ -40,7 +40,7 @@ from tests.sim.reach import Reach
 from tests.sim.reader import Reader
 from tests.sim.root_ledger import RootLedger
 from tests.sim.scenario import Arrival, draw_scenario, smaller
-from tests.sim.surroundings import Link, SimulatedClock, Witness
+from tests.sim.surroundings import Link, Witness
 from tests.sim.watched_scheduler import WatchedScheduler
 
 _HEARTBEAT_LIMIT = 2.5
@@ -60,15 +60,13 @@ def _brief(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(f'{name}={_brief(entry)}' for name, entry in given)})"
 
 
-class Simulation:
+class Simulation(Timeline):
     def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        super().__init__()
         self.rng = rng = Random(seed)
         self.scenario = scenario = draw_scenario(seed, rng)
         self.trace = trace
-        self.now = 0.0
         self.clock_offset = 0.0
-        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.num_scheduled = 0
         self.num_audits = 0
         self.num_steps = 0
         self.log_hash = seed
@@ -97,7 +95,7 @@ class Simulation:
             worker_timeout=scenario.worker_timeout,
             worker_grace=scenario.worker_grace,
             kv_event_log=self._kv_event_log,
-            clock=SimulatedClock(self),
+            clock=self,
         )
         self.reader = Reader(self)
         self.grammar_rng = Random(f"grammars of workers {seed}")
@@ -121,20 +119,16 @@ class Simulation:
         self.cache_view = CacheView()
         self.process = WorkerProcess(self, scenario.capacity)
         self.is_calm = False  # faults have stopped
-        self.turn_is_due = False
         self.num_kv_batches = 0
         self.max_steps = 0
         self.reach = Reach(self)
 
     # The loop
 
-    def after(self, delay: float, action: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + delay, action, *args)
-
-    def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
+    def at(self, time: float, action: Callable[..., object], *args: Any) -> None:
+        assert self.num_events < _MAX_EVENTS, "L1: events without end"
         if time < NEVER:
-            self.num_scheduled += 1
-            heappush(self.heap, (time, self.num_scheduled, action, args))
+            super().at(time, action, *args)
 
     def run(self) -> None:
         """One history, to the end of every request. Raises AssertionError, or what the code under test raises."""
@@ -155,26 +149,19 @@ class Simulation:
     def _run(self) -> None:
         self.loop.availability.start_timers()
         self.dial()
-        heap = self.heap
-        while heap:
-            self.now, _, action, args = heappop(heap)
-            action(*args)
-            assert self.num_scheduled < _MAX_EVENTS, "L1: events without end"
-            if self.loop.is_due and not self.turn_is_due:
-                self.turn_is_due = True
-                self.after(self.rng.random() * self.scenario.wake_seconds, self.run_once)
+        self.drive(self.loop, lambda: self.rng.random() * self.scenario.wake_seconds)
         assert not self.clients, f"L1: nothing happens any more, but these wait: {sorted(self.clients)}"
         assert not self.waiting, f"S6: an end has not come: {[client.key for client in self.waiting]}"
         self._check_idle()
 
     def note(self, name: str, *values: object) -> None:
         if self.trace is not None:
-            self.trace(f"{self.now:9.4f} {name} {' '.join(map(str, values))}")
+            self.trace(f"{self.time:9.4f} {name} {' '.join(map(str, values))}")
 
     def audit(self, *values: int) -> None:
         """After every event of the scheduler."""
         self.num_audits += 1
-        self.log_hash = hash((self.log_hash, self.now, *values))
+        self.log_hash = hash((self.log_hash, self.time, *values))
         self.scheduler.check()
         if not self.is_calm:
             self._tempt_fate()
@@ -186,7 +173,7 @@ class Simulation:
             faults = scenario.faults
             if is_delicate and self.rng.random() < 0.5:
                 faults = tuple(fault for fault in faults if fault in ("cancel", "stop")) or faults
-            self.at(self.now, getattr(self, self.rng.choice(faults)))
+            self.at(self.time, getattr(self, self.rng.choice(faults)))
         if self.num_audits > 150:
             self._calm_down()
 
@@ -224,14 +211,14 @@ class Simulation:
                 self.reach.cache_changed(event)
         self.cache_view.check(self.scheduler.kv_snapshot())
 
-    @property
-    def clock(self) -> float:
-        return self.now + self.clock_offset
+    def now(self) -> float:
+        """What the clock says, which may jump. Timers do not."""
+        return self.time + self.clock_offset
 
     @property
     def seconds_missing(self) -> float:
         """For how long there has been no worker."""
-        return 0.0 if self.missing_since is None else self.now - self.missing_since + 1e-9
+        return 0.0 if self.missing_since is None else self.time - self.missing_since + 1e-9
 
     # Clients
 
@@ -321,11 +308,6 @@ class Simulation:
 
     # Plans and results
 
-    def run_once(self) -> None:
-        """The step loop's: it takes what has arrived first."""
-        self.turn_is_due = False
-        self.loop.run_once()
-
     def planned(self, plan: StepPlan | None) -> None:
         """The core has made a plan, or has nothing to do."""
         if plan is None:
@@ -365,7 +347,7 @@ class Simulation:
             self._check_grammars(connection, {added.grammar_id for added in plan.added_grammars})
         self.ledger.check(plan)
         self.root_ledger.check(plan, self.client_of)
-        self.at(connection.send_down(self.now, self._delay()), self.process.receive, connection, plan)
+        self.at(connection.send_down(self.time, self._delay()), self.process.receive, connection, plan)
 
     def _check_grammars(self, connection: Connection, added: set[int]) -> None:
         """The worker has the grammars of those who live and may run, and none that is not needed; those that are
@@ -397,7 +379,7 @@ class Simulation:
     def _refuse(self, result: StepResult, what: str) -> None:
         """S9, and the core is as it was."""
         try:
-            self.scheduler.complete(result, self.clock)
+            self.scheduler.complete(result, self.now())
         except WorkerProtocolError as error:
             self.note("refused", error)
             self.reached[what] += 1
@@ -425,9 +407,9 @@ class Simulation:
     def dial(self) -> None:
         """A new epoch. If nothing comes of it, dial again."""
         self.epoch += 1
-        connection = self.dialled = Connection(self.epoch, self.now, self.now)
+        connection = self.dialled = Connection(self.epoch, self.time, self.time)
         self.note("dial", self.epoch)
-        self.at(connection.send_down(self.now, self._delay()), self.process.greet, connection)
+        self.at(connection.send_down(self.time, self._delay()), self.process.greet, connection)
         self.after(_HEARTBEAT_LIMIT, self._give_up_dialling, connection)
 
     def _give_up_dialling(self, connection: Connection) -> None:
@@ -487,7 +469,7 @@ class Simulation:
             for group in causes:
                 self.clients[group.request.tenant, group.request.request_id].num_lone_crashes += 1
         self.num_losses += 1
-        self.missing_since = self.now
+        self.missing_since = self.time
         self.old_connections.append(self.connection)
         self.connection = None
         self.expects_close = False
@@ -526,7 +508,7 @@ class Simulation:
         if connection is None:
             return
         ways = self.rng.choice(((True, True), (True, False), (False, True)))
-        connection.cut(self.now, self.rng.random(), down=ways[0], up=ways[1])
+        connection.cut(self.time, self.rng.random(), down=ways[0], up=ways[1])
         delay = self.rng.choice((self._delay(), _HEARTBEAT_LIMIT))
         self.note("cut", ways, "noticed in", delay)
         self.after(delay, self.lose, connection, "the connection broke")
@@ -625,14 +607,14 @@ class Simulation:
         """Of moves that were never ordered; then one that says nothing new."""
         epoch = self.scheduler.state.epoch
         try:
-            self.scheduler.moved(epoch.num_steps + 1, self.clock)
+            self.scheduler.moved(epoch.num_steps + 1, self.now())
         except WorkerProtocolError:
             self.reached["a false acknowledgement of moves is refused"] += 1
         else:
             raise AssertionError("moves of a step that was never planned are acknowledged")
         self._report_false_grammars()
         if epoch.has_worker:
-            self.scheduler.moved(epoch.last_moved_step // 2, self.clock)
+            self.scheduler.moved(epoch.last_moved_step // 2, self.now())
         self.audit(11)
 
     def _report_false_grammars(self) -> None:
@@ -640,13 +622,13 @@ class Simulation:
         epoch = self.scheduler.state.epoch
         last_id = epoch.grammars.last_id
         try:
-            self.scheduler.grammar_ready(last_id + 1, "", self.clock)
+            self.scheduler.grammar_ready(last_id + 1, "", self.now())
         except WorkerProtocolError:
             self.reached["a false report of a grammar is refused"] += 1
         else:
             raise AssertionError("a grammar that was never added is reported")
         if last_id and not self.scheduler.state.waiting.held:
-            assert not self.scheduler.grammar_ready(last_id, "too late", self.clock).ended
+            assert not self.scheduler.grammar_ready(last_id, "too late", self.now()).ended
 
     def question(self) -> None:
         """What an operator asks: nothing changes by it."""
@@ -674,7 +656,7 @@ class Simulation:
     def flush(self) -> None:
         """An operator empties the cache; while there are requests nothing happens."""
         before = self.scheduler.kv_snapshot()
-        self.scheduler.flush_cache(self.clock)
+        self.scheduler.flush_cache(self.now())
         self.note("flush", len(before))
         after = self.scheduler.kv_snapshot()
         if self.clients:

@@ -1,50 +1,16 @@
-"""What the step loop has around it in a simulation: a clock, the way to a worker, and an observer."""
+"""What the step loop has around it in a simulation: the way to a worker, and an observer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pagewire.common.messages import StepPlan
 from scheduler_service.core.request import Request, SequenceEnd
-from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.observer import Observer
 from tests.sim.connection import Connection
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
-
-
-class _Timer:
-    """What is done later, unless it is cancelled."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action: Callable[[], None] | None = action
-
-    def fire(self) -> None:
-        if self._action is not None:
-            self._action()
-
-    def cancel(self) -> None:
-        self._action = None
-
-
-class SimulatedClock(Clock):
-    """The time of a simulation, which may jump, and its timers, which do not."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def now(self) -> float:
-        return self._simulation.clock
-
-    def soon(self, action: Callable[[], None]) -> None:
-        self._simulation.at(self._simulation.now, action)
-
-    def later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
-        timer = _Timer(action)
-        self._simulation.after(seconds, timer.fire)
-        return timer.cancel
 
 
 class Link:
