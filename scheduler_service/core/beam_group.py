@@ -43,16 +43,17 @@ class BeamGroup:
         spare = [row for row in group.sequences if row not in used]
         for row in spare:
             epoch.active.pop(row, None)
-            epoch.cache.release(row)
+            epoch.release(row)
         self.beams = []
         for child in children:
             parent = row = parents[child.parent]
             if parent in self.beams:
                 row = spare.pop(0)
-                row.token_ids = parent.token_ids.copy()
-                epoch.cache.branch(row, parent)
+                row.token_ids[:] = parent.token_ids
+                epoch.cache.branch(row.holding, parent.holding)
+                row.start_from(parent.num_computed_tokens)
                 if row.slot < 0:
-                    row.slot = group.reserved_slots.pop(0)
+                    epoch.take_slot(row)
                     self.unborn_slots.add(row.slot)
                 self.forks.append((parent.slot, row.slot))
             self.beams.append(row)
@@ -61,7 +62,7 @@ class BeamGroup:
             row.cumulative_logprob = child.cumulative_logprob
             self.appended.append((row.slot, child.token_id))
             epoch.active[row] = None
-            epoch.cache.publish(row)
+            epoch.publish(row)
 
     def tell(self, draft: PlanDraft) -> int:
         """Put what the last selection changed into the plan. How many rows that opens."""

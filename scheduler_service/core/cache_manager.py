@@ -1,23 +1,33 @@
-"""Block tables: what sequences need of the block pools and the prefix index, for one worker's life."""
+"""Block tables: what holdings need of the block pools and the prefix index, for one worker's life.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+The positions of a sequence, of which the cache knows no more than its tokens, its request and what it holds:
+
+    freed      ├────┤                           the window has passed over these blocks
+    matched    ├──────────┤                     these it found in the cache, or shares with a relative
+    published  ├───────────────┤                and these others find
+    computed   ├──────────────────┤             the K and V of these are there, or in a plan
+    granted    ├────────────────────────┤       for these it has blocks, on the device or on the host
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 
 from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.cache import (
     BlockPool,
+    Cursor,
     EvictionOrder,
     Move,
     MoveLedger,
     Node,
     PrefixIndex,
     RetentionPriority,
+    RootKey,
     equal_priority,
     no_owner,
 )
 from scheduler_service.core.request import Request
-from scheduler_service.core.sequence import Sequence, SequenceGroup
 
 # Demotion keeps this part of the device's blocks free without loss, holding nothing or what the host holds too: an
 # admission takes many blocks at once, and what has no copy then is lost.
@@ -30,6 +40,50 @@ _DEMOTION_WINDOW = 64
 # Blocks a plan may order to be copied back before a request asks for them, and the free lists it looks at for such.
 _MAX_PROMOTIONS = 64
 _PROMOTION_WINDOW = 16
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """What a sequence holds of a worker's cache: from its opening to its release, through swaps."""
+
+    request: Request
+    root_key: RootKey
+    token_ids: list[int]  # the sequence's own, of which there will be more
+    free_list: int = 0  # where its blocks stand when they are idle
+    block_table: list[int] = field(default_factory=list)  # device blocks; 0 where one fell out of the window
+    host_table: list[int] = field(default_factory=list)  # host blocks, while it is swapped
+    last_node: Node | None = None  # of the last block of the table that is published or was matched
+    num_published_blocks: int = 0
+    num_matched_blocks: int = 0  # still known when it is released: results of the row may be on their way
+    num_freed_blocks: int = 0  # at the beginning of the table: holes of the window
+    forkable_from: int = 0  # the first step that may copy its prompt; 0: its prompt is not computed
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.block_table)} blocks and {len(self.host_table)} on the host: {self.num_freed_blocks} freed, "
+            f"{self.num_matched_blocks} matched, {self.num_published_blocks} published"
+        )
+
+    @property
+    def publishes(self) -> bool:
+        """Whether its blocks can be published: not if a swap forgot what was published, and the window has passed over
+        it."""
+        return self.num_freed_blocks <= self.num_published_blocks
+
+    def may_be_forked(self, step: int) -> None:
+        """Its prompt is computed before the plan of `step`."""
+        self.forkable_from = step
+
+    def unpublished(self) -> None:
+        """Publish nothing any more on top of what was published or matched."""
+        self.last_node, self.num_published_blocks = None, 0
+
+    def released(self) -> None:
+        """Hold nothing."""
+        self.block_table.clear()
+        self.host_table.clear()
+        self.unpublished()
+        self.num_freed_blocks = self.forkable_from = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +103,12 @@ class Match:
         return Match(self.device)
 
 
+# Holdings, each with how many of its positions are computed.
+Rows = list[tuple[Holding, int]]
+
+
 class CacheManager:
-    """Gives blocks to sequences and takes them back. `watermark` is the share of blocks an admission leaves free."""
+    """Gives blocks to holdings and takes them back. `watermark` is the share of blocks an admission leaves free."""
 
     def __init__(
         self, capacity: WorkerCapacity, *, num_step_tokens: int, enable_prefix_caching: bool, watermark: float
@@ -133,244 +191,205 @@ class CacheManager:
 
     # Opening
 
-    def matches(self, sequence: Sequence) -> bool:
-        """Whether the sequence may begin with what is cached."""
-        return self.enable_prefix_caching and not sequence.wants_prompt_logprobs and not sequence.group.begins_anew
-
-    def match(self, sequence: Sequence) -> Match:
-        """Find cached content that the sequence begins with. Its last token is never matched: computing that is what
-        yields the next one."""
-        if not self.matches(sequence):
-            return Match()
-        if sequence.group.cursor is not None:
-            chain = sequence.group.cursor.chain()
+    def match(self, holding: Holding, cursor: Cursor | None) -> Match:
+        """Find cached content that the tokens begin with, for which there may be a cursor. The last one is never
+        matched: computing that is what yields the next one."""
+        if cursor is not None:
+            chain = cursor.chain()
         else:
-            max_blocks = (sequence.num_tokens - 1) // self.block_size
-            chain = self.index.match(sequence.root_key, sequence.token_ids, max_blocks)
+            max_blocks = (len(holding.token_ids) - 1) // self.block_size
+            chain = self.index.match(holding.root_key, holding.token_ids, max_blocks)
         num_device = next((i for i, node in enumerate(chain) if not node.blocks), len(chain))
         num_host = next((i for i, node in enumerate(chain[num_device:]) if node.blocks), len(chain) - num_device)
         return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
 
-    def num_opening_blocks(self, sequence: Sequence, match: Match) -> int:
+    def num_opening_blocks(self, holding: Holding, match: Match) -> int:
         """Count the blocks that opening takes off the free list. Idle blocks that it matches itself are not free
         twice."""
         num_passed = self._num_passed(match)
         num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device[num_passed:])
-        return self.num_opening_entries(sequence, num_passed) - max(len(match.device), num_passed) + num_idle
+        return self.num_opening_entries(holding, num_passed) - max(len(match.device), num_passed) + num_idle
 
-    def num_opening_entries(self, sequence: Sequence, num_passed: int) -> int:
-        """Count the entries that a row's table has when it opens: blocks for all its tokens. Where the window passes
+    def num_opening_entries(self, holding: Holding, num_passed: int) -> int:
+        """Count the entries that a table has when its row opens: blocks for all its tokens. Where the window passes
         over some of these before the last is computed, those of a chunk as long as the window; `num_passed` are passed
         already."""
-        num_blocks = self.num_blocks_for(sequence.num_tokens)
+        num_blocks = self.num_blocks_for(len(holding.token_ids))
         if not self.window:
             return num_blocks
-        num_chunk_blocks = min(self.num_chunk_blocks(self.window), self.max_row_blocks(sequence.group.request))
+        num_chunk_blocks = min(self.num_chunk_blocks(self.window), self.max_row_blocks(holding.request))
         return min(num_blocks, num_passed + num_chunk_blocks)
 
     def _num_passed(self, match: Match) -> int:
         """Count the blocks of a match that a sequence which goes on behind it need not hold: the window has passed over
         them. The last is held, since content is published on top of it."""
         num_blocks = len(match.device) + len(match.host)
-        return max(0, min(self._first_needed_block(num_blocks * self.block_size), num_blocks - 1))
+        return max(0, min(self.first_needed_block(num_blocks * self.block_size), num_blocks - 1))
 
-    def _first_needed_block(self, position: int) -> int:
+    def first_needed_block(self, position: int) -> int:
         """Return the index of the first block that is read by a row that computes from this position on."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
-    def open(self, sequence: Sequence, match: Match, step: int) -> None:
-        """Give a sequence the blocks that it opens with, the matched ones first. The plan of `step` loads those that
-        are on the host: the last of them always, which no window has passed."""
+    def open(self, holding: Holding, match: Match, step: int) -> int:
+        """Give a holding the blocks that it opens with, the matched ones first. The plan of `step` loads those that
+        are on the host: the last of them always, which no window has passed. How many positions are matched."""
         num_passed = self._num_passed(match)
         for node in match.device:  # also what the window has passed: it was used just now
             self.pool.share(node.blocks[0])
-            sequence.block_table.append(node.blocks[0])
-        self._free_passed(sequence, min(num_passed, len(match.device)))
-        sequence.block_table.extend([0] * (num_passed - len(match.device)))
-        sequence.num_freed_blocks = num_passed
-        self.append(sequence, self.num_opening_entries(sequence, num_passed) - len(sequence.block_table))
+            holding.block_table.append(node.blocks[0])
+        self._free_passed(holding, min(num_passed, len(match.device)))
+        holding.block_table.extend([0] * (num_passed - len(match.device)))
+        holding.num_freed_blocks = num_passed
+        self.append(holding, self.num_opening_entries(holding, num_passed) - len(holding.block_table))
         nodes = match.device + match.host
-        sequence.node = nodes[-1] if nodes else None
-        sequence.num_matched_blocks = sequence.num_published_blocks = len(nodes)
-        sequence.start_from(len(nodes) * self.block_size)
+        holding.last_node = nodes[-1] if nodes else None
+        holding.num_matched_blocks = holding.num_published_blocks = len(nodes)
         for i, node in enumerate(match.host, start=len(match.device)):
-            block = sequence.block_table[i]
+            block = holding.block_table[i]
             if block:
-                self.moves.add(Move(step, block, node.host_block, False, node, sequence.group.free_list))
+                self.moves.add(Move(step, block, node.host_block, False, node, holding.free_list))
+        return len(nodes) * self.block_size
 
-    def num_forked_tokens(self, sequence: Sequence, relative: Sequence) -> int:
-        """Count the positions that the sequence can have from a relative whose prompt is computed, but none that this
-        one may write again: none at all if the window has passed over them there."""
-        num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
-        return num_tokens if relative.num_freed_blocks <= self._first_needed_block(num_tokens) else 0
-
-    def num_fork_blocks(self, sequence: Sequence, relative: Sequence) -> int:
-        """Count the blocks that a fork takes off the free list."""
-        num_full = self.num_forked_tokens(sequence, relative) // self.block_size
-        num_freed = min(relative.num_freed_blocks, num_full)
-        return max(1, self.num_opening_entries(sequence, num_freed) - num_full)
-
-    def fork(self, sequence: Sequence, relative: Sequence) -> list[tuple[int, int]]:
-        """Let a sequence share the full blocks of its prompt with a relative. Returns the copy of the one that is
-        not full, if there is one: (source, target)."""
-        num_tokens, num_blocks = self.num_forked_tokens(sequence, relative), self.num_fork_blocks(sequence, relative)
+    def num_fork_blocks(self, holding: Holding, relative: Holding, num_tokens: int) -> int:
+        """Count the blocks that a fork of so many positions takes off the free list."""
         num_full = num_tokens // self.block_size
-        self._share_table(sequence, relative, num_full)
-        self.append(sequence, num_blocks)
-        sequence.num_matched_blocks = num_full
-        sequence.start_from(num_tokens)
+        return max(1, self.num_opening_entries(holding, min(relative.num_freed_blocks, num_full)) - num_full)
+
+    def fork(self, holding: Holding, relative: Holding, num_tokens: int) -> list[tuple[int, int]]:
+        """Let a holding share the full blocks of so many positions with a relative. Returns the copy of the one that
+        is not full, if there is one: (source, target)."""
+        num_full = num_tokens // self.block_size
+        self._share_table(holding, relative, num_full)
+        self.append(holding, self.num_fork_blocks(holding, relative, num_tokens))
+        holding.num_matched_blocks = num_full
         if num_tokens % self.block_size == 0:
             return []
         source = relative.block_table[num_full]
         self.pool.share(source)  # until the plan is made: no move of it may write what its copies read
-        return [(source, sequence.block_table[num_full])]
+        return [(source, holding.block_table[num_full])]
 
-    def branch(self, sequence: Sequence, parent: Sequence) -> None:
-        """Let a beam's row stand where another one stands: the same tokens and every block shared."""
-        self._share_table(sequence, parent, len(parent.block_table))
-        sequence.num_matched_blocks = parent.num_matched_blocks
-        sequence.forkable_from = parent.forkable_from
-        sequence.start_from(parent.num_computed_tokens)
+    def branch(self, holding: Holding, parent: Holding) -> None:
+        """Let a beam hold what another one of the same tokens holds: every block is shared."""
+        self._share_table(holding, parent, len(parent.block_table))
+        holding.num_matched_blocks = parent.num_matched_blocks
+        holding.forkable_from = parent.forkable_from
 
     def copied(self, copies: list[tuple[int, int]]) -> None:
         """The plan with these copies is made: nothing can be written to their sources before they are read."""
         for source, _ in copies:
             self.pool.free(source, cached=self.index.is_cached(source))
 
-    def _share_table(self, sequence: Sequence, other: Sequence, num_blocks: int) -> None:
+    def _share_table(self, holding: Holding, other: Holding, num_blocks: int) -> None:
         for block in other.block_table[:num_blocks]:
             if block:
                 self.pool.share(block)
-            sequence.block_table.append(block)
-        sequence.num_freed_blocks = min(other.num_freed_blocks, num_blocks)
+            holding.block_table.append(block)
+        holding.num_freed_blocks = min(other.num_freed_blocks, num_blocks)
         num_published = min(other.num_published_blocks, num_blocks)
-        if sequence.num_freed_blocks >= num_published:
-            return  # no sequence needs the last one any more, so nothing can be published on top of it
-        node = other.node
+        if holding.num_freed_blocks >= num_published:
+            return  # nobody needs the last one any more, so nothing can be published on top of it
+        node = other.last_node
         for _ in range(other.num_published_blocks - num_published):
             assert node is not None
             node = node.parent
-        sequence.node, sequence.num_published_blocks = node, num_published
+        holding.last_node, holding.num_published_blocks = node, num_published
 
     # Running
 
-    def num_computable_tokens(self, sequence: Sequence) -> int:
-        """Count the uncomputed tokens of a row for which there are blocks that it may have: always one, if it has any.
-        Under a window the watermark binds chunks too, since what they take beside the window they need not have."""
-        num_tokens = sequence.num_uncomputed_tokens
+    def num_computable_tokens(self, holding: Holding, num_computed: int, num_tokens: int) -> int:
+        """Count the tokens, of so many behind those computed, for which there are blocks that a row may have: always
+        one, if it has any. Under a window the watermark binds chunks too, since what they take beside the window they
+        need not have."""
         if not self.window or num_tokens <= 1:
             return num_tokens
-        table = sequence.block_table
-        num_held = len(table) - sequence.num_freed_blocks
-        num_allowed = self.max_row_blocks(sequence.group.request) - num_held
+        table = holding.block_table
+        num_held = len(table) - holding.num_freed_blocks
+        num_allowed = self.max_row_blocks(holding.request) - num_held
         num_blocks = max(0, min(num_allowed, self.pool.num_free - self._num_watermark_blocks))
-        num_positions = (len(table) + num_blocks) * self.block_size - sequence.num_computed_tokens
+        num_positions = (len(table) + num_blocks) * self.block_size - num_computed
         return min(num_tokens, max(1, num_positions))
 
-    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Count the blocks to append before `num_tokens` more positions can be computed."""
-        return self.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_table)
+    def append(self, holding: Holding, num_blocks: int) -> list[int]:
+        """Give the holding so many more blocks, and return these."""
+        return [self.append_next(holding) for _ in range(num_blocks)]
 
-    def append(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """Give the sequence so many more blocks, and return these."""
-        blocks = [self._allocate() for _ in range(num_blocks)]
-        sequence.block_table.extend(blocks)
-        return blocks
-
-    def append_next(self, sequence: Sequence) -> int:
-        """Give a row the one block that it begins now."""
-        if self.window:
-            self.slide(sequence)
+    def append_next(self, holding: Holding) -> int:
+        """Give the holding one more block, and return it."""
         block = self._allocate()
-        sequence.block_table.append(block)
+        holding.block_table.append(block)
         return block
 
-    def shared_tail(self, sequence: Sequence) -> int:
-        """Return the block that the next position is written to if others hold it too, else 0."""
-        index = sequence.num_computed_tokens // self.block_size
-        if index >= len(sequence.block_table):
-            return 0
-        block = sequence.block_table[index]
+    def shared_tail(self, holding: Holding, position: int) -> int:
+        """Return the block that this position is written to if others hold it too, else 0."""
+        index = position // self.block_size
+        block = holding.block_table[index] if index < len(holding.block_table) else 0
         return block if self.pool.ref_count(block) > 1 else 0
 
-    def replace_tail(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Copy on write: give the sequence a block of its own where the shared one stood. Returns (index, source,
-        target); the source is held until `copied`."""
-        index = sequence.num_computed_tokens // self.block_size
-        source = sequence.block_table[index]
-        target = sequence.block_table[index] = self._allocate()
+    def replace_tail(self, holding: Holding, position: int) -> tuple[int, int, int]:
+        """Copy on write: give the holding a block of its own where the shared one of this position stood. Returns
+        (index, source, target); the source is held until `copied`."""
+        index = position // self.block_size
+        source = holding.block_table[index]
+        target = holding.block_table[index] = self._allocate()
         return index, source, target  # the table's reference becomes the copy's
 
-    def slide(self, sequence: Sequence) -> None:
-        """Free the blocks that fell out of the window: no position from the next one on reads them. The last published
-        one stays, since content is published on top of it."""
-        if not self.window:
+    def slide(self, holding: Holding, position: int) -> None:
+        """Free the blocks that fell out of the window: no position from this one on reads them. The last published one
+        stays, since content is published on top of it."""
+        num_passed = self.first_needed_block(position)
+        if self.enable_prefix_caching and holding.publishes:
+            num_passed = min(num_passed, holding.num_published_blocks - 1)
+        self._free_passed(holding, num_passed)
+
+    def slide_wholly(self, holding: Holding, position: int) -> None:
+        """Hold no block more than is read from this position on: a holding that would need one to do so publishes
+        nothing any more."""
+        self._free_passed(holding, self.first_needed_block(position))
+        if holding.num_freed_blocks and holding.num_freed_blocks >= holding.num_published_blocks:
+            holding.unpublished()
+
+    def _free_passed(self, holding: Holding, num_passed: int) -> None:
+        for i in range(holding.num_freed_blocks, num_passed):
+            self._free(holding.block_table[i], holding)
+            holding.block_table[i] = 0
+        holding.num_freed_blocks = max(holding.num_freed_blocks, num_passed)
+
+    def publish(self, holding: Holding, num_positions: int) -> None:
+        """Make the full blocks of so many positions, whose tokens are known, available to others."""
+        num_full = num_positions // self.block_size
+        if num_full <= holding.num_published_blocks or not (self.enable_prefix_caching and holding.publishes):
             return
-        num_passed = self._first_needed_block(sequence.next_position)
-        if self._publishes(sequence):
-            num_passed = min(num_passed, sequence.num_published_blocks - 1)
-        self._free_passed(sequence, num_passed)
-
-    def slide_wholly(self, group: SequenceGroup) -> bool:
-        """Let the group's rows hold no block more than they read: those that would need one to do so publish nothing
-        any more. Whether that freed any."""
-        if not self.window:
-            return False
-        num_free = self.pool.num_free
-        for sequence in group.open_sequences:
-            self._free_passed(sequence, self._first_needed_block(sequence.next_position))
-            if sequence.num_freed_blocks and sequence.num_freed_blocks >= sequence.num_published_blocks:
-                sequence.node, sequence.num_published_blocks = None, 0
-        return self.pool.num_free > num_free
-
-    def _free_passed(self, sequence: Sequence, num_passed: int) -> None:
-        for i in range(sequence.num_freed_blocks, num_passed):
-            self._free(sequence.block_table[i], sequence)
-            sequence.block_table[i] = 0
-        sequence.num_freed_blocks = max(sequence.num_freed_blocks, num_passed)
-
-    def publish(self, sequence: Sequence) -> None:
-        """Make the full blocks whose tokens are known, and whose K and V are planned, available to others."""
-        num_known = sequence.num_tokens - sequence.may_repeat  # the block of what it computes again is still its own
-        num_full = min(sequence.num_computed_tokens, num_known) // self.block_size
-        if num_full <= sequence.num_published_blocks or not self._publishes(sequence):
-            return
-        for i in range(sequence.num_published_blocks, num_full):
-            block = sequence.block_table[i]
-            sequence.node = self.index.node_of(block) or self.index.publish(
-                sequence.root_key, sequence.node, sequence.token_ids, i, block
+        for i in range(holding.num_published_blocks, num_full):
+            block = holding.block_table[i]
+            holding.last_node = self.index.node_of(block) or self.index.publish(
+                holding.root_key, holding.last_node, holding.token_ids, i, block
             )
-        sequence.num_published_blocks = num_full
+        holding.num_published_blocks = num_full
 
-    def _publishes(self, sequence: Sequence) -> bool:
-        """Whether its blocks can be published: not if a swap forgot what was published, and the window has passed over
-        it."""
-        return self.enable_prefix_caching and sequence.num_freed_blocks <= sequence.num_published_blocks
-
-    def release(self, sequence: Sequence) -> None:
-        """Take all blocks of a sequence back, leaves first, so that a prefix outlives what follows it."""
-        free, is_cached, free_list = self.pool.free, self.index.is_cached, sequence.group.free_list
-        for block in reversed(sequence.block_table):
+    def release(self, holding: Holding) -> None:
+        """Take all blocks of a holding back, leaves first, so that a prefix outlives what follows it."""
+        free, is_cached, free_list = self.pool.free, self.index.is_cached, holding.free_list
+        for block in reversed(holding.block_table):
             if block:
                 free(block, cached=is_cached(block), free_list=free_list)
-        for host_block in reversed(sequence.host_table):
+        for host_block in reversed(holding.host_table):
             if host_block:
-                self._free_host(host_block, sequence)
-        sequence.forget_cache()
+                self._free_host(host_block, holding)
+        holding.released()
 
-    # Swapping
+    # Swapping: of all rows of a request at once, each with how many of its positions are computed
 
-    def num_swap_blocks(self, group: SequenceGroup) -> tuple[int, int]:
-        """Count the device blocks that swapping the group out saves, and the blocks that it takes off the host's free
+    def num_swap_blocks(self, rows: Rows) -> tuple[int, int]:
+        """Count the device blocks that swapping the rows out saves, and the blocks that it takes off the host's free
         list. Copies that are there already may be idle."""
-        copies = [self._host_copy(block) for block in self._computed_blocks(group)]
+        copies = [self._host_copy(block) for block in self._computed_blocks(rows)]
         return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
-    def swap_out(self, group: SequenceGroup, step: int) -> bool:
-        """Have the plan of `step` put what the group's rows have computed into host blocks, a shared block once.
+    def swap_out(self, rows: Rows, step: int) -> bool:
+        """Have the plan of `step` put what the rows have computed into host blocks, a shared block once.
 
         Returns False if nothing moves, as the host has all of it."""
-        blocks = self._computed_blocks(group)
+        blocks = self._computed_blocks(rows)
         host_blocks = {block: self._host_copy(block) for block in blocks if self._host_copy(block)}
         for host_block in host_blocks.values():  # before an allocation can take one that is idle
             self.host_pool.share(host_block)
@@ -378,62 +397,63 @@ class CacheManager:
         for block in missing:
             host_blocks[block] = self._allocate_host()
             self.moves.add(Move(step, block, host_blocks[block], True, None))
-        for sequence in group.open_sequences:
-            for block in sequence.block_table[: self.num_blocks_for(sequence.num_computed_tokens)]:
-                sequence.host_table.append(host_blocks[block] if block else 0)
+        for holding, num_computed in rows:
+            for block in holding.block_table[: self.num_blocks_for(num_computed)]:
+                holding.host_table.append(host_blocks[block] if block else 0)
                 if block:
                     self.host_pool.share(host_blocks[block])
-            for block in reversed(sequence.block_table):
+            for block in reversed(holding.block_table):
                 if block:
-                    self._free(block, sequence)
-            sequence.block_table.clear()
-            sequence.node, sequence.num_published_blocks = None, 0
+                    self._free(block, holding)
+            holding.block_table.clear()
+            holding.unpublished()
         for host_block in host_blocks.values():  # the tables hold them now
-            self._free_host(host_block, group.sequences[0])
+            self._free_host(host_block, rows[0][0])
         return bool(missing)
 
-    def num_swapped_blocks(self, group: SequenceGroup) -> int:
-        """Count the device blocks that a swapped group needs to be back where it was."""
-        return len({block for sequence in group.live_sequences for block in sequence.host_table if block})
+    def num_swapped_blocks(self, holdings: Iterable[Holding]) -> int:
+        """Count the device blocks that swapped rows need to be back where they were."""
+        return len({block for holding in holdings for block in holding.host_table if block})
 
-    def num_swap_in_blocks(self, group: SequenceGroup) -> int:
-        """Count the device blocks that a swapped group needs to run on: those it had, and as many more as if it
+    def num_swap_in_blocks(self, holdings: list[Holding]) -> int:
+        """Count the device blocks that swapped rows need to run on: those they had, and as many more as if they
         opened."""
-        rows = [sequence for sequence in group.live_sequences if sequence.host_table]
-        return self.num_swapped_blocks(group) + sum(
-            max(0, self.num_opening_entries(row, row.num_freed_blocks) - len(row.host_table)) for row in rows
+        return self.num_swapped_blocks(holdings) + sum(
+            max(0, self.num_opening_entries(holding, holding.num_freed_blocks) - len(holding.host_table))
+            for holding in holdings
         )
 
-    def swap_in(self, group: SequenceGroup, step: int) -> None:
-        """Give the group's rows the blocks again that they had before `swap_out`, which the plan of `step` loads."""
+    def swap_in(self, holdings: list[Holding], step: int) -> None:
+        """Give the rows the blocks again that they had before `swap_out`, which the plan of `step` loads."""
         blocks: dict[int, int] = {}
-        for sequence in group.live_sequences:
-            for host_block in sequence.host_table:
+        for holding in holdings:
+            for host_block in holding.host_table:
                 if host_block and host_block not in blocks:
                     blocks[host_block] = self._allocate()
                     self.moves.add(Move(step, blocks[host_block], host_block, False, None))
                 elif host_block:
                     self.pool.share(blocks[host_block])
-                sequence.block_table.append(blocks[host_block] if host_block else 0)
-            for host_block in reversed(sequence.host_table):
+                holding.block_table.append(blocks[host_block] if host_block else 0)
+            for host_block in reversed(holding.host_table):
                 if host_block:
-                    self._free_host(host_block, sequence)
-            sequence.host_table.clear()
+                    self._free_host(host_block, holding)
+            holding.host_table.clear()
 
-    def num_lost_tokens(self, group: SequenceGroup) -> int:
-        """Count the tokens to compute again if the group's blocks are lost, those that the window has passed too."""
-        num_passed = max((sequence.num_freed_blocks for sequence in group.open_sequences), default=0)
-        return (len(self._computed_blocks(group)) + num_passed) * self.block_size
+    def num_lost_tokens(self, rows: Rows) -> int:
+        """Count the tokens to compute again if the rows' blocks are lost, those that the window has passed too."""
+        most_freed = max((holding.num_freed_blocks for holding, _ in rows), default=0)
+        return (len(self._computed_blocks(rows)) + most_freed) * self.block_size
 
-    def _computed_blocks(self, group: SequenceGroup) -> list[int]:
-        """The group's blocks that hold anything, each once."""
-        blocks = {
-            block: None
-            for sequence in group.open_sequences
-            for block in sequence.block_table[: self.num_blocks_for(sequence.num_computed_tokens)]
-            if block
-        }
-        return list(blocks)
+    def _computed_blocks(self, rows: Rows) -> list[int]:
+        """The rows' blocks that hold anything, each once."""
+        return list(
+            {
+                block: None
+                for holding, num_computed in rows
+                for block in holding.block_table[: self.num_blocks_for(num_computed)]
+                if block
+            }
+        )
 
     def _host_copy(self, block: int) -> int:
         node = self.index.node_of(block)
@@ -509,10 +529,10 @@ class CacheManager:
 
     # Bad content
 
-    def unpublish(self, sequence: Sequence) -> None:
-        """Unpublish what the sequence wrote, from its first block that it did not match on, nor any content
-        computed on top of it."""
-        node = self.index.find(sequence.root_key, sequence.token_ids, sequence.num_matched_blocks)
+    def unpublish(self, holding: Holding) -> None:
+        """Unpublish what a row wrote, from its first block that it did not match on, nor any content computed on top
+        of it."""
+        node = self.index.find(holding.root_key, holding.token_ids, holding.num_matched_blocks)
         if node is not None:
             self._expose(*self.index.forget_subtree(node))
 
@@ -526,13 +546,13 @@ class CacheManager:
         for host_block in host_blocks:
             self.host_pool.expose(host_block)
 
-    def stands_on(self, sequence: Sequence, other: Sequence) -> bool:
-        """Whether the sequence matched, or has published, a block of the content that `other` wrote first."""
+    def stands_on(self, holding: Holding, other: Holding) -> bool:
+        """Whether a row matched, or has published, a block of the content that that of `other` wrote first."""
         num_tokens = (other.num_matched_blocks + 1) * self.block_size
         return (
-            max(sequence.num_matched_blocks, sequence.num_published_blocks) > other.num_matched_blocks
-            and sequence.root_key == other.root_key
-            and sequence.token_ids[:num_tokens] == other.token_ids[:num_tokens]
+            max(holding.num_matched_blocks, holding.num_published_blocks) > other.num_matched_blocks
+            and holding.root_key == other.root_key
+            and holding.token_ids[:num_tokens] == other.token_ids[:num_tokens]
         )
 
     # Blocks
@@ -547,12 +567,12 @@ class CacheManager:
         self.index.forget_host(host_block)
         return host_block
 
-    def _free(self, block: int, sequence: Sequence) -> None:
-        self.pool.free(block, cached=self.index.is_cached(block), free_list=sequence.group.free_list)
+    def _free(self, block: int, holding: Holding) -> None:
+        self.pool.free(block, cached=self.index.is_cached(block), free_list=holding.free_list)
 
-    def _free_host(self, host_block: int, sequence: Sequence) -> None:
+    def _free_host(self, host_block: int, holding: Holding) -> None:
         cached = self.index.node_of_host(host_block) is not None
-        self.host_pool.free(host_block, cached=cached, free_list=sequence.group.free_list)
+        self.host_pool.free(host_block, cached=cached, free_list=holding.free_list)
 
 
 def _num_copies(request: Request) -> int:

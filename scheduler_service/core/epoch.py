@@ -78,12 +78,16 @@ class Epoch:
             self.slots.give_back(slot)
         group.reserved_slots.clear()
 
+    def take_slot(self, sequence: Sequence) -> None:
+        """Give a sequence the slot of its row, if it can be one that is kept for its group."""
+        reserved = sequence.group.reserved_slots
+        sequence.slot = reserved.pop(0) if reserved else self.slots.take()
+
     def open_row(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Have the worker open a row of a sequence that has its blocks, and let it compute what the budget allows."""
-        group = sequence.group
-        sequence.slot = group.reserved_slots.pop(0) if group.reserved_slots else self.slots.take()
+        self.take_slot(sequence)
         if sequence.num_computed_tokens >= sequence.num_prompt_tokens:
-            sequence.forkable_from = draft.step + 1  # it may have matched what this very plan computes
+            sequence.holding.may_be_forked(draft.step + 1)  # it may have matched what this very plan computes
         self.active[sequence] = None
         self.num_rows += 1
         draft.open(self._opening(sequence))
@@ -103,7 +107,7 @@ class Epoch:
             token_ids=tuple(sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=sequence.num_computed_tokens,
-            block_ids=tuple(sequence.block_table),
+            block_ids=tuple(sequence.holding.block_table),
             sampling=sampling,
             seed=request.seed,
             sample_index=sequence.sample_index,
@@ -137,6 +141,15 @@ class Epoch:
         if group.beam is not None:
             group.beam.forget_step()
 
+    def lose(self, group: SequenceGroup) -> None:
+        """All rows of the group are gone, with the worker."""
+        group.reserved_slots.clear()
+        for sequence in group.sequences:
+            sequence.slot = -1
+            sequence.forget_epoch()
+        if group.beam is not None:
+            group.beam.forget_step()
+
     def repeat(self, sequence: Sequence) -> None:
         """A row was late in the oldest plan: the worker has it compute its last position again in the plans that are
         under way, each of which thus does what the plan before it was to do. One without a token is planned by itself
@@ -164,32 +177,68 @@ class Epoch:
         """The group holds nothing any more: no row, no block of either tier."""
         self.vacate_group(group)
         for sequence in group.sequences:
-            self.cache.release(sequence)
+            self.release(sequence)
 
     # Blocks
 
+    def find(self, sequence: Sequence) -> Match:
+        """Find cached content that the sequence begins with."""
+        is_sought = self.cache.enable_prefix_caching and sequence.may_match
+        return self.cache.match(sequence.holding, sequence.group.cursor) if is_sought else Match()
+
     def match(self, sequence: Sequence) -> Match | None:
         """Choose what the sequence would start from. None: it waits for another group's load of the same content."""
-        match = self.cache.match(sequence)
+        match = self.find(sequence)
         if match.is_loading:
             return None
         if match.host and self.cost.prefers_load(len(match.host), len(match.host) * self.cache.block_size):
             return match
         return match.without_host()
 
+    def num_forked_tokens(self, sequence: Sequence, relative: Sequence) -> int:
+        """Count the positions that the sequence can have from a relative whose prompt is computed, but none that this
+        one may write again: none at all if the window has passed over them there."""
+        num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
+        return num_tokens if relative.holding.num_freed_blocks <= self.cache.first_needed_block(num_tokens) else 0
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make the full blocks of a sequence available to others."""
+        self.cache.publish(sequence.holding, sequence.num_settled_tokens)
+
+    def slide(self, sequence: Sequence) -> None:
+        """Free the blocks that fell out of a row's window, if there is one."""
+        self.cache.slide(sequence.holding, sequence.next_position)
+
+    def slide_wholly(self, group: SequenceGroup) -> bool:
+        """Let the group's rows hold no block more than they read. Whether that freed any."""
+        num_free = self.cache.pool.num_free
+        if self.cache.window:
+            for sequence in group.open_sequences:
+                self.cache.slide_wholly(sequence.holding, sequence.next_position)
+        return self.cache.pool.num_free > num_free
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all blocks of a sequence back: nothing of it is computed."""
+        self.cache.release(sequence.holding)
+        sequence.forget_computed()
+
+    def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Count the blocks that a row must get before it can compute so many tokens."""
+        return self.cache.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.holding.block_table)
+
     def num_missing_blocks(self, rows: list[tuple[Sequence, int]]) -> int:
         """Count the blocks that a group must get before its rows can compute so many tokens each."""
-        num_missing = sum(self.cache.num_missing_blocks(sequence, num_tokens) for sequence, num_tokens in rows)
+        num_missing = sum(self._num_missing(sequence, num_tokens) for sequence, num_tokens in rows)
         return num_missing + len(self._tails_to_copy(rows))
 
     def give_blocks(self, rows: list[tuple[Sequence, int]], draft: PlanDraft) -> None:
         """Give a group's rows the blocks that `num_missing_blocks` counted."""
         for sequence in self._tails_to_copy(rows):
-            index, source, target = self.cache.replace_tail(sequence)
+            index, source, target = self.cache.replace_tail(sequence.holding, sequence.num_computed_tokens)
             draft.copies.append((source, target))
             draft.set_blocks.append((sequence.slot, index, target))
         for sequence, num_tokens in rows:
-            for block in self.cache.append(sequence, self.cache.num_missing_blocks(sequence, num_tokens)):
+            for block in self.cache.append(sequence.holding, self._num_missing(sequence, num_tokens)):
                 draft.appended_blocks.append((sequence.slot, block))
 
     def _tails_to_copy(self, rows: list[tuple[Sequence, int]]) -> list[Sequence]:
@@ -197,7 +246,8 @@ class Epoch:
         too."""
         sharing: dict[int, list[Sequence]] = {}
         for sequence, num_tokens in rows:
-            if num_tokens and sequence.group.beam is not None and (block := self.cache.shared_tail(sequence)):
+            writes = num_tokens and sequence.group.beam is not None
+            if writes and (block := self.cache.shared_tail(sequence.holding, sequence.num_computed_tokens)):
                 sharing.setdefault(block, []).append(sequence)
         copying = []
         for block, holders in sharing.items():
@@ -217,7 +267,9 @@ class Epoch:
         due = [sequence for sequence in due if sequence.is_decoding]
         if self._has_ample_blocks(len(due), draft.max_tokens):
             for sequence in due:
-                draft.appended_blocks.append((sequence.slot, self.cache.append_next(sequence)))
+                if self.cache.window:
+                    self.slide(sequence)
+                draft.appended_blocks.append((sequence.slot, self.cache.append_next(sequence.holding)))
                 self.decoding.got_block(sequence, draft.step)
             draft.began_block.extend(due)
             due.clear()
@@ -229,10 +281,8 @@ class Epoch:
     def _has_ample_blocks(self, num_due: int, max_tokens: int) -> bool:
         """Whether no running group can lack a block in this plan, so that the order in which they get theirs, and who
         would be preempted for whom, does not matter."""
-        num_blocks = num_due
-        for sequence in self.active:
-            num_tokens = min(sequence.num_uncomputed_tokens, max_tokens)
-            num_blocks += max(0, self.cache.num_missing_blocks(sequence, num_tokens)) + 1  # a beam's copy
+        num_missing = (self._num_missing(row, min(row.num_uncomputed_tokens, max_tokens)) for row in self.active)
+        num_blocks = num_due + sum(max(0, num) + 1 for num in num_missing)  # 1: a beam's copy
         return num_blocks <= self.cache.pool.num_free
 
     def share_prompts(self, draft: PlanDraft, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
@@ -255,10 +305,11 @@ class Epoch:
         num_free = draft.num_free_tokens
         work = []
         for sequence in rows:
-            self.cache.slide(sequence)
+            self.slide(sequence)
             num_tokens = 1
             if not sequence.is_decoding:
-                num_tokens = min(self.cache.num_computable_tokens(sequence), num_free)
+                num_computed, num_left = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+                num_tokens = min(self.cache.num_computable_tokens(sequence.holding, num_computed, num_left), num_free)
                 if draft.shares is not None:
                     num_tokens = min(num_tokens, draft.shares.get(sequence, num_tokens))
                 num_free -= num_tokens
@@ -279,11 +330,11 @@ class Epoch:
             PlannedRow(sequence.slot, sequence, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs)
         )
         sequence.plan(num_tokens, samples=samples)
-        if not sequence.forkable_from and start + num_tokens >= sequence.num_prompt_tokens:
-            sequence.forkable_from = draft.step + 1
+        if not sequence.holding.forkable_from and start + num_tokens >= sequence.num_prompt_tokens:
+            sequence.holding.may_be_forked(draft.step + 1)
         if samples:
             del self.active[sequence]
-        self.cache.publish(sequence)
+        self.publish(sequence)
 
     def dispatch(self, draft: PlanDraft) -> StepPlan | None:
         """Make the plan final. None if there is nothing to do."""

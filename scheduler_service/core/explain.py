@@ -64,8 +64,8 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
         num_computed_tokens=sum(sequence.num_computed_tokens for sequence in sequences),
         num_sequences=group.num_unfinished,
         num_running_sequences=len(group.open_sequences) if group.state is GroupState.RUNNING else 0,
-        num_held_blocks=len({block for sequence in sequences for block in sequence.block_table if block}),
-        num_held_host_blocks=len({block for sequence in sequences for block in sequence.host_table if block}),
+        num_held_blocks=len({block for sequence in sequences for block in sequence.holding.block_table if block}),
+        num_held_host_blocks=len({block for sequence in sequences for block in sequence.holding.host_table if block}),
         num_wanted_blocks=num_wanted,
         num_free_blocks=epoch.cache.pool.num_free,
         num_preemptions=group.num_preemptions,
@@ -77,20 +77,20 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
 def block_map(state: Lifecycle) -> BlockMap:
     """Say who holds which block of the worker that is there."""
     cache = state.epoch.cache
-    device, host = [BlockUse.FREE.value] * cache.pool.num_blocks, [BlockUse.FREE.value] * cache.host_pool.num_blocks
-    for block in range(1, cache.pool.num_blocks + 1):
-        if cache.index.is_cached(block):
-            device[block - 1] = BlockUse.CACHED
-    for block in range(1, cache.host_pool.num_blocks + 1):
-        if cache.index.node_of_host(block) is not None:
-            host[block - 1] = BlockUse.CACHED
+    device, host = (
+        [BlockUse.FREE.value if node_of(block) is None else BlockUse.CACHED.value for block in range(1, num_blocks + 1)]
+        for node_of, num_blocks in (
+            (cache.index.node_of, cache.pool.num_blocks),
+            (cache.index.node_of_host, cache.host_pool.num_blocks),
+        )
+    )
     for move in cache.moves:
         device[move.device_block - 1] = host[move.host_block - 1] = BlockUse.MOVING
     owners: list[str] = []
     for group in state.groups.values():
         use = BlockUse.HELD + len(owners)
-        tables = [(device, sequence.block_table) for sequence in group.sequences]
-        tables += [(host, sequence.host_table) for sequence in group.sequences]
+        tables = [(device, sequence.holding.block_table) for sequence in group.sequences]
+        tables += [(host, sequence.holding.host_table) for sequence in group.sequences]
         for uses, table in tables:
             for block in table:
                 if block:
@@ -108,10 +108,10 @@ def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
         lacking = [row for row in group.open_sequences if row in epoch.active]
         return max(0, epoch.num_missing_blocks([(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))
     if group.state in SWAPPED:
-        return cache.num_swapped_blocks(group)
+        return cache.num_swapped_blocks(group.swapped_holdings)
     if group.state is GroupState.WAITING and group.unopened_sequences:
         first: Sequence = group.unopened_sequences[0]
-        return cache.num_opening_blocks(first, cache.match(first).without_host())
+        return cache.num_opening_blocks(first.holding, epoch.find(first).without_host())
     return 0
 
 
@@ -153,7 +153,6 @@ def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHo
     """List who holds the device's blocks, most first. Requests of other tenants stand together, without a name."""
     counts: Counter[str | None] = Counter()
     for other in others:
-        blocks = {block for sequence in other.sequences for block in sequence.block_table if block}
-        is_named = other.request.tenant == group.request.tenant
-        counts[other.request.request_id if is_named else None] += len(blocks)
+        blocks = {block for sequence in other.sequences for block in sequence.holding.block_table if block}
+        counts[other.request.request_id if other.request.tenant == group.request.tenant else None] += len(blocks)
     return tuple(BlockHolder(name, num_blocks) for name, num_blocks in counts.most_common() if num_blocks)

@@ -9,7 +9,7 @@ from collections import Counter
 from itertools import pairwise
 
 from scheduler_service.core.cache import BlockPool, Node
-from scheduler_service.core.cache_manager import CacheManager
+from scheduler_service.core.cache_manager import CacheManager, Holding
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
@@ -29,11 +29,9 @@ def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
     _check_blocks(epoch, groups)
     _check_content(epoch.cache)
     _check_cursors(state, epoch.cache)
-    for group, _ in groups:
-        if group.state is GroupState.RUNNING:
-            for sequence in group.sequences:
-                if sequence.num_published_blocks:
-                    _check_published(epoch.cache.block_size, sequence)
+    for sequence in _running(groups):
+        if sequence.holding.num_published_blocks:
+            _check_published(epoch.cache.block_size, sequence.holding)
 
 
 def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
@@ -47,8 +45,12 @@ def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) ->
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
     for sequence in epoch.active:
         assert sequence.num_in_flight >= 0, f"S5: {sequence.sequence_id}"
-        num_positions = len(sequence.block_table) * epoch.cache.block_size
+        num_positions = len(sequence.holding.block_table) * epoch.cache.block_size
         assert sequence.num_computed_tokens <= num_positions, f"S5: {sequence.sequence_id}"
+
+
+def _running(groups: LiveGroups) -> list[Sequence]:
+    return [sequence for group, _ in groups if group.state is GroupState.RUNNING for sequence in group.sequences]
 
 
 def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
@@ -95,13 +97,13 @@ def _check_group(group: SequenceGroup, epoch: Epoch) -> None:
     state = group.state
     for sequence in group.sequences:
         if state is GroupState.RUNNING:
-            assert sequence.slot >= 0 or not sequence.block_table, "S8: a sequence without a row holds blocks"
+            assert sequence.slot >= 0 or not sequence.holding.block_table, "S8: a sequence without a row holds blocks"
         else:
             assert sequence.slot < 0, f"S8: a sequence of a request that is {state.value} has a row"
-            if sequence.block_table:
-                assert state is GroupState.SWAPPING_IN, f"S8: a request that is {state.value} holds blocks"
-        if sequence.host_table:
-            assert state in SWAPPED, f"S8: a request that is {state.value} holds host blocks"
+            if sequence.holding.block_table:
+                assert state is GroupState.SWAPPING_IN, f"S8: a request that is {state.value} holds {sequence.holding}"
+        if sequence.holding.host_table:
+            assert state in SWAPPED, f"S8: a request that is {state.value} holds {sequence.holding}"
     if group.reserved_slots:
         assert state in (GroupState.RUNNING, GroupState.SWAPPING_IN)
     if state is GroupState.SWAPPED:
@@ -121,13 +123,12 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]
             if sequence.slot < 0:
                 continue
             num_computed, num_expected = sequence.num_computed_tokens, len(sequence.token_ids) + num_in_flight
-            assert num_computed <= len(sequence.block_table) * block_size, f"S5: {sequence}"
+            assert num_computed <= len(sequence.holding.block_table) * block_size, f"S5: {sequence}"
             max_expected = max(sequence.max_num_tokens, sequence.num_prompt_tokens + 1)  # an embedding is expected too
             assert num_computed <= num_expected <= max_expected, f"S5, planned too far: {sequence}"
-            is_decoding = sequence.is_decoding
-            assert (sequence in epoch.active) == (not is_decoding and sequence.num_uncomputed_tokens > 0)
-            assert is_decoding == (epoch.decoding._rows.get(sequence.slot) is sequence)
-            if is_decoding:
+            assert (sequence in epoch.active) == (not sequence.is_decoding and sequence.num_uncomputed_tokens > 0)
+            assert sequence.is_decoding == (epoch.decoding._rows.get(sequence.slot) is sequence)
+            if sequence.is_decoding:
                 assert num_computed == num_expected - 1, f"S5: a decoding row is not at its end: {sequence}"
                 assert sequence.due_step > epoch.num_steps, "a decoding row was not looked at when it was due"
         if group.state is GroupState.RUNNING:
@@ -170,15 +171,13 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
     holders, host_holders = [0] * (cache.pool.num_blocks + 1), [0] * (cache.host_pool.num_blocks + 1)
     for group, _ in groups:
         for sequence in group.sequences:
-            for block in sequence.block_table:
+            for block in sequence.holding.block_table:
                 holders[block] += 1
-            for block in sequence.host_table:
+            for block in sequence.holding.host_table:
                 host_holders[block] += 1
-    for group, _ in groups:
-        if group.state is GroupState.RUNNING:
-            for sequence in group.sequences:
-                if sequence.block_table:
-                    _check_writable(cache, sequence, holders)
+    for sequence in _running(groups):
+        if sequence.holding.block_table:
+            _check_writable(cache, sequence, holders)
     for move in cache.moves:
         assert move.step > epoch.last_moved_step, "S3: an acknowledged move is still pending"
         if move.is_out:
@@ -195,7 +194,7 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
 def _check_writable(cache: CacheManager, sequence: Sequence, holders: list[int]) -> None:
     """Assert S12. A beam's tail may be shared until the plan that writes it."""
     is_beam = sequence.group.beam is not None
-    for block in sequence.block_table[sequence.next_position // cache.block_size :]:
+    for block in sequence.holding.block_table[sequence.next_position // cache.block_size :]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
         assert not cache.index.is_cached(block), f"S12: block {block} will be written and is published"
 
@@ -251,32 +250,29 @@ def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
     for cursor, group in followed.items():
         sequence = group.sequences[0]
         assert group.state in QUEUED, "S8: a request that does not wait has a cursor"
-        chain = cache.index.match(sequence.root_key, sequence.token_ids, cursor.max_blocks)
+        chain = cache.index.match(sequence.holding.root_key, sequence.token_ids, cursor.max_blocks)
         assert cursor.chain() == chain, "S8: a cursor is not where its prompt's cached blocks end"
         assert group.waiting_order == state.standings.order(group), "S8: a request waits in another place than its own"
 
 
 def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
-    num_idle = 0
-    for block, node in enumerate(nodes):
-        if node is not None and pool._ref_counts[block] == 0:
-            assert pool._is_idle_cached[block], "S1: an idle block is not taken for cached"
-            num_idle += 1
-    assert num_idle == pool.num_idle_cached, "S1: a block is taken for idle and cached, and is not"
+    idle = [block for block, node in enumerate(nodes) if node is not None and pool._ref_counts[block] == 0]
+    assert all(pool._is_idle_cached[block] for block in idle), "S1: an idle block is not taken for cached"
+    assert len(idle) == pool.num_idle_cached, "S1: a block is taken for idle and cached, and is not"
 
 
-def _check_published(block_size: int, sequence: Sequence) -> None:
-    """Assert S7: what a sequence has published or matched is what its tokens say."""
-    node, num_published = sequence.node, sequence.num_published_blocks
+def _check_published(block_size: int, holding: Holding) -> None:
+    """Assert S7: what a row has published or matched is what its tokens say."""
+    node, num_published = holding.last_node, holding.num_published_blocks
     token_bytes = []
     for i in range(num_published - 1, -1, -1):
         assert node is not None
         token_bytes.append(node.token_bytes)
-        assert i < sequence.num_freed_blocks or sequence.block_table[i] in node.blocks, "S7: not that content"
+        assert i < holding.num_freed_blocks or holding.block_table[i] in node.blocks, "S7: not that content"
         node = node.parent
     assert node is not None
     assert node.parent is None
-    assert node.root_key == sequence.root_key, "S7: another tenant's, salt's or model's block"
+    assert node.root_key == holding.root_key, "S7: another tenant's, salt's or model's block"
     token_bytes.reverse()
-    tokens = array("I", sequence.token_ids[: num_published * block_size]).tobytes()
+    tokens = array("I", holding.token_ids[: num_published * block_size]).tobytes()
     assert b"".join(token_bytes) == tokens, "S7: the block's tokens are others"

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count
+from itertools import count, groupby
 from operator import attrgetter
 
 from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.beam_group import BeamGroup
 from scheduler_service.core.cache import RootKey
+from scheduler_service.core.cache_manager import Holding
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.plans import PlanDraft
 from scheduler_service.core.policy import Policy
@@ -42,6 +43,7 @@ _COMPLETE = (EndReason.STOP, EndReason.LENGTH)
 # Different root keys, and stop sets, that are remembered to be shared.
 _MAX_SHARED = 1024
 _order = attrgetter("order")
+_tenant = attrgetter("group.request.tenant")
 
 
 @dataclass(slots=True)
@@ -144,16 +146,21 @@ class Lifecycle:
         self._ask_for_grammar(group)
         return output_ids
 
+    def _new_holding(self, request: Request, token_ids: list[int]) -> Holding:
+        """Hold nothing, of the worker that is there."""
+        root_key = self._shared_key(request.tenant, request.cache_salt, self.epoch.capacity.model_digest)
+        return Holding(request, root_key, token_ids)
+
     def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
-        request = group.request
+        request, token_ids = group.request, list(group.request.prompt_token_ids)
         sequence = Sequence(
             sequence_id=next(self._sequence_ids),
             group=group,
             sample_index=sample_index,
-            token_ids=list(request.prompt_token_ids),
+            token_ids=token_ids,
             num_prompt_tokens=len(request.prompt_token_ids),
             max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
-            root_key=self._shared_key(request.tenant, request.cache_salt, self.epoch.capacity.model_digest),
+            holding=self._new_holding(request, token_ids),
             stop_token_ids=self._stop_set(tuple(sorted({*request.sampling.stop_token_ids, *group.end_token_ids}))),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
             is_gated=_is_gated(request, self.epoch),
@@ -243,20 +250,20 @@ class Lifecycle:
     def preempt(self, group: SequenceGroup, epoch: Epoch, draft: PlanDraft) -> None:
         """Take the blocks of a running group: it will be swapped in, or computed again, whichever is cheaper."""
         draft.has_preempted = True
-        epoch.cache.slide_wholly(group)
-        num_blocks, num_host_blocks = epoch.cache.num_swap_blocks(group)
+        epoch.slide_wholly(group)
+        num_blocks, num_host_blocks = epoch.cache.num_swap_blocks(group.held_rows)
         swaps = (
             num_blocks > 0
             and not group.begins_anew
             and num_host_blocks <= epoch.cache.host_pool.num_free
-            and epoch.cost.prefers_swap(num_blocks, epoch.cache.num_lost_tokens(group))
+            and epoch.cost.prefers_swap(num_blocks, epoch.cache.num_lost_tokens(group.held_rows))
         )
         if not swaps:
             self.discard(group, epoch, draft.now)
             return
         self.counters.num_swap_preemptions += 1
         self._interrupt(group, epoch, draft.now)
-        is_moving = epoch.cache.swap_out(group, draft.step)
+        is_moving = epoch.cache.swap_out(group.held_rows, draft.step)
         epoch.vacate_group(group)
         group.moved_step = draft.step if is_moving else 0
         self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)
@@ -266,6 +273,15 @@ class Lifecycle:
         self._interrupt(group, epoch, now)
         epoch.forget(group)
         self._enter(group, GroupState.WAITING)
+
+    def redo(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
+        """Have a group computed again: what it has computed is bad, and so are its samples on their way."""
+        for sequence in group.sequences:
+            sequence.drop(epoch.num_steps)
+        if group.state is GroupState.WAITING:
+            group.resume_step = epoch.num_steps
+        else:
+            self.discard(group, epoch, now)
 
     def _interrupt(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
         self.counters.num_preemptions += 1
@@ -290,9 +306,7 @@ class Lifecycle:
         self.epoch = epoch
         for group in self.groups.values():
             for sequence in group.sequences:
-                sequence.root_key = self._shared_key(
-                    sequence.root_key.tenant, sequence.root_key.cache_salt, epoch.capacity.model_digest
-                )
+                sequence.holding = self._new_holding(group.request, sequence.token_ids)
                 sequence.is_gated = _is_gated(group.request, epoch)
             self._ask_for_grammar(group)
 
@@ -301,13 +315,14 @@ class Lifecycle:
         to have crashed it, and must end."""
         epoch = self.epoch
         preparing = {group for group in self.waiting.held if epoch.grammars.is_preparing(group.request.grammar)}
-        self.standings.lose()
+        self.standings.lose(self.groups.values())
         self.counters.num_moved_blocks_out += epoch.cache.moves.num_moved_out
         self.counters.num_moved_blocks_in += epoch.cache.moves.num_moved_in
         for group in self.groups.values():
             if group.state not in QUEUED:
                 group.pause(now)
-            group.reset()
+            group.moved_step = group.resume_step = 0
+            epoch.lose(group)
             if group.state is not GroupState.WAITING:
                 self._enter(group, GroupState.WAITING)
         self._begin(Epoch.without_worker(self.drops))
@@ -333,9 +348,9 @@ class Lifecycle:
         sequence.finish()
         if sequence.slot >= 0:
             if reason in _COMPLETE:
-                epoch.cache.publish(sequence)
+                epoch.publish(sequence)
             epoch.vacate(sequence)
-        epoch.cache.release(sequence)
+        epoch.release(sequence)
         if num_output_tokens is not None:
             del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
         self.charge((sequence,))
@@ -401,18 +416,14 @@ class Lifecycle:
         """Tell the policy of the output of samples since the last time."""
         if not self._policy.ranks_tenants:
             return
-        key, num_tokens = None, 0  # of those that stand next to each other, and most often of all
-        for sequence in sequences:
-            if sequence.root_key is not key:
-                if key is not None:
-                    self._policy.charge(key.tenant, 0, num_tokens)
-                key, num_tokens = sequence.root_key, 0
-            num_known_tokens = len(sequence.token_ids)
-            if num_known_tokens > sequence.num_charged_tokens:
-                num_tokens += num_known_tokens - sequence.num_charged_tokens
-                sequence.num_charged_tokens = num_known_tokens
-        if key is not None:
-            self._policy.charge(key.tenant, 0, num_tokens)
+        for tenant, served in groupby(sequences, _tenant):  # those of one often stand next to each other
+            num_tokens = 0
+            for sequence in served:
+                num_new_tokens = len(sequence.token_ids) - sequence.num_charged_tokens
+                if num_new_tokens > 0:
+                    num_tokens += num_new_tokens
+                    sequence.num_charged_tokens += num_new_tokens
+            self._policy.charge(tenant, 0, num_tokens)
 
     def charge_masks(self, times: Iterable[tuple[Sequence, int]], prefill_rate: float | None) -> None:
         """Tell the policy of the microseconds that masks have taken, as of the prompt tokens that the worker computes

@@ -24,7 +24,7 @@ class Openings:
         epoch = self._epoch
         loaded = [group for group in self._state.loading if group.moved_step <= epoch.last_moved_step]
         for group in sorted(loaded, key=lambda group: group.order):
-            rows = [sequence for sequence in group.live_sequences if sequence.block_table]
+            rows = [sequence for sequence in group.live_sequences if sequence.holding.block_table]
             self._state.run(group, rows, epoch, draft)
 
     # Samples beside the first
@@ -37,8 +37,8 @@ class Openings:
             if group not in state.unopened:  # it has just given way
                 continue
             for sequence in group.unopened_sequences:
-                relatives = [row for row in group.open_sequences if row.forkable_from]
-                if group.open_sequences and not any(row.forkable_from <= draft.step for row in relatives):
+                relatives = [row for row in group.open_sequences if row.holding.forkable_from]
+                if group.open_sequences and not any(row.holding.forkable_from <= draft.step for row in relatives):
                     break
                 while not self._open_sibling(sequence, relatives, draft):
                     # Groups that wait for siblings hold on to blocks: when nothing else happens, the last gives way.
@@ -55,21 +55,22 @@ class Openings:
         has_slot = bool(group.reserved_slots) or epoch.slots.num_free > 0
         if not has_slot or draft.num_free_tokens <= 0 or not draft.can_open(sequence):
             return False
-        match = cache.match(sequence).without_host()
-        relative = next((row for row in relatives if row.forkable_from <= draft.step), None)
-        if relative is not None and cache.num_forked_tokens(sequence, relative) <= len(match.device) * cache.block_size:
-            relative = None
-        num_blocks = (
-            cache.num_opening_blocks(sequence, match) if relative is None else cache.num_fork_blocks(sequence, relative)
-        )
+        match = epoch.find(sequence).without_host()
+        relative = next((row for row in relatives if row.holding.forkable_from <= draft.step), None)
+        num_forked = 0 if relative is None else epoch.num_forked_tokens(sequence, relative)
+        if relative is None or num_forked <= len(match.device) * cache.block_size:
+            relative, num_blocks = None, cache.num_opening_blocks(sequence.holding, match)
+        else:
+            num_blocks = cache.num_fork_blocks(sequence.holding, relative.holding, num_forked)
         is_alone = epoch.num_rows == len(group.open_sequences) and not self._state.loading
         is_alone = is_alone or (draft.is_empty and epoch.is_idle)
         if not cache.can_allocate(num_blocks, alone=is_alone):
             return False
         if relative is not None:
-            draft.copies.extend(cache.fork(sequence, relative))
+            draft.copies.extend(cache.fork(sequence.holding, relative.holding, num_forked))
+            sequence.start_from(num_forked)
         else:
-            cache.open(sequence, match, draft.step)
+            sequence.start_from(cache.open(sequence.holding, match, draft.step))
         self._state.first_scheduled(sequence, 0, draft.now)
         epoch.open_row(sequence, draft)
         return True
@@ -84,7 +85,7 @@ class Openings:
         # Where nothing more can be computed, blocks may come in meanwhile, for one group ahead of its turn.
         if draft.num_free_tokens <= 0 and (state.loading or not state.standings.awaits_load(group)):
             return False
-        if group.state is GroupState.SWAPPED and any(sequence.host_table for sequence in group.live_sequences):
+        if group.state is GroupState.SWAPPED and group.swapped_holdings:
             return self._swap_in(group, draft)
         if group.state is GroupState.SWAPPED:
             state.lost_its_swap(group)
@@ -106,7 +107,7 @@ class Openings:
         match = self._startable(group, draft)
         if match is None:
             return False
-        cache.open(sequence, match, draft.step)
+        sequence.start_from(cache.open(sequence.holding, match, draft.step))
         epoch.reserve_slots(group, group.num_first_slots)
         state.first_scheduled(sequence, len(match.host) * cache.block_size, draft.now)
         if match.host:
@@ -126,7 +127,7 @@ class Openings:
         match = epoch.match(sequence)
         if match is None:
             return None
-        num_blocks = cache.num_opening_blocks(sequence, match)
+        num_blocks = cache.num_opening_blocks(sequence.holding, match)
         if not cache.can_allocate(num_blocks, alone=is_alone):
             self._lacking = (group, cache.pool.num_free)
             return None
@@ -135,14 +136,14 @@ class Openings:
     def _swap_in(self, group: SequenceGroup, draft: PlanDraft) -> bool:
         """Order a swapped group's blocks back, if there is room for it to run on."""
         state, epoch, cache = self._state, self._epoch, self._epoch.cache
-        rows = [sequence for sequence in group.live_sequences if sequence.host_table]
+        rows = [sequence for sequence in group.live_sequences if sequence.holding.host_table]
         num_slots = max(len(rows), group.num_first_slots)
         if epoch.slots.num_free < num_slots:
             return False
         is_alone = not state.running and not state.loading
-        if not cache.can_allocate(cache.num_swap_in_blocks(group), alone=is_alone):
+        if not cache.can_allocate(cache.num_swap_in_blocks(group.swapped_holdings), alone=is_alone):
             return False
-        cache.swap_in(group, draft.step)
+        cache.swap_in(group.swapped_holdings, draft.step)
         epoch.reserve_slots(group, num_slots)
         for row in rows:
             row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))

@@ -31,14 +31,11 @@ class Quarantine:
         Returns those that must fail."""
         charged = sorted({*computed, *preparing}, key=lambda request: request.order)
         causes = {request.request.grammar if request in preparing else request for request in charged}
-        failed = []
+        self.charged.update(charged)
         for request in charged:
             request.num_crashes += 1
-            self.charged.add(request)
-            if len(causes) == 1:
-                request.num_lone_crashes += 1
-                if request.num_lone_crashes >= _MAX_LONE_CRASHES:
-                    failed.append(request)
+            request.num_lone_crashes += len(causes) == 1
+        failed = [request for request in charged if request.num_lone_crashes >= _MAX_LONE_CRASHES]
         # The culprit is among those that were there: one that was not is no suspect for now.
         suspects = [request for request in charged if request.num_crashes >= 2 and request not in failed]
         self.suspects = suspects or [request for request in self.suspects if request not in failed]

@@ -5,7 +5,7 @@ from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import Dispatch, PlannedRow, ResolvedResult, SampledRow
 from scheduler_service.core.request import EndReason, TokenLogprobs, TokenOutputs
-from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
+from scheduler_service.core.sequence import Sequence
 
 # How a request ends of which the worker could not compute a row.
 _FAILURES = {
@@ -91,24 +91,15 @@ class Results:
             for bad in written:
                 # Others may write the same content before its next row comes back.
                 bad.has_failed = ends or bad.is_finished
-                epoch.cache.unpublish(bad)
+                epoch.cache.unpublish(bad.holding)
             for other in list(self._state.groups.values()):
                 if (other is not group or not ends) and any(
-                    epoch.cache.stands_on(row, bad) for row in other.sequences for bad in written
+                    epoch.cache.stands_on(row.holding, bad.holding) for row in other.sequences for bad in written
                 ):
-                    self._redo(epoch, other, now)
+                    self._state.redo(other, epoch, now)
             if ends:
                 reason, message = _FAILURES[failed[sequence]]
                 self._state.end_group(group, reason, outputs, message=message)
-
-    def _redo(self, epoch: Epoch, group: SequenceGroup, now: float) -> None:
-        """Have a group computed again: what it has computed is bad, and so are its samples on their way."""
-        for sequence in group.sequences:
-            sequence.drop(epoch.num_steps)
-        if group.state is GroupState.WAITING:
-            group.resume_step = epoch.num_steps
-        else:
-            self._state.discard(group, epoch, now)
 
     def _take_sample(self, epoch: Epoch, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
         """Take the token, the candidates for one, or the embedding of a row that was planned by itself."""
@@ -133,7 +124,7 @@ class Results:
         elif sequence.num_tokens >= sequence.max_num_tokens:
             self._state.end(sequence, EndReason.LENGTH, outputs)
         elif sequence.slot >= 0:
-            epoch.cache.publish(sequence)
+            epoch.publish(sequence)
             if sequence.is_gated:
                 epoch.active[sequence] = None
 

@@ -115,7 +115,9 @@ class Retention:
         group.num_session_tokens = session.num_blocks * self.cache.block_size
         group.session_age_s = now - session.last_used_at
         session.num_groups += 1
-        group.session, group.free_list = session, session.free_list
+        group.session = session
+        for sequence in group.sequences:
+            sequence.holding.free_list = session.free_list
 
     def waits(self, group: SequenceGroup) -> None:
         """A group that has arrived waits, or what is cached of it has changed."""
@@ -134,15 +136,19 @@ class Retention:
         session = group.session
         if session is None:
             return
+        self.lose(group)
         session.num_groups -= 1
         session.num_blocks = num_tokens // self.cache.block_size or session.num_blocks
         session.last_used_at = now
         session.will_return = group.request.will_return
         session.retention_s = float(group.request.retention_seconds or 0)
-        group.session = None
         self.cache.priority_changed(session.free_list)
         if len(self._sessions) > 2 * self._num_kept + _NUM_LOST:
             self._forget_lost()
+
+    def lose(self, group: SequenceGroup) -> None:
+        """A group is no part of a session any more."""
+        group.session = None
 
     def _is_expected(self, free_list: int) -> bool:
         """Whether a session is away that has come back before, or says that it will. Who is there has its own loads

@@ -172,7 +172,7 @@ class Scheduler:
         outputs = self._results.take(epoch, dispatch, resolved, now)
         began_block = [row for row in dispatch.began_block if row.slot >= 0 and row.counts(dispatch.step)]
         for sequence in began_block:
-            epoch.cache.publish(sequence)
+            epoch.cache.publish(sequence.holding, sequence.num_settled_tokens)
         state.charge(began_block)
         state.charge_masks(resolved.mask_times, epoch.cost.prefill_rate)
         return outputs
@@ -224,13 +224,13 @@ class Scheduler:
         state, pool, moves = self._state, epoch.cache.pool, epoch.cache.moves
         num_missing = epoch.num_missing_blocks(work)
         if num_missing > pool.num_free:
-            epoch.cache.slide_wholly(group)
+            epoch.slide_wholly(group)
         while num_missing > pool.num_free and group.state is GroupState.RUNNING:
             if num_missing <= pool.num_free + moves.num_returning:
                 break
             if epoch.cache.window and state.loading and state.running[-1] is group:
                 break  # who is being loaded will run, and gives way if it comes later in order
-            if not epoch.cache.slide_wholly(state.running[-1]):
+            if not epoch.slide_wholly(state.running[-1]):
                 state.preempt(state.running[-1], epoch, draft)
         if num_missing <= pool.num_free and group.state is GroupState.RUNNING:
             return True

@@ -11,7 +11,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from pagewire.common.messages import Pooling
-from scheduler_service.core.cache import Cursor, Node, RootKey
+from scheduler_service.core.cache import Cursor
+from scheduler_service.core.cache_manager import Holding, Rows
 from scheduler_service.core.request import OutputMode, Request
 
 if TYPE_CHECKING:
@@ -94,7 +95,6 @@ class SequenceGroup:
     session: Session | None = None  # that it is part of, if its policy goes by sessions and the worker is there
     num_session_tokens: int = 0  # that the session had computed when it arrived
     session_age_s: float = 0.0  # since the session's last request had ended
-    free_list: int = 0  # where its blocks stand when they are idle
     is_overdue: bool = False  # it waited as long as its policy lets a request wait
     num_waiting_sequences: int = 0  # what it counts for in the queue: constant while it is there
     uncharged_mask_tokens: float = 0.0  # below 1: of what its masks have taken, what its policy has not been told of
@@ -147,6 +147,16 @@ class SequenceGroup:
         return [sequence for sequence in self.live_sequences if sequence.slot < 0]
 
     @property
+    def held_rows(self) -> Rows:
+        """What its rows hold, and how many positions of each are computed."""
+        return [(sequence.holding, sequence.num_computed_tokens) for sequence in self.open_sequences]
+
+    @property
+    def swapped_holdings(self) -> list[Holding]:
+        """What it has on the host."""
+        return [sequence.holding for sequence in self.live_sequences if sequence.holding.host_table]
+
+    @property
     def is_bound(self) -> bool:
         """Whether it is lost with this scheduler: its client has had a part of its output, or comes for it later. Any
         other could as well begin again elsewhere."""
@@ -173,23 +183,10 @@ class SequenceGroup:
         if self.beam is not None:
             self.beam.beams.clear()
 
-    def reset(self) -> None:
-        """Forget everything that it had on the worker, which is lost."""
-        self.moved_step = self.resume_step = 0
-        self.reserved_slots.clear()
-        self.cursor, self.session, self.free_list = None, None, 0
-        for sequence in self.sequences:
-            sequence.leave_decoding()
-            sequence.slot = -1
-            sequence.forget_cache()
-            sequence.forget_epoch()
-        if self.beam is not None:
-            self.beam.forget_step()
-
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sample of a request, or a row of its beam search: its tokens and where their K and V are."""
+    """A sample of a request, or a row of its beam search: its tokens and how far they are computed."""
 
     sequence_id: int
     group: SequenceGroup
@@ -197,7 +194,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_num_tokens: int  # prompt and output
-    root_key: RootKey
+    holding: Holding  # of what it has on the worker that is there
     stop_token_ids: frozenset[int]
     num_prompt_logprobs: int | None
     # Its next token is not known when its row has sampled: the row rests until it is told what it goes on with.
@@ -206,13 +203,6 @@ class Sequence:
     is_finished: bool = False  # once and for ever: by `finish`
     has_failed: bool = False  # a row of it had bad logits, and what it wrote was unpublished
     slot: int = -1  # -1: no row on the worker
-    block_table: list[int] = field(default_factory=list)  # device blocks; 0 where one fell out of the window
-    host_table: list[int] = field(default_factory=list)  # host blocks, while it is swapped
-    node: Node | None = None  # of the last block of the table that is published or was matched
-    num_published_blocks: int = 0
-    num_matched_blocks: int = 0
-    num_freed_blocks: int = 0  # at the beginning of the table: holes of the window
-    forkable_from: int = 0  # the first step that may copy its prompt; 0: its prompt is not computed
     cumulative_logprob: float = 0.0  # of a beam
     num_cached_tokens: int = 0
     num_charged_tokens: int = 0  # of its tokens, those that the policy need not be told of: its prompt, to begin with
@@ -240,6 +230,17 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def may_match(self) -> bool:
+        """Whether it may begin with what is cached."""
+        return not self.wants_prompt_logprobs and not self.group.begins_anew
+
+    @property
+    def num_settled_tokens(self) -> int:
+        """Count the positions that are planned, whose tokens are known, and that are not computed again: the block of
+        such a one is still its own."""
+        return min(self.num_computed_tokens, len(self.token_ids) - self.may_repeat)
 
     @property
     def may_repeat(self) -> bool:
@@ -287,6 +288,10 @@ class Sequence:
         self._num_computed += num_tokens
         self._num_expected += samples
 
+    def forget_computed(self) -> None:
+        """Begin with nothing computed. Samples on their way still count."""
+        self._num_computed = 0
+
     def start_from(self, num_computed_tokens: int) -> None:
         """Begin behind so many positions, whose K and V are in the table. Nothing is in flight."""
         self._num_computed = num_computed_tokens
@@ -324,9 +329,10 @@ class Sequence:
         self._num_expected = len(self.token_ids) - self._num_decoded
 
     def forget_epoch(self) -> None:
-        """Let samples count from the first step of the next epoch on, whose cache holds nothing that it has matched."""
-        self._first_step = self.num_matched_blocks = 0
-        self.forget_in_flight()
+        """Let samples count from the first step of the next epoch on, for which nothing is computed."""
+        self.leave_decoding()
+        self._first_step = 0
+        self.start_from(0)
 
     def join_decoding(self, steps: StepCount) -> None:
         """Count one token and one sample for every plan from the next one on."""
@@ -336,12 +342,3 @@ class Sequence:
         """Count what plans compute of it one by one again."""
         self._num_computed, self._num_expected = self.num_computed_tokens, self._num_expected + self._num_decoded
         self._steps = None
-
-    def forget_cache(self) -> None:
-        """Begin with nothing computed. What its last row matched is remembered: results of that row may be on their
-        way."""
-        self.block_table.clear()
-        self.host_table.clear()
-        self.node = None
-        self.num_published_blocks = self.num_freed_blocks = self.forkable_from = 0
-        self._num_computed = 0

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -165,8 +165,12 @@ class Standings:
             self._arrive(group, self._retention, now)
             self._waiting.reorder(group, self.order(group))
 
-    def lose(self) -> None:
+    def lose(self, groups: Iterable[SequenceGroup]) -> None:
         """The worker is gone, and its cache with it."""
+        for group in groups:
+            group.cursor = None
+            if self._retention is not None:
+                self._retention.lose(group)
         self._retention = None
         self._followed.clear()
 
@@ -233,9 +237,9 @@ class Standings:
     def _arrive(self, group: SequenceGroup, retention: Retention, now: float) -> None:
         """Tell a worker's cache of a group that waits."""
         sequence, cache = group.sequences[0], retention.cache
-        if not group.has_precedence and cache.matches(sequence):
+        if not group.has_precedence and cache.enable_prefix_caching and sequence.may_match:
             max_blocks = (sequence.num_tokens - 1) // cache.block_size
-            group.cursor = cache.index.follow(sequence.root_key, sequence.token_ids, max_blocks)
+            group.cursor = cache.index.follow(sequence.holding.root_key, sequence.token_ids, max_blocks)
             self._followed[group.cursor] = group
         retention.arrived(group, now)
         retention.waits(group)

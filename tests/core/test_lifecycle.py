@@ -1,36 +1,56 @@
-"""A group's state has one writer, which goes by a table, and one module asks whether a worker is there."""
+"""Who writes what: a group's state in one function, which goes by a table, each field in one module."""
 
 import ast
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from pagewire.common.messages import SamplingParams
+from scheduler_service.core.cache_manager import Holding
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.retention import Expectation
-from scheduler_service.core.sequence import TRANSITIONS, GroupState
+from scheduler_service.core.sequence import TRANSITIONS, GroupState, Sequence, SequenceGroup
 
 CORE = Path(__file__).parents[2] / "scheduler_service" / "core"
 
 
-def writers(attribute: str) -> dict[str, list[str]]:
-    """The functions that assign an attribute of this name, by module."""
-    found: dict[str, list[str]] = {}
+def writes(name, owner):
+    """The functions that assign an attribute of this name, if it may be that of the class, by module."""
+    found = {}
     for path in CORE.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef) and any(
-                isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr == attribute
-                for node in ast.walk(function)
-            ):
-                found.setdefault(path.relative_to(CORE).as_posix(), []).append(function.name)
+        for node in ast.parse(path.read_text()).body:
+            for function in ast.walk(node):
+                if isinstance(function, ast.FunctionDef) and any(
+                    isinstance(target, ast.Attribute)
+                    and isinstance(target.ctx, ast.Store | ast.Del)
+                    and target.attr == name
+                    and (ast.unparse(target.value) != "self" or getattr(node, "name", "") == owner)
+                    for target in ast.walk(function)
+                ):
+                    found.setdefault(path.relative_to(CORE).as_posix(), []).append(function.name)
     return found
 
 
 def test_a_groups_state_is_changed_in_one_function():
-    assert writers("state") == {"lifecycle.py": ["_enter"]}
-    assert "reset" in writers("moved_step")["sequence.py"], "an assignment of several is not seen"
+    assert writes("state", "SequenceGroup") == {"lifecycle.py": ["_enter"]}
+    assert "lose_worker" in writes("moved_step", "SequenceGroup")["lifecycle.py"], (
+        "an assignment of several is not seen"
+    )
+
+
+@pytest.mark.parametrize("record", [SequenceGroup, Sequence, Holding])
+def test_no_field_is_written_by_two_modules(record):
+    written = {field.name: writes(field.name, record.__name__) for field in fields(record)}
+    assert sum(map(bool, written.values())) > 4
+    assert not {name: found for name, found in written.items() if len(found) > 1}
+
+
+def test_the_cache_knows_no_sequence():
+    imports = ast.unparse(ast.parse((CORE / "cache_manager.py").read_text()))
+    assert "scheduler_service.core.sequence" not in imports
 
 
 def test_a_group_goes_only_where_the_table_says():

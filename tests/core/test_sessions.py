@@ -182,7 +182,7 @@ def test_a_long_prompt_gives_way_to_one_that_is_done_at_once(policy, order):
     system.join()
     system.add(prompt_of(200), 3, request_id="long")
     system.plan()
-    table = list(system.scheduler.state.groups["", "long"].sequences[0].block_table)
+    table = list(system.scheduler.state.groups["", "long"].sequences[0].holding.block_table)
     system.complete()
     system.add(prompt_of(12, 1), 3, request_id="short")
     assert first_tokens(system, order) == order
@@ -361,7 +361,7 @@ def test_a_free_list_used_again_leads_to_no_other_session(monkeypatch):
         system.plan()
         system.complete()
     system.add(prompt_of(8, 8), 2, request_id="thief", tenant="b")
-    block = state.groups["a", "holds"].sequences[0].block_table[0]
+    block = state.groups["a", "holds"].sequences[0].holding.block_table[0]
     free_list = state.epoch.cache.pool.free_list_of(block)
     assert free_list == state.groups["b", "thief"].session.free_list
     system.add([*history[:40], 2], 2, request_id="back", tenant="a")

@@ -60,11 +60,11 @@ _NO_NEWS_WITHOUT_LINK = Patch(
 
 MUTANTS = (
     # Blocks
-    _mutant("an aborted request keeps its blocks", "forget", "self.cache.release(sequence)", ""),
-    _mutant("a swapped request's device blocks are freed twice", "swap_out", "sequence.block_table.clear()", ""),
+    _mutant("an aborted request keeps its blocks", "forget", "self.release(sequence)", ""),
+    _mutant("a swapped request's device blocks are freed twice", "swap_out", "holding.block_table.clear()", ""),
     _mutant("a fork takes no reference", "_share_table", "self.pool.share(block)", ""),
     _mutant("a sample writes to the tail it shares", "fork", "num_tokens % self.block_size == 0", "True"),
-    _mutant("a mean begins with what is cached", "matches", "not sequence.group.begins_anew", "True"),
+    _mutant("a mean begins with what is cached", "may_match", "not self.group.begins_anew", "True"),
     _mutant(
         "the first beam writes to a tail that others hold",
         "_tails_to_copy",
@@ -99,14 +99,14 @@ MUTANTS = (
     ),
     _mutant(
         "the window frees a block a token early",
-        "_first_needed_block",
+        "first_needed_block",
         "position - self.window + 1",
         "position - self.window + 2",
     ),
     _mutant(
         "a fork takes blocks that fell out of the window",
         "num_forked_tokens",
-        "relative.num_freed_blocks <= self._first_needed_block(num_tokens)",
+        "relative.holding.num_freed_blocks <= self.cache.first_needed_block(num_tokens)",
         "True",
     ),
     _mutant(
@@ -118,14 +118,14 @@ MUTANTS = (
     _mutant(
         "a row that publishes nothing any more goes on publishing",
         "slide_wholly",
-        "sequence.num_freed_blocks and sequence.num_freed_blocks >= sequence.num_published_blocks",
+        "holding.num_freed_blocks and holding.num_freed_blocks >= holding.num_published_blocks",
         "False",
     ),
     _mutant(
         "a match holds a block too few",
         "_num_passed",
-        "self._first_needed_block(num_blocks * self.block_size)",
-        "self._first_needed_block(num_blocks * self.block_size) + 1",
+        "self.first_needed_block(num_blocks * self.block_size)",
+        "self.first_needed_block(num_blocks * self.block_size) + 1",
     ),
     # The prefix cache
     _mutant(
@@ -134,13 +134,13 @@ MUTANTS = (
         "start + self._block_size",
         "start + max(1, self._block_size - 1)",
     ),
-    _mutant("the last token is matched too", "match", "sequence.num_tokens - 1", "sequence.num_tokens"),
-    _mutant("salts share content", "_new_sequence", "request.cache_salt", '""'),
+    _mutant("the last token is matched too", "match", "len(holding.token_ids) - 1", "len(holding.token_ids)"),
+    _mutant("salts share content", "_new_holding", "request.cache_salt", '""'),
     _mutant(
         "a block is published before its tokens are known",
-        "publish",
-        "sequence.num_tokens - sequence.may_repeat",
-        "sequence.num_tokens + sequence.num_in_flight - sequence.may_repeat",
+        "num_settled_tokens",
+        "len(self.token_ids) - self.may_repeat",
+        "len(self.token_ids) + self.num_in_flight - self.may_repeat",
     ),
     _mutant("a reused block is still found by its old content", "_allocate", "self.index.forget(block)", ""),
     _mutant(
@@ -149,14 +149,14 @@ MUTANTS = (
         "self.index.forget_host(host_block)",
         "",
     ),
-    _mutant("bad blocks stay published", "_take_failures", "epoch.cache.unpublish(bad)", ""),
-    _mutant("what was computed on bad blocks is kept", "_take_failures", "self._redo(epoch, other, now)", ""),
+    _mutant("bad blocks stay published", "_take_failures", "epoch.cache.unpublish(bad.holding)", ""),
+    _mutant("what was computed on bad blocks is kept", "_take_failures", "self._state.redo(other, epoch, now)", ""),
     _mutant("copies of bad blocks on the host stay published", "forget_subtree", "self.forget_host(host_block)", ""),
     _mutant(
         "a sample publishes on top of a block that is not held",
         "_share_table",
-        "sequence.num_freed_blocks >= num_published",
-        "sequence.num_freed_blocks > num_published",
+        "holding.num_freed_blocks >= num_published",
+        "holding.num_freed_blocks > num_published",
     ),
     _mutant(
         "a preempted beam's bad blocks stay published",
@@ -170,8 +170,8 @@ MUTANTS = (
             Patch("_take_failures", "ends or bad.is_finished", "False"),
             Patch(
                 "stands_on",
-                "max(sequence.num_matched_blocks, sequence.num_published_blocks)",
-                "sequence.num_matched_blocks",
+                "max(holding.num_matched_blocks, holding.num_published_blocks)",
+                "holding.num_matched_blocks",
             ),
         ),
     ),
@@ -211,9 +211,8 @@ MUTANTS = (
     _mutant(
         "a group is swapped in before it was swapped out",
         "admit",
-        "group.state is GroupState.SWAPPED and any(sequence.host_table for sequence in group.live_sequences)",
-        "group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT)"
-        " and any(sequence.host_table for sequence in group.live_sequences)",
+        "group.state is GroupState.SWAPPED and group.swapped_holdings",
+        "group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT) and group.swapped_holdings",
     ),
     _mutant(
         "a group is opened before its blocks are there",
@@ -303,14 +302,16 @@ MUTANTS = (
     _mutant(
         "samples of the next epoch are taken for those of the last",
         "forget_epoch",
-        "self._first_step = self.num_matched_blocks = 0",
-        "self.num_matched_blocks = 0",
+        "self._first_step = 0",
+        "",
     ),
     _mutant(
         "what a row matched in the last epoch is taken for bad with what is bad in this one",
-        "forget_epoch",
-        "self._first_step = self.num_matched_blocks = 0",
-        "self._first_step = 0",
+        "_begin",
+        "sequence.holding = self._new_holding(group.request, sequence.token_ids)",
+        "num_matched_blocks = sequence.holding.num_matched_blocks\n"
+        "sequence.holding = self._new_holding(group.request, sequence.token_ids)\n"
+        "sequence.holding.num_matched_blocks = num_matched_blocks",
     ),
     _mutant(
         "a stop text drops no tokens",
@@ -330,16 +331,19 @@ MUTANTS = (
         "(result.epoch, result.step) != (epoch.number, dispatch.step)",
         "result.epoch != epoch.number",
     ),
-    _mutant("what was in flight is still awaited in the next epoch", "reset", "sequence.forget_epoch()", ""),
+    _mutant(
+        "what was in flight is still awaited in the next epoch",
+        "forget_epoch",
+        "self.start_from(0)",
+        "self._num_computed = 0",
+    ),
     _mutant(
         "a beam's score forgets the length penalty",
         "_score",
         "-self._params.length_penalty * math.log(num_tokens)",
         "-math.log(num_tokens)",
     ),
-    _mutant(
-        "a beam that forks keeps the tokens of the old one", "branch", "row.token_ids = parent.token_ids.copy()", ""
-    ),
+    _mutant("a beam that forks keeps the tokens of the old one", "branch", "row.token_ids[:] = parent.token_ids", ""),
     # Who is served
     _mutant(
         "the first is the victim, not the last",
@@ -370,7 +374,7 @@ MUTANTS = (
     _mutant(
         "a group of which nothing is swapped any more is swapped in",
         "admit",
-        "any(sequence.host_table for sequence in group.live_sequences)",
+        "group.swapped_holdings",
         "True",
     ),
     _mutant("a plan that only opens a row is dropped", "is_empty", "self.openings", "False"),

@@ -151,7 +151,7 @@ class Reach:
 
     def _loads(self, group: SequenceGroup) -> bool:
         """Whether the group waits for content that it matched, and not for its own blocks."""
-        blocks = {block for sequence in group.sequences for block in sequence.block_table}
+        blocks = {block for sequence in group.sequences for block in sequence.holding.block_table}
         return any(move.node and not move.is_out and move.device_block in blocks for move in self._epoch.cache.moves)
 
     def before_stop(self, client: Client, sequence_id: int) -> None:
@@ -210,14 +210,14 @@ class Reach:
         if loads:
             group = self._simulation.scheduler.state.next_waiting(self._simulation.time)
             if group is not None and group.state is GroupState.WAITING:
-                count["a request waits for another one's load"] += epoch.cache.match(group.sequences[0]).is_loading
+                count["a request waits for another one's load"] += epoch.find(group.sequences[0]).is_loading
 
     def _see_windows(self, epoch: Epoch, plan: StepPlan) -> None:
-        sequences = [s for group in self._simulation.scheduler.state.running for s in group.sequences]
-        self._count["a block falls out of the window"] += any(sequence.num_freed_blocks for sequence in sequences)
+        held = [s.holding for group in self._simulation.scheduler.state.running for s in group.sequences]
+        self._count["a block falls out of the window"] += any(holding.num_freed_blocks for holding in held)
         self._count["a window's hole is opened or forked"] += any(0 in opening.block_ids for opening in plan.openings)
         self._count["a request is longer than the pool"] += any(
-            len(s.block_table) > epoch.cache.pool.num_blocks for s in sequences
+            len(holding.block_table) > epoch.cache.pool.num_blocks for holding in held
         )
 
     def _see_preemption(self, epoch: Epoch, plan: StepPlan, group: SequenceGroup) -> None:
@@ -239,7 +239,7 @@ class Reach:
         count["swapped because it is cheaper"] += is_choice
         count["beams are swapped"] += is_beam
         count["an embedding is swapped"] += is_pooled
-        host_blocks = [block for sequence in group.sequences for block in sequence.host_table if block]
+        host_blocks = [block for sequence in group.sequences for block in sequence.holding.host_table if block]
         if len(set(host_blocks)) < len(host_blocks):
             count["a group with shared blocks is swapped"] += 1
         if not set(host_blocks) <= set(plan.swap_out_host_blocks):

@@ -57,7 +57,7 @@ class DecodeBatch:
         sequence.last_step = num_steps + sequence.max_num_tokens - sequence.num_tokens - sequence.num_in_flight
         self._rows[sequence.slot] = sequence
         self._columns = None
-        num_steps_in_table = len(sequence.block_table) * self._block_size - sequence.num_computed_tokens + 1
+        num_steps_in_table = len(sequence.holding.block_table) * self._block_size - sequence.num_computed_tokens + 1
         self._set_due(sequence, num_steps + num_steps_in_table)
 
     def got_block(self, sequence: Sequence, step: int) -> None:
