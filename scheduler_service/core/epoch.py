@@ -80,8 +80,10 @@ class Epoch:
 
     def take_slot(self, sequence: Sequence) -> None:
         """Give a sequence the slot of its row, if it can be one that is kept for its group."""
-        reserved = sequence.group.reserved_slots
+        request, reserved = sequence.group.request, sequence.group.reserved_slots
         sequence.slot = reserved.pop(0) if reserved else self.slots.take()
+        gates = request.grammar is not None and self.capacity.gates_grammars
+        sequence.is_gated = gates or not request.sampling.chooses_tokens
 
     def open_row(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Have the worker open a row of a sequence that has its blocks, and let it compute what the budget allows."""

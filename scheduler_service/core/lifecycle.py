@@ -163,7 +163,6 @@ class Lifecycle:
             holding=self._new_holding(request, token_ids),
             stop_token_ids=self._stop_set(tuple(sorted({*request.sampling.stop_token_ids, *group.end_token_ids}))),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
-            is_gated=_is_gated(request, self.epoch),
             drops=self.drops,
             num_charged_tokens=len(request.prompt_token_ids),
         )
@@ -307,7 +306,6 @@ class Lifecycle:
         for group in self.groups.values():
             for sequence in group.sequences:
                 sequence.holding = self._new_holding(group.request, sequence.token_ids)
-                sequence.is_gated = _is_gated(group.request, epoch)
             self._ask_for_grammar(group)
 
     def lose_worker(self, now: float) -> list[SequenceGroup]:
@@ -450,11 +448,6 @@ class Lifecycle:
         on with: the search is taken to have computed as many tokens, at least, as it returns."""
         self.counters.num_generation_tokens += max(0, num_returned - beam.num_tokens)
         self.counters.num_discarded_tokens += max(0, beam.num_tokens - num_returned)
-
-
-def _is_gated(request: Request, epoch: Epoch) -> bool:
-    """Whether the rows of a request rest when they have sampled."""
-    return not request.sampling.chooses_tokens or (request.grammar is not None and epoch.capacity.gates_grammars)
 
 
 def _sequence_end(

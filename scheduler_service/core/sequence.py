@@ -197,12 +197,13 @@ class Sequence:
     holding: Holding  # of what it has on the worker that is there
     stop_token_ids: frozenset[int]
     num_prompt_logprobs: int | None
-    # Its next token is not known when its row has sampled: the row rests until it is told what it goes on with.
-    is_gated: bool
     drops: DropCount  # of all sequences
     is_finished: bool = False  # once and for ever: by `finish`
     has_failed: bool = False  # a row of it had bad logits, and what it wrote was unpublished
     slot: int = -1  # -1: no row on the worker
+    # Its next token is not known when its row, or the last one it had, has sampled: the row rests until it is told what
+    # it goes on with.
+    is_gated: bool = False
     cumulative_logprob: float = 0.0  # of a beam
     num_cached_tokens: int = 0
     num_charged_tokens: int = 0  # of its tokens, those that the policy need not be told of: its prompt, to begin with

@@ -432,9 +432,9 @@ MUTANTS = (
     _mutant("a gated row with a grammar is planned once", "_take_sample", "epoch.active[sequence] = None", ""),
     _mutant(
         "a row is gated as by the worker before",
-        "Lifecycle._begin",
-        "sequence.is_gated = _is_gated(group.request, epoch)",
-        "",
+        "take_slot",
+        "gates or not request.sampling.chooses_tokens",
+        "sequence.is_gated if sequence.group.pauses else gates or not request.sampling.chooses_tokens",
     ),
     Mutant(
         "a grammar that cannot be read is taken for ready",
