@@ -132,12 +132,9 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]
                 assert num_computed == num_expected - 1, f"S5: a decoding row is not at its end: {sequence}"
                 assert sequence.due_step > epoch.num_steps, "a decoding row was not looked at when it was due"
         if group.state is GroupState.RUNNING:
-            for sequence in group.sequences:
-                if sequence.slot >= 0:
-                    slots.append(sequence.slot)
-                    num_rows += 1
-            if group.beam is not None:
-                num_rows -= len(group.beam.unborn_slots)
+            opened = [sequence.slot for sequence in group.open_sequences]
+            slots += opened
+            num_rows += len(opened) - (0 if group.beam is None else len(group.beam.unborn_slots))
     assert num_rows == epoch.num_rows
     slots.sort()
     assert slots == list(range(epoch.slots.num_slots)), "a slot is lost, or has two owners"
@@ -150,15 +147,9 @@ def _check_dispatches(epoch: Epoch, pipeline_depth: int, num_step_tokens: int) -
     in_flight: dict[Sequence, int] = {}
     for dispatch in dispatches:
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
-        slots = dispatch.columns.slots.copy()
-        sampled = dispatch.columns.sequences.copy()
-        num_tokens = len(slots)
-        for row in dispatch.rows:
-            num_tokens += row.num_tokens
-            slots.append(row.slot)
-            if row.samples:
-                sampled.append(row.sequence)
-        assert dispatch.num_tokens == num_tokens
+        slots = [*dispatch.columns.slots, *(row.slot for row in dispatch.rows)]
+        sampled = [*dispatch.columns.sequences, *(row.sequence for row in dispatch.rows if row.samples)]
+        assert dispatch.num_tokens == len(dispatch.columns.slots) + sum(row.num_tokens for row in dispatch.rows)
         assert len(slots) == len(set(slots)), f"two rows of step {dispatch.step} share a slot"
         for sequence in sampled:
             if sequence.counts(dispatch.step):
@@ -169,12 +160,11 @@ def _check_dispatches(epoch: Epoch, pipeline_depth: int, num_step_tokens: int) -
 def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
     cache = epoch.cache
     holders, host_holders = [0] * (cache.pool.num_blocks + 1), [0] * (cache.host_pool.num_blocks + 1)
-    for group, _ in groups:
-        for sequence in group.sequences:
-            for block in sequence.holding.block_table:
-                holders[block] += 1
-            for block in sequence.holding.host_table:
-                host_holders[block] += 1
+    for holding in [sequence.holding for group, _ in groups for sequence in group.sequences]:
+        for block in holding.block_table:
+            holders[block] += 1
+        for block in holding.host_table:
+            host_holders[block] += 1
     for sequence in _running(groups):
         if sequence.holding.block_table:
             _check_writable(cache, sequence, holders)
