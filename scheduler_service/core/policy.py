@@ -164,16 +164,22 @@ def _by_priority_of_operators(request: Request, arrival: int) -> tuple[Any, ...]
     return 0 if request.tenant else request.priority, arrival
 
 
-def _by_deadline(request: Request, arrival: int) -> tuple[Any, ...]:
-    return math.inf if request.deadline is None else request.deadline, request.priority, arrival
-
-
+# Of those that go by the request alone. Apart from below, since mypyc takes no lambda inside another.
+_KEYS: dict[str, Callable[[Request, int], tuple[Any, ...]]] = {
+    "priority": lambda request, arrival: (request.priority, arrival),
+    "fcfs": lambda request, arrival: (arrival,),
+    "deadline": lambda request, arrival: (
+        math.inf if request.deadline is None else request.deadline,
+        request.priority,
+        arrival,
+    ),
+}
 _POLICIES: dict[str, Callable[[float], Policy]] = {
     "agent": lambda max_wait_s: FairPolicy("agent", moves_keys=True, max_wait_s=max_wait_s),
-    "priority": lambda max_wait_s: Policy("priority", lambda request, arrival: (request.priority, arrival)),
-    "fcfs": lambda max_wait_s: Policy("fcfs", lambda request, arrival: (arrival,)),
+    "priority": lambda max_wait_s: Policy("priority", _KEYS["priority"]),
+    "fcfs": lambda max_wait_s: Policy("fcfs", _KEYS["fcfs"]),
     "fair": lambda max_wait_s: FairPolicy(),
-    "deadline": lambda max_wait_s: Policy("deadline", _by_deadline),
+    "deadline": lambda max_wait_s: Policy("deadline", _KEYS["deadline"]),
 }
 POLICIES = tuple(_POLICIES)  # the first is the default
 
