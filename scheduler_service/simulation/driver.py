@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagewire.common.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
+from pagewire.common.messages import SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core.explain import stats
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.request import (
@@ -148,7 +148,7 @@ class _SessionUnderWay:
 
 
 class Simulation(Observer):
-    """One policy, one trace. `run` may be called once. It is the worker, all clients, and who takes note."""
+    """One policy, one trace. `run` may be called once. It is all clients, and who takes note."""
 
     ready_list = None
     label = 0
@@ -160,7 +160,6 @@ class Simulation(Observer):
         self._trace = trace
         self._settings = settings
         self._content = TraceContent(trace, settings.speed.scale)
-        self._worker = TraceWorker(settings.speed, settings.block_size // settings.speed.scale)
         self._belady = Belady(trace, settings.think_s) if settings.retention == "belady" else None
         self._timeline = Timeline()
         self._scheduler = Scheduler(
@@ -174,6 +173,8 @@ class Simulation(Observer):
             new_expectation=lambda: self._belady or EXPECTATIONS[settings.retention](),
         )
         self._loop = StepLoop(self._scheduler, [self], worker_timeout=math.inf, clock=self._timeline)
+        block_size = settings.block_size // settings.speed.scale
+        self._worker = TraceWorker(settings.speed, block_size, self._timeline, self._loop)
         self._unstarted = deque(range(len(trace.sessions)))
         self._open: dict[int, _SessionUnderWay] = {}  # by sequence
         self._run = SimulatedRun()
@@ -183,7 +184,7 @@ class Simulation(Observer):
                 model_digest=b"",
                 vocab_size=2**31,
                 max_model_len=NO_LIMIT,
-                block_size=settings.block_size // settings.speed.scale,
+                block_size=block_size,
                 num_device_blocks=settings.pool_tokens // settings.block_size,
                 block_bytes=settings.block_size,  # a byte for each token: bytes per second are tokens per second
                 max_num_seqs=settings.max_num_seqs,
@@ -195,7 +196,7 @@ class Simulation(Observer):
                 swap_bandwidth=settings.speed.transfer_rate if settings.host_tokens else 0.0,
             ),
             1,
-            self,
+            self._worker,
         )
 
     def run(self, progress: Callable[[SimulatedRun, float], None] | None = None) -> SimulatedRun:
@@ -206,6 +207,7 @@ class Simulation(Observer):
         self._timeline.drive(self._loop, lambda: 0.0)
         if self._open:
             raise RuntimeError(f"the scheduler serves no request at {self._timeline.time:.3f} s, though there are some")
+        self._run.num_computed_tokens = self._worker.num_prompt_tokens
         self._run.stats = stats(self._loop.state)
         return self._run
 
@@ -257,20 +259,6 @@ class Simulation(Observer):
         )
         if self._unstarted:
             self._start_session()
-
-    # The worker
-
-    def send(self, plan: StepPlan) -> None:
-        """Carry out a plan."""
-        step = self._worker.execute(plan, self._timeline.time)
-        if step.moved_at is not None:
-            self._timeline.at(step.moved_at, self._loop.moved, plan.step)
-        self._timeline.at(step.ended_at, self._loop.result, step.result)
-        self._run.num_computed_tokens += step.num_prompt_tokens
-
-    def close(self, reason: str) -> None:
-        """Raises RuntimeError: this worker keeps to the protocol."""
-        raise RuntimeError(reason)
 
     # What comes of it
 

@@ -91,10 +91,11 @@ def summary(weighted: Iterable[tuple[float, int]]) -> dict[str, float] | None:
         return None
     reached = list(accumulate(weight for _, weight in ordered))
     num_values = reached[-1]
-    found = {"mean": math.fsum(value * weight for value, weight in ordered) / num_values}
-    for percent in _PERCENTS:
-        found[f"p{percent}"] = ordered[bisect_left(reached, num_values * percent / 100)][0]
-    return found | {"max": ordered[-1][0]}
+    return {
+        "mean": math.fsum(value * weight for value, weight in ordered) / num_values,
+        **{f"p{percent}": ordered[bisect_left(reached, num_values * percent / 100)][0] for percent in _PERCENTS},
+        "max": ordered[-1][0],
+    }
 
 
 def fairness(run: SimulatedRun) -> float | None:

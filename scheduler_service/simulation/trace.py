@@ -7,7 +7,7 @@ import csv
 import gzip
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
@@ -64,8 +64,7 @@ def read_trace(path: Path, max_requests: int | None = None) -> Trace:
     Raises TraceError for a file that is no trace, and OSError for one that cannot be read.
     """
     with path.open("rb") as file:
-        is_compressed = file.read(2) == _GZIP_MAGIC
-    opener: Any = gzip.open if is_compressed else open
+        opener: Any = gzip.open if file.read(2) == _GZIP_MAGIC else open
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
             trace = _read(path, lines, max_requests)
@@ -175,8 +174,7 @@ def _limited(sessions: Iterable[TraceSession], max_requests: int | None) -> Iter
     num_requests = 0
     for session in sessions:
         if max_requests is not None and num_requests + len(session.requests) >= max_requests:
-            requests = session.requests[: max_requests - num_requests]
-            yield TraceSession(session.name, session.start_s, requests)
+            yield replace(session, requests=session.requests[: max_requests - num_requests])
             return
         num_requests += len(session.requests)
         yield session

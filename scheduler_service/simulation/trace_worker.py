@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 
 from pagewire.common.messages import StepPlan, StepResult
+from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +60,21 @@ class TraceRow:
     work: int = 0  # tokens that it computes in each step, until a plan says otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class TimedStep:
-    """A step that was carried out: when it ends, and when its moves do, if it has any."""
-
-    result: StepResult
-    ended_at: float
-    moved_at: float | None
-    num_prompt_tokens: int  # that it computed, also such as were computed before
-
-
 class TraceWorker:
     """Carries out plans for requests of one sample. Moves go beside the computing, one plan's after another's."""
 
-    def __init__(self, speed: WorkerSpeed, block_size: int) -> None:
+    def __init__(self, speed: WorkerSpeed, block_size: int, timeline: Timeline, loop: StepLoop) -> None:
         self._speed = speed
         self._block_size = block_size
+        self._timeline = timeline
+        self._loop = loop
+        self.num_prompt_tokens = 0  # that it computed, also such as were computed before
         self._rows: dict[int, TraceRow] = {}  # by slot
         self.outputs: dict[int, list[int]] = {}  # what each sequence will sample
         self._moves_end_at = 0.0
 
-    def execute(self, plan: StepPlan, started_at: float) -> TimedStep:
-        """Carry out a plan that begins at a time. Raises NotImplementedError for what requests of one sample have
-        not."""
+    def send(self, plan: StepPlan) -> None:
+        """Carry out a plan from now on. Raises NotImplementedError for what requests of one sample have not."""
         if plan.fork_target_slots or plan.copy_source_blocks or plan.append_token_slots:
             raise NotImplementedError("requests of a trace have neither forks nor beams")
         self._patch(plan)
@@ -101,7 +95,13 @@ class TraceWorker:
                 row.num_left = row.work = 1
         duration_s = self._speed.step_s(num_prompt_tokens, num_decoding_rows)
         result = StepResult(plan.epoch, plan.step, token_ids=tuple(token_ids), duration_us=round(duration_s * 1e6))
-        return TimedStep(result, started_at + duration_s, self._move(plan, started_at), num_prompt_tokens)
+        self.num_prompt_tokens += num_prompt_tokens
+        self._move(plan)
+        self._timeline.after(duration_s, self._loop.result, result)
+
+    def close(self, reason: str) -> None:
+        """Raises RuntimeError: it keeps to the protocol."""
+        raise RuntimeError(reason)
 
     def _patch(self, plan: StepPlan) -> None:
         for slot in plan.released_slots:
@@ -116,11 +116,10 @@ class TraceWorker:
         for slot, num_tokens in zip(plan.work_slots, plan.work_num_tokens, strict=True):
             self._rows[slot].work = num_tokens
 
-    def _move(self, plan: StepPlan, started_at: float) -> float | None:
-        """Move blocks both ways at once, behind the moves of earlier plans. Returns when that is done."""
+    def _move(self, plan: StepPlan) -> None:
+        """Move blocks both ways at once, behind the moves of earlier plans."""
         num_blocks = max(len(plan.swap_out_device_blocks), len(plan.swap_in_device_blocks))
-        if not num_blocks:
-            return None
-        self._moves_end_at = max(self._moves_end_at, started_at)
-        self._moves_end_at += self._speed.transfer_s(num_blocks * self._block_size)
-        return self._moves_end_at
+        if num_blocks:
+            self._moves_end_at = max(self._moves_end_at, self._timeline.time)
+            self._moves_end_at += self._speed.transfer_s(num_blocks * self._block_size)
+            self._timeline.at(self._moves_end_at, self._loop.moved, plan.step)
