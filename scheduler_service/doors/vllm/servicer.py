@@ -176,7 +176,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
         if self._cache is None:
-            raise _unserved("a front end tells of no cache; subscribe at the scheduler itself")
+            raise RefusedError(Reason.UNIMPLEMENTED, "a front end tells of no cache; subscribe at the scheduler itself")
         cache, load = self._cache
         # The gateway takes the subscription for made when the headers come.
         await context.send_initial_metadata(())
@@ -189,7 +189,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.FlushCacheResponse:
         if self._cache is None:
-            raise _unserved("a front end has no cache to flush; call the scheduler itself")
+            raise RefusedError(Reason.UNIMPLEMENTED, "a front end has no cache to flush; call the scheduler itself")
         self._entrance.call(context).caller.check_operator("the prefix cache")
         if not 0 <= request.timeout_s <= _MAX_FLUSH_WAIT:
             raise invalid("timeout_s", f"timeout_s is {request.timeout_s:g}, but must be 0 to {_MAX_FLUSH_WAIT:g}")
@@ -208,10 +208,12 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext
     ) -> NoReturn:
-        raise _unserved("this server has no profiler to start; see `pagewire bench latency --profile`")
+        raise RefusedError(
+            Reason.UNIMPLEMENTED, "this server has no profiler to start; see `pagewire bench latency --profile`"
+        )
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext) -> NoReturn:
-        raise _unserved("this server has no profiler to stop")
+        raise RefusedError(Reason.UNIMPLEMENTED, "this server has no profiler to stop")
 
     async def _generate(self, message: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         call = self._entrance.call(context)
@@ -248,10 +250,6 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         except (OSError, ValueError) as error:
             self._archive = None
             raise RefusedError(Reason.UNAVAILABLE, f"the tokenizer's files cannot be read: {error}") from error
-
-
-def _unserved(message: str) -> RefusedError:
-    return RefusedError(Reason.UNIMPLEMENTED, message)
 
 
 def _in_their_words(error: RefusedError) -> RefusedError:
