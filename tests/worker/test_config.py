@@ -100,11 +100,13 @@ def test_process_listens_before_it_imports_torch() -> None:
 @pytest.mark.parametrize("name", ["half", "float16"])
 def test_a_cpu_computes_no_float16(caplog: pytest.LogCaptureFixture, name: str) -> None:
     """It computes in float32, which holds every float16, over weights that only our products hold in 16 bits."""
+    kernels = load_cpu_kernels()  # says which, where this process has not loaded them yet
+    caplog.clear()
     with caplog.at_level("INFO"):
-        assert choose_dtype(name, "float32", torch.device("cpu"), load_cpu_kernels()) is torch.float32
+        assert choose_dtype(name, "float32", torch.device("cpu"), kernels) is torch.float32
         assert choose_dtype(name, "bfloat16", torch.device("cpu"), None) is torch.float32
     widened = "in float32 too, since only our C kernels widen them"
-    found = ["held in 16 bits" if load_cpu_kernels() else widened, widened]
+    found = ["held in 16 bits" if kernels else widened, widened]
     assert [record.message for record in caplog.records] == [
         f"--dtype is {name}: a CPU computes in float32, over weights {held}" for held in found
     ]
