@@ -37,9 +37,9 @@ class Entrance:
         caller = self._caller(context)
         caller.check()
         task = asyncio.current_task()
-        assert task is not None
-        self._calls[task] = caller, context
-        task.add_done_callback(self._calls.pop)
+        if task is not None and self._tenants is not None:  # else no caller can become a stranger
+            self._calls[task] = caller, context
+            task.add_done_callback(self._calls.pop)
 
     def call(self, context: grpc.aio.ServicerContext) -> Call:
         """Return what is known of a call."""

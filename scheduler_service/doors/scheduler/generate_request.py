@@ -53,8 +53,8 @@ def read_request(message: scheduler_pb2.GenerateRequest, call: Call, model: Mode
         priority=message.priority,
         cache_salt=message.cache_salt,
         session_id=message.session_id or call.session_id,
-        will_return=_value_or(message, "will_return", None),
-        retention_seconds=_value_or(message, "retention_seconds", None),
+        will_return=value_or(message, "will_return", None),
+        retention_seconds=value_or(message, "retention_seconds", None),
     )
     for field, limit in _MAX_NAME_CHARS.items():
         length = len(getattr(request, field))
@@ -105,17 +105,17 @@ def _with_sampling(parsed: ParsedRequest, sampling: scheduler_pb2.SamplingParams
         parsed.request,
         sampling=_read_sampling(sampling, model, beam, grammar),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
-        n=_value_or(sampling, "n", 1),
+        n=value_or(sampling, "n", 1),
         beam=beam,
         grammar=grammar,
     )
     return replace(
         parsed,
         request=request,
-        max_tokens=_value_or(sampling, "max_tokens", None),
+        max_tokens=value_or(sampling, "max_tokens", None),
         stop=_read_stop(sampling, model),
         include_stop_text=sampling.include_stop_str_in_output,
-        skip_special_tokens=_value_or(sampling, "skip_special_tokens", True),
+        skip_special_tokens=value_or(sampling, "skip_special_tokens", True),
     )
 
 
@@ -133,8 +133,8 @@ def _read_sampling(
         logit_bias_token_ids=tuple(token_id for token_id, _ in biases),
         logit_bias_values=tuple(bias for _, bias in biases),
         stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *eos_token_ids})),
-        num_logprobs=_value_or(sampling, "logprobs", None),
-        num_prompt_logprobs=_value_or(sampling, "prompt_logprobs", None),
+        num_logprobs=value_or(sampling, "logprobs", None),
+        num_prompt_logprobs=value_or(sampling, "prompt_logprobs", None),
         **{name: getattr(sampling, name) for name in SAME_NUMBERS if sampling.HasField(name)},
     )
     if beam is None:
@@ -204,7 +204,7 @@ def _read_beam(sampling: scheduler_pb2.SamplingParams) -> BeamParams | None:
         )
     return BeamParams(
         beam_width=sampling.beam_width,
-        length_penalty=_value_or(sampling, "length_penalty", 1.0),
+        length_penalty=value_or(sampling, "length_penalty", 1.0),
         early_stopping=_EARLY_STOPPING[sampling.early_stopping],
     )
 
@@ -314,5 +314,6 @@ def _encode_grammar(grammar: Grammar, message: scheduler_pb2.SamplingParams) -> 
             setattr(message, kind.name.lower(), grammar.text)
 
 
-def _value_or(message: Message, field: str, default: Any) -> Any:
+def value_or(message: Message, field: str, default: Any) -> Any:
+    """Return what a field of a message is set to."""
     return getattr(message, field) if message.HasField(field) else default

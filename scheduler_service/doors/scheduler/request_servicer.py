@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.doors.entrance import Entrance
-from scheduler_service.doors.scheduler.generate_request import read_request
+from scheduler_service.doors.scheduler.generate_request import read_request, value_or
 from scheduler_service.doors.scheduler.generate_response import (
     decode_embedding,
     send_headers_if_silent,
@@ -121,7 +121,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if texts is None:
             raise _no_tokenizer("texts")
         tenant = self._entrance.call(context).caller.tenant("")
-        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        add_special_tokens = value_or(request, "add_special_tokens", True)
         response = scheduler_pb2.TokenizeResponse()
         for index, text in enumerate(request.texts):
             token_ids = await texts.encode(
@@ -140,7 +140,6 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         tokenizer = self.intake.tokenizer
         if tokenizer is None:
             raise _no_tokenizer("prompts")
-        skip_special_tokens = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         response = scheduler_pb2.DetokenizeResponse()
         for index, prompt in enumerate(request.prompts):
             highest, vocab_size = max(prompt.ids, default=0), self.intake.model.vocab_size
@@ -148,7 +147,9 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 raise invalid(
                     f"prompts[{index}].ids", f"token id {highest} is not below the vocabulary's size, {vocab_size}"
                 )
-            response.texts.append(await tokenizer.text_of(prompt.ids, skip_special_tokens=skip_special_tokens))
+            response.texts.append(
+                await tokenizer.text_of(prompt.ids, skip_special_tokens=value_or(request, "skip_special_tokens", True))
+            )
         return response
 
     def _tenant(self, request: Any, context: grpc.aio.ServicerContext) -> str:
