@@ -43,7 +43,7 @@ class BeamGroup:
         spare = [row for row in group.sequences if row not in used]
         for row in spare:
             epoch.active.pop(row, None)
-            epoch.release(row)
+            epoch.cache.release(row.holding)
         self.beams = []
         for child in children:
             parent = row = parents[child.parent]
@@ -51,7 +51,6 @@ class BeamGroup:
                 row = spare.pop(0)
                 row.token_ids[:] = parent.token_ids
                 epoch.cache.branch(row.holding, parent.holding)
-                row.start_from(parent.num_computed_tokens)
                 if row.slot < 0:
                     epoch.take_slot(row)
                     self.unborn_slots.add(row.slot)

@@ -42,6 +42,13 @@ _MAX_PROMOTIONS = 64
 _PROMOTION_WINDOW = 16
 
 
+@dataclass(slots=True)
+class StepCount:
+    """How many plans an epoch has had. What decodes is advanced by it, all at once."""
+
+    num_steps: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Holding:
     """What a sequence holds of a worker's cache: from its opening to its release, through swaps."""
@@ -57,18 +64,44 @@ class Holding:
     num_matched_blocks: int = 0  # still known when it is released: results of the row may be on their way
     num_freed_blocks: int = 0  # at the beginning of the table: holes of the window
     forkable_from: int = 0  # the first step that may copy its prompt; 0: its prompt is not computed
+    # A row that decodes computes one position in every plan, and is not visited: the count is then that of when it
+    # began to, and the plans since.
+    _num_computed: int = 0
+    _steps: StepCount | None = None  # while its row decodes
+    _joined_step: int = 0
 
     def __str__(self) -> str:
         return (
             f"{len(self.block_table)} blocks and {len(self.host_table)} on the host: {self.num_freed_blocks} freed, "
-            f"{self.num_matched_blocks} matched, {self.num_published_blocks} published"
+            f"{self.num_matched_blocks} matched, {self.num_published_blocks} published; "
+            f"{self.num_computed_tokens} tokens computed"
         )
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._num_computed + (0 if self._steps is None else self._steps.num_steps - self._joined_step)
 
     @property
     def publishes(self) -> bool:
         """Whether its blocks can be published: not if a swap forgot what was published, and the window has passed over
         it."""
         return self.num_freed_blocks <= self.num_published_blocks
+
+    def compute(self, num_tokens: int) -> None:
+        """So many more positions are computed."""
+        self._num_computed += num_tokens
+
+    def compute_again(self, position: int) -> None:
+        """Positions are computed again from this one on, if they were."""
+        self._num_computed = min(self._num_computed, position)
+
+    def join_decoding(self, steps: StepCount) -> None:
+        """Count one position for every plan from the next one on."""
+        self._steps, self._joined_step = steps, steps.num_steps
+
+    def leave_decoding(self) -> None:
+        """Count what plans compute one by one again."""
+        self._num_computed, self._steps = self.num_computed_tokens, None
 
     def may_be_forked(self, step: int) -> None:
         """Its prompt is computed before the plan of `step`."""
@@ -83,7 +116,7 @@ class Holding:
         self.block_table.clear()
         self.host_table.clear()
         self.unpublished()
-        self.num_freed_blocks = self.forkable_from = 0
+        self.num_freed_blocks = self.forkable_from = self._num_computed = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +134,6 @@ class Match:
     def without_host(self) -> "Match":
         """The part of it that needs no load."""
         return Match(self.device)
-
-
-# Holdings, each with how many of its positions are computed.
-Rows = list[tuple[Holding, int]]
 
 
 class CacheManager:
@@ -230,9 +259,9 @@ class CacheManager:
         """Return the index of the first block that is read by a row that computes from this position on."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
-    def open(self, holding: Holding, match: Match, step: int) -> int:
+    def open(self, holding: Holding, match: Match, step: int) -> None:
         """Give a holding the blocks that it opens with, the matched ones first. The plan of `step` loads those that
-        are on the host: the last of them always, which no window has passed. How many positions are matched."""
+        are on the host: the last of them always, which no window has passed."""
         num_passed = self._num_passed(match)
         for node in match.device:  # also what the window has passed: it was used just now
             self.pool.share(node.blocks[0])
@@ -248,7 +277,7 @@ class CacheManager:
             block = holding.block_table[i]
             if block:
                 self.moves.add(Move(step, block, node.host_block, False, node, holding.free_list))
-        return len(nodes) * self.block_size
+        holding.compute(len(nodes) * self.block_size)
 
     def num_fork_blocks(self, holding: Holding, relative: Holding, num_tokens: int) -> int:
         """Count the blocks that a fork of so many positions takes off the free list."""
@@ -262,6 +291,7 @@ class CacheManager:
         self._share_table(holding, relative, num_full)
         self.append(holding, self.num_fork_blocks(holding, relative, num_tokens))
         holding.num_matched_blocks = num_full
+        holding.compute(num_tokens)
         if num_tokens % self.block_size == 0:
             return []
         source = relative.block_table[num_full]
@@ -273,6 +303,7 @@ class CacheManager:
         self._share_table(holding, parent, len(parent.block_table))
         holding.num_matched_blocks = parent.num_matched_blocks
         holding.forkable_from = parent.forkable_from
+        holding.compute(parent.num_computed_tokens)
 
     def copied(self, copies: list[tuple[int, int]]) -> None:
         """The plan with these copies is made: nothing can be written to their sources before they are read."""
@@ -296,7 +327,7 @@ class CacheManager:
 
     # Running
 
-    def num_computable_tokens(self, holding: Holding, num_computed: int, num_tokens: int) -> int:
+    def num_computable_tokens(self, holding: Holding, num_tokens: int) -> int:
         """Count the tokens, of so many behind those computed, for which there are blocks that a row may have: always
         one, if it has any. Under a window the watermark binds chunks too, since what they take beside the window they
         need not have."""
@@ -306,7 +337,7 @@ class CacheManager:
         num_held = len(table) - holding.num_freed_blocks
         num_allowed = self.max_row_blocks(holding.request) - num_held
         num_blocks = max(0, min(num_allowed, self.pool.num_free - self._num_watermark_blocks))
-        num_positions = (len(table) + num_blocks) * self.block_size - num_computed
+        num_positions = (len(table) + num_blocks) * self.block_size - holding.num_computed_tokens
         return min(num_tokens, max(1, num_positions))
 
     def append(self, holding: Holding, num_blocks: int) -> list[int]:
@@ -319,16 +350,16 @@ class CacheManager:
         holding.block_table.append(block)
         return block
 
-    def shared_tail(self, holding: Holding, position: int) -> int:
-        """Return the block that this position is written to if others hold it too, else 0."""
-        index = position // self.block_size
+    def shared_tail(self, holding: Holding) -> int:
+        """Return the block that its next position is written to if others hold it too, else 0."""
+        index = holding.num_computed_tokens // self.block_size
         block = holding.block_table[index] if index < len(holding.block_table) else 0
         return block if self.pool.ref_count(block) > 1 else 0
 
-    def replace_tail(self, holding: Holding, position: int) -> tuple[int, int, int]:
-        """Copy on write: give the holding a block of its own where the shared one of this position stood. Returns
+    def replace_tail(self, holding: Holding) -> tuple[int, int, int]:
+        """Copy on write: give the holding a block of its own where the shared one of its next position stood. Returns
         (index, source, target); the source is held until `copied`."""
-        index = position // self.block_size
+        index = holding.num_computed_tokens // self.block_size
         source = holding.block_table[index]
         target = holding.block_table[index] = self._allocate()
         return index, source, target  # the table's reference becomes the copy's
@@ -377,19 +408,19 @@ class CacheManager:
                 self._free_host(host_block, holding)
         holding.released()
 
-    # Swapping: of all rows of a request at once, each with how many of its positions are computed
+    # Swapping: what all rows of a request hold, at once
 
-    def num_swap_blocks(self, rows: Rows) -> tuple[int, int]:
+    def num_swap_blocks(self, holdings: list[Holding]) -> tuple[int, int]:
         """Count the device blocks that swapping the rows out saves, and the blocks that it takes off the host's free
         list. Copies that are there already may be idle."""
-        copies = [self._host_copy(block) for block in self._computed_blocks(rows)]
+        copies = [self._host_copy(block) for block in self._computed_blocks(holdings)]
         return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
-    def swap_out(self, rows: Rows, step: int) -> bool:
+    def swap_out(self, holdings: list[Holding], step: int) -> bool:
         """Have the plan of `step` put what the rows have computed into host blocks, a shared block once.
 
         Returns False if nothing moves, as the host has all of it."""
-        blocks = self._computed_blocks(rows)
+        blocks = self._computed_blocks(holdings)
         host_blocks = {block: self._host_copy(block) for block in blocks if self._host_copy(block)}
         for host_block in host_blocks.values():  # before an allocation can take one that is idle
             self.host_pool.share(host_block)
@@ -397,8 +428,8 @@ class CacheManager:
         for block in missing:
             host_blocks[block] = self._allocate_host()
             self.moves.add(Move(step, block, host_blocks[block], True, None))
-        for holding, num_computed in rows:
-            for block in holding.block_table[: self.num_blocks_for(num_computed)]:
+        for holding in holdings:
+            for block in holding.block_table[: self.num_blocks_for(holding.num_computed_tokens)]:
                 holding.host_table.append(host_blocks[block] if block else 0)
                 if block:
                     self.host_pool.share(host_blocks[block])
@@ -408,7 +439,7 @@ class CacheManager:
             holding.block_table.clear()
             holding.unpublished()
         for host_block in host_blocks.values():  # the tables hold them now
-            self._free_host(host_block, rows[0][0])
+            self._free_host(host_block, holdings[0])
         return bool(missing)
 
     def num_swapped_blocks(self, holdings: Iterable[Holding]) -> int:
@@ -439,18 +470,18 @@ class CacheManager:
                     self._free_host(host_block, holding)
             holding.host_table.clear()
 
-    def num_lost_tokens(self, rows: Rows) -> int:
+    def num_lost_tokens(self, holdings: list[Holding]) -> int:
         """Count the tokens to compute again if the rows' blocks are lost, those that the window has passed too."""
-        most_freed = max((holding.num_freed_blocks for holding, _ in rows), default=0)
-        return (len(self._computed_blocks(rows)) + most_freed) * self.block_size
+        most_freed = max((holding.num_freed_blocks for holding in holdings), default=0)
+        return (len(self._computed_blocks(holdings)) + most_freed) * self.block_size
 
-    def _computed_blocks(self, rows: Rows) -> list[int]:
+    def _computed_blocks(self, holdings: list[Holding]) -> list[int]:
         """The rows' blocks that hold anything, each once."""
         return list(
             {
                 block: None
-                for holding, num_computed in rows
-                for block in holding.block_table[: self.num_blocks_for(num_computed)]
+                for holding in holdings
+                for block in holding.block_table[: self.num_blocks_for(holding.num_computed_tokens)]
                 if block
             }
         )

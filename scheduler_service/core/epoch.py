@@ -6,11 +6,11 @@ from itertools import groupby
 from operator import itemgetter
 
 from pagewire.common.messages import RowOpening, StepPlan, WorkerCapacity
-from scheduler_service.core.cache_manager import CacheManager, Match
+from scheduler_service.core.cache_manager import CacheManager, Match, StepCount
 from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.grammars import NeededGrammars
 from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanDraft, PlannedRow, RowSlots
-from scheduler_service.core.sequence import DropCount, Sequence, SequenceGroup, StepCount
+from scheduler_service.core.sequence import DropCount, Sequence, SequenceGroup
 
 # Of no worker: nothing fits on that.
 _NO_CAPACITY = WorkerCapacity("", b"", 0, 0, 1, 0, 0, 0, 0, "", "", "")
@@ -173,13 +173,13 @@ class Epoch:
         for sequence in group.sequences:
             if sequence.is_gated:
                 sequence.drop(self.num_steps)
-                sequence.start_from(min(sequence.num_computed_tokens, sequence.num_tokens - 1))
+                sequence.holding.compute_again(sequence.num_tokens - 1)
 
     def forget(self, group: SequenceGroup) -> None:
         """The group holds nothing any more: no row, no block of either tier."""
         self.vacate_group(group)
         for sequence in group.sequences:
-            self.release(sequence)
+            self.cache.release(sequence.holding)
 
     # Blocks
 
@@ -219,11 +219,6 @@ class Epoch:
                 self.cache.slide_wholly(sequence.holding, sequence.next_position)
         return self.cache.pool.num_free > num_free
 
-    def release(self, sequence: Sequence) -> None:
-        """Take all blocks of a sequence back: nothing of it is computed."""
-        self.cache.release(sequence.holding)
-        sequence.forget_computed()
-
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Count the blocks that a row must get before it can compute so many tokens."""
         return self.cache.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.holding.block_table)
@@ -236,7 +231,7 @@ class Epoch:
     def give_blocks(self, rows: list[tuple[Sequence, int]], draft: PlanDraft) -> None:
         """Give a group's rows the blocks that `num_missing_blocks` counted."""
         for sequence in self._tails_to_copy(rows):
-            index, source, target = self.cache.replace_tail(sequence.holding, sequence.num_computed_tokens)
+            index, source, target = self.cache.replace_tail(sequence.holding)
             draft.copies.append((source, target))
             draft.set_blocks.append((sequence.slot, index, target))
         for sequence, num_tokens in rows:
@@ -249,7 +244,7 @@ class Epoch:
         sharing: dict[int, list[Sequence]] = {}
         for sequence, num_tokens in rows:
             writes = num_tokens and sequence.group.beam is not None
-            if writes and (block := self.cache.shared_tail(sequence.holding, sequence.num_computed_tokens)):
+            if writes and (block := self.cache.shared_tail(sequence.holding)):
                 sharing.setdefault(block, []).append(sequence)
         copying = []
         for block, holders in sharing.items():
@@ -310,8 +305,8 @@ class Epoch:
             self.slide(sequence)
             num_tokens = 1
             if not sequence.is_decoding:
-                num_computed, num_left = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
-                num_tokens = min(self.cache.num_computable_tokens(sequence.holding, num_computed, num_left), num_free)
+                num_left = sequence.num_uncomputed_tokens
+                num_tokens = min(self.cache.num_computable_tokens(sequence.holding, num_left), num_free)
                 if draft.shares is not None:
                     num_tokens = min(num_tokens, draft.shares.get(sequence, num_tokens))
                 num_free -= num_tokens

@@ -166,7 +166,7 @@ class Lifecycle:
             drops=self.drops,
             num_charged_tokens=len(request.prompt_token_ids),
         )
-        sequence.start_from(0)
+        sequence.forget_in_flight()
         return sequence
 
     # Grammars
@@ -250,19 +250,20 @@ class Lifecycle:
         """Take the blocks of a running group: it will be swapped in, or computed again, whichever is cheaper."""
         draft.has_preempted = True
         epoch.slide_wholly(group)
-        num_blocks, num_host_blocks = epoch.cache.num_swap_blocks(group.held_rows)
+        holdings = [sequence.holding for sequence in group.open_sequences]
+        num_blocks, num_host_blocks = epoch.cache.num_swap_blocks(holdings)
         swaps = (
             num_blocks > 0
             and not group.begins_anew
             and num_host_blocks <= epoch.cache.host_pool.num_free
-            and epoch.cost.prefers_swap(num_blocks, epoch.cache.num_lost_tokens(group.held_rows))
+            and epoch.cost.prefers_swap(num_blocks, epoch.cache.num_lost_tokens(holdings))
         )
         if not swaps:
             self.discard(group, epoch, draft.now)
             return
         self.counters.num_swap_preemptions += 1
         self._interrupt(group, epoch, draft.now)
-        is_moving = epoch.cache.swap_out(group.held_rows, draft.step)
+        is_moving = epoch.cache.swap_out(holdings, draft.step)
         epoch.vacate_group(group)
         group.moved_step = draft.step if is_moving else 0
         self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)
@@ -275,12 +276,12 @@ class Lifecycle:
 
     def redo(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
         """Have a group computed again: what it has computed is bad, and so are its samples on their way."""
-        for sequence in group.sequences:
-            sequence.drop(epoch.num_steps)
         if group.state is GroupState.WAITING:
             group.resume_step = epoch.num_steps
         else:
             self.discard(group, epoch, now)
+        for sequence in group.sequences:
+            sequence.drop(epoch.num_steps)
 
     def _interrupt(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
         self.counters.num_preemptions += 1
@@ -343,12 +344,12 @@ class Lifecycle:
         """A sample ends with its first so many tokens, by default all, and its request with the last sample. What is on
         its way no longer counts."""
         group, epoch = sequence.group, self.epoch
-        sequence.finish()
         if sequence.slot >= 0:
             if reason in _COMPLETE:
                 epoch.publish(sequence)
             epoch.vacate(sequence)
-        epoch.release(sequence)
+        sequence.finish()
+        epoch.cache.release(sequence.holding)
         if num_output_tokens is not None:
             del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
         self.charge((sequence,))

@@ -68,9 +68,8 @@ class Openings:
             return False
         if relative is not None:
             draft.copies.extend(cache.fork(sequence.holding, relative.holding, num_forked))
-            sequence.start_from(num_forked)
         else:
-            sequence.start_from(cache.open(sequence.holding, match, draft.step))
+            cache.open(sequence.holding, match, draft.step)
         self._state.first_scheduled(sequence, 0, draft.now)
         epoch.open_row(sequence, draft)
         return True
@@ -107,7 +106,7 @@ class Openings:
         match = self._startable(group, draft)
         if match is None:
             return False
-        sequence.start_from(cache.open(sequence.holding, match, draft.step))
+        cache.open(sequence.holding, match, draft.step)
         epoch.reserve_slots(group, group.num_first_slots)
         state.first_scheduled(sequence, len(match.host) * cache.block_size, draft.now)
         if match.host:
@@ -145,7 +144,5 @@ class Openings:
             return False
         cache.swap_in(group.swapped_holdings, draft.step)
         epoch.reserve_slots(group, num_slots)
-        for row in rows:
-            row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))
         state.load(group, draft.step)
         return True

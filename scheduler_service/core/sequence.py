@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagewire.common.messages import Pooling
 from scheduler_service.core.cache import Cursor
-from scheduler_service.core.cache_manager import Holding, Rows
+from scheduler_service.core.cache_manager import Holding, StepCount
 from scheduler_service.core.request import OutputMode, Request
 
 if TYPE_CHECKING:
@@ -54,13 +54,6 @@ TRANSITIONS = {
         if state is not GroupState.FINISHED
     },
 }
-
-
-@dataclass(slots=True)
-class StepCount:
-    """How many plans an epoch has had. Rows that decode are advanced by it, all at once."""
-
-    num_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -147,11 +140,6 @@ class SequenceGroup:
         return [sequence for sequence in self.live_sequences if sequence.slot < 0]
 
     @property
-    def held_rows(self) -> Rows:
-        """What its rows hold, and how many positions of each are computed."""
-        return [(sequence.holding, sequence.num_computed_tokens) for sequence in self.open_sequences]
-
-    @property
     def swapped_holdings(self) -> list[Holding]:
         """What it has on the host."""
         return [sequence.holding for sequence in self.live_sequences if sequence.holding.host_table]
@@ -211,13 +199,10 @@ class Sequence:
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
     _first_step: int = 0  # the first step of the epoch whose sample counts; earlier ones were dropped
-    # A row that decodes computes and samples one token in every plan. It is not visited: its two counters are those
-    # it had when it joined the decoding rows, and the plans since then.
-    _num_computed: int = 0
-    _num_expected: int = 0  # tokens known and in flight
-    _steps: StepCount | None = None  # None: it does not decode
-    _joined_step: int = 0
-    due_step: int = 0  # the plan that must look at it: for a block, or for its last token
+    # Tokens known and in flight. A row that decodes, in every plan one token, is not visited: it has one more than are
+    # computed.
+    _num_expected: int = 0
+    due_step: int = 0  # the plan that must look at it, for a block or for its last token; 0: it does not decode
     last_step: int = 0  # the plan that samples its last token
 
     @property
@@ -256,27 +241,27 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self._steps is not None
-
-    @property
-    def _num_decoded(self) -> int:
-        return 0 if self._steps is None else self._steps.num_steps - self._joined_step
+        return self.due_step > 0
 
     @property
     def num_computed_tokens(self) -> int:
-        return self._num_computed + self._num_decoded
+        return self.holding.num_computed_tokens
+
+    @property
+    def num_expected_tokens(self) -> int:
+        return self.holding.num_computed_tokens + 1 if self.due_step else self._num_expected
 
     @property
     def num_in_flight(self) -> int:
-        return self._num_expected + self._num_decoded - len(self.token_ids)
+        return self.num_expected_tokens - len(self.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Count the positions to plan: computed chases known plus in flight, and stops where the length limit will end
         it."""
         if self.is_gated:
-            return len(self.token_ids) - self._num_computed
-        num_expected = self._num_expected + self._num_decoded
+            return len(self.token_ids) - self.num_computed_tokens
+        num_expected = self.num_expected_tokens
         return num_expected - self.num_computed_tokens if num_expected < self.max_num_tokens else 0
 
     @property
@@ -286,17 +271,8 @@ class Sequence:
 
     def plan(self, num_tokens: int, *, samples: bool) -> None:
         """Count what a plan computes: this many more positions, and a sample or none."""
-        self._num_computed += num_tokens
+        self.holding.compute(num_tokens)
         self._num_expected += samples
-
-    def forget_computed(self) -> None:
-        """Begin with nothing computed. Samples on their way still count."""
-        self._num_computed = 0
-
-    def start_from(self, num_computed_tokens: int) -> None:
-        """Begin behind so many positions, whose K and V are in the table. Nothing is in flight."""
-        self._num_computed = num_computed_tokens
-        self._num_expected = len(self.token_ids)
 
     def go_on_with(self, token_id: int) -> None:
         """Give a gated row its next token."""
@@ -306,7 +282,7 @@ class Sequence:
     def repeat(self) -> None:
         """A sample that was on its way does not come: the position before it is computed again, unless all are."""
         self._num_expected -= 1
-        self._num_computed = min(self._num_computed, self._num_expected - 1)
+        self.holding.compute_again(self._num_expected - 1)
 
     def counts(self, step: int) -> bool:
         """Whether what its row sampled in the plan of `step` continues it."""
@@ -327,19 +303,25 @@ class Sequence:
 
     def forget_in_flight(self) -> None:
         """Expect no more samples that are on their way."""
-        self._num_expected = len(self.token_ids) - self._num_decoded
+        self._num_expected = len(self.token_ids)
 
     def forget_epoch(self) -> None:
         """Let samples count from the first step of the next epoch on, for which nothing is computed."""
         self.leave_decoding()
         self._first_step = 0
-        self.start_from(0)
+        self.forget_in_flight()
 
     def join_decoding(self, steps: StepCount) -> None:
         """Count one token and one sample for every plan from the next one on."""
-        self._steps, self._joined_step = steps, steps.num_steps
+        self.last_step = steps.num_steps + self.max_num_tokens - self.num_expected_tokens
+        self.holding.join_decoding(steps)
+
+    def due_by(self, block_step: int) -> int:
+        """It decodes, and needs its next block in this plan. Returns the one that must look at it."""
+        self.due_step = min(block_step, self.last_step)
+        return self.due_step
 
     def leave_decoding(self) -> None:
         """Count what plans compute of it one by one again."""
-        self._num_computed, self._num_expected = self.num_computed_tokens, self._num_expected + self._num_decoded
-        self._steps = None
+        self._num_expected, self.due_step = self.num_expected_tokens, 0
+        self.holding.leave_decoding()

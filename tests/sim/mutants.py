@@ -60,7 +60,7 @@ _NO_NEWS_WITHOUT_LINK = Patch(
 
 MUTANTS = (
     # Blocks
-    _mutant("an aborted request keeps its blocks", "forget", "self.release(sequence)", ""),
+    _mutant("an aborted request keeps its blocks", "forget", "self.cache.release(sequence.holding)", ""),
     _mutant("a swapped request's device blocks are freed twice", "swap_out", "holding.block_table.clear()", ""),
     _mutant("a fork takes no reference", "_share_table", "self.pool.share(block)", ""),
     _mutant("a sample writes to the tail it shares", "fork", "num_tokens % self.block_size == 0", "True"),
@@ -284,12 +284,11 @@ MUTANTS = (
     ),
     _mutant("a row that ended is not told", "vacate", "self.slots.end_row(sequence.slot)", ""),
     _mutant("all samples draw as the first", "_opening", "sequence.sample_index", "0"),
-    Mutant(
+    _mutant(
         "a swapped beam is opened with nothing to compute",
-        (
-            Patch("rewind", "sequence.start_from(min(sequence.num_computed_tokens, sequence.num_tokens - 1))", ""),
-            Patch("_swap_in", "min(row.num_computed_tokens, row.num_tokens - 1)", "row.num_computed_tokens"),
-        ),
+        "rewind",
+        "sequence.holding.compute_again(sequence.num_tokens - 1)",
+        "",
     ),
     _mutant(
         "a plan computes more than its budget", "share_tokens", "num_free -= num_tokens", "num_free -= num_tokens // 2"
@@ -334,8 +333,8 @@ MUTANTS = (
     _mutant(
         "what was in flight is still awaited in the next epoch",
         "forget_epoch",
-        "self.start_from(0)",
-        "self._num_computed = 0",
+        "self.forget_in_flight()",
+        "",
     ),
     _mutant(
         "a beam's score forgets the length penalty",
@@ -461,7 +460,7 @@ MUTANTS = (
     _mutant(
         "a late row counts as computed",
         "repeat",
-        "self._num_computed = min(self._num_computed, self._num_expected - 1)",
+        "self.holding.compute_again(self._num_expected - 1)",
         "",
     ),
     _mutant(

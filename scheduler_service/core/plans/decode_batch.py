@@ -8,7 +8,8 @@ row joins or leaves.
 from collections import defaultdict
 from dataclasses import dataclass
 
-from scheduler_service.core.sequence import Sequence, StepCount
+from scheduler_service.core.cache_manager import StepCount
+from scheduler_service.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,6 @@ class DecodeBatch:
         """Let a row that samples in the last plan made go on by itself."""
         num_steps = self._steps.num_steps
         sequence.join_decoding(self._steps)
-        sequence.last_step = num_steps + sequence.max_num_tokens - sequence.num_tokens - sequence.num_in_flight
         self._rows[sequence.slot] = sequence
         self._columns = None
         num_steps_in_table = len(sequence.holding.block_table) * self._block_size - sequence.num_computed_tokens + 1
@@ -68,7 +68,6 @@ class DecodeBatch:
         """Let a row no longer go on by itself."""
         del self._rows[sequence.slot]
         sequence.leave_decoding()
-        sequence.due_step = 0
         self._columns = None
 
     def take_due(self, step: int) -> list[Sequence]:
@@ -93,5 +92,4 @@ class DecodeBatch:
         return self._columns
 
     def _set_due(self, sequence: Sequence, block_step: int) -> None:
-        due_step = sequence.due_step = min(block_step, sequence.last_step)
-        self._due[due_step].append(sequence)
+        self._due[sequence.due_by(block_step)].append(sequence)
