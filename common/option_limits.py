@@ -50,7 +50,9 @@ def check_options(config: Any, must_be: str = ", but must be") -> None:
 
     `must_be` stands in the message between the value and its limit.
     """
-    given = [(each, getattr(config, each.name)) for each in fields(config) if getattr(config, each.name) is not None]
+    given = [
+        (each, value) for each in fields(config) if each.metadata and (value := getattr(config, each.name)) is not None
+    ]
     for each, value in given:
         limits, choices = each.metadata["limits"], each.metadata["choices"]
         if choices is not None:

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,9 +92,16 @@ class Resolved:
     ignored: Sequence[str] = ()  # a line for each option of another engine that makes no difference here
 
     def build(self, config_type: type, **overrides: Any) -> Any:
-        """Make an instance of a config dataclass from the values that it has fields for."""
-        names = [field.name for field in dataclasses.fields(config_type) if field.name in self.values]
-        return config_type(**{name: self.values[name] for name in names} | overrides)
+        """Make an instance of a config dataclass, and of those among its fields, from the values that they have fields
+        for."""
+        hints = typing.get_type_hints(config_type)
+        parts = {
+            name: self.build(hint)
+            for name, hint in hints.items()
+            if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        }
+        names = hints.keys() & self.values.keys()
+        return config_type(**parts, **{name: self.values[name] for name in names} | overrides)
 
     def describe(self) -> list[str]:
         """Write a line for each origin that gave values, with these, strongest origin first."""
@@ -112,14 +119,16 @@ class Resolved:
         return f"options that have their defaults: {', '.join(f'{name}={self.values[name]}' for name in names)}"
 
 
-def options_of(*config_types: type, without: Iterable[str] = ()) -> dict[str, Option]:
-    """Find the options of some dataclasses, by name. A field that several have is the first one's."""
+def options_of(*config_types: type, without: Collection[str] = ()) -> dict[str, Option]:
+    """Find the options of some dataclasses, and of those among their fields, by name. A field that several have is the
+    first one's."""
     options: dict[str, Option] = {}
-    excluded = set(without)
     for config_type in config_types:
         hints = typing.get_type_hints(config_type)
         for field in dataclasses.fields(config_type):
-            if field.name not in excluded and field.name not in options:
+            if dataclasses.is_dataclass(hints[field.name]):
+                options = options_of(hints[field.name], without=without) | options
+            elif field.metadata and field.name not in without and field.name not in options:
                 options[field.name] = _option(field, hints[field.name])
     return options
 

@@ -1,16 +1,14 @@
-"""The options of the scheduler service. `pagewire.options` turns every field into a flag, a variable and a YAML key."""
+"""The options of the scheduler service. `pagewire.options` turns every field into a flag, a variable and a YAML key,
+those of the core among them."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pagewire.common.option_limits import PORT, URL, Limit, at_least, between, check_options, flag, option
+from pagewire.common.option_limits import PORT, URL, at_least, between, check_options, flag, option
 from pagewire.common.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
-from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES
-from scheduler_service.core.retention import EXPECTATIONS
+from scheduler_service.core.options import SchedulerOptions
 
-_MAX_COUNT = 2**31 - 1  # of what GetServerInfo tells
 # What the texts of prompts may take, at the scheduler as at a front end.
 _HTTP_PROXY = "through the HTTP proxy that the variable http_proxy names, which is ignored without this"
 _METRICS_HOST = ("127.0.0.1", "address to serve /metrics on")
@@ -29,6 +27,7 @@ _WAITING_TEXT_BYTES = (
 
 @dataclass(frozen=True)
 class SchedulerConfig:
+    core: SchedulerOptions = field(default_factory=SchedulerOptions)
     model: str = option("", "checkpoint directory, GGUF file, or id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
     worker: str = option(
         "127.0.0.1:50061",
@@ -40,21 +39,6 @@ class SchedulerConfig:
     served_model_name: str | None = option(
         None, "model name that clients see (default: the hub id, or the name of the directory)"
     )
-    max_model_len: int | None = option(
-        None,
-        "longest sequence, prompt and output together, in tokens (default: the checkpoint's limit)",
-        between(2, _MAX_COUNT),
-    )
-    max_num_seqs: int = option(256, "how many sequences can run at the same time", between(1, _MAX_COUNT))
-    max_num_batched_tokens: int = option(2048, "how many tokens one step can compute", between(1, _MAX_COUNT))
-    max_decode_slowdown: float | None = option(
-        None,
-        "how many times longer a decoding step may take because prompts are computed in it (default: no limit)",
-        at_least(1),
-    )
-    pipeline_depth: int = option(
-        2, "how many steps are sent to the worker before the first of them is done", between(1, _MAX_COUNT)
-    )
     worker_timeout: float = option(
         120.0, "how long requests wait for a lost worker before they fail, in seconds", at_least(0)
     )
@@ -65,41 +49,8 @@ class SchedulerConfig:
         at_least(0),
     )
     drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
-    max_waiting_requests: int = option(4096, "how many sequences can wait in the queue", at_least(1))
-    max_waiting_tokens: int = option(4_194_304, "how many prompt tokens can wait in the queue", at_least(1))
-    max_tenant_waiting_requests: int | None = option(
-        None, "how many sequences of one tenant can wait (default: no limit)", at_least(1)
-    )
     max_prompt_bytes: int = option(*_PROMPT_BYTES)
     max_waiting_text_bytes: int = option(*_WAITING_TEXT_BYTES)
-    policy: str = option(
-        POLICIES[0],
-        "which waiting request runs next; agent is fair between tenants, goes by priority, and prefers what is cached",
-        choices=POLICIES,
-    )
-    max_wait: float = option(
-        DEFAULT_MAX_WAIT_S,
-        "after how many seconds a waiting request goes before all of its tenant and priority that came later, under "
-        "the policy agent",
-        at_least(0),
-    )
-    retention: str = option(
-        "lru",
-        "whose cached blocks the policy agent keeps longest, beside those that waiting requests will use: of sessions "
-        "that were used last, or that are learned to return soon",
-        choices=tuple(EXPECTATIONS),
-    )
-    preemption: str = option(
-        "auto",
-        "how a preempted request's KV cache is handled: swapped, recomputed, or whichever is cheaper (auto)",
-        choices=tuple(mode.value for mode in PreemptionMode),
-    )
-    watermark: float = option(
-        0.01,
-        "share of the device blocks to keep free when a request is admitted, below 1",
-        at_least(0),
-        Limit("below 1", lambda value: value < 1),
-    )
     detached_retention: float = option(
         600.0, "how long the result of a detached request is kept after it ends, in seconds", at_least(0)
     )
@@ -117,7 +68,6 @@ class SchedulerConfig:
         "limit of its own; 0 ignores the hints",
         at_least(0),
     )
-    enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts that begin alike")
     record: str | None = option(
         None, "record all events and plans to this file, for `pagewire replay`; it contains every prompt"
     )
@@ -171,6 +121,7 @@ class SchedulerConfig:
         """Raises ValueError that names the flag at fault."""
         _check_model(self.model)
         check_options(self)
+        check_options(self.core)
         if self.worker_grace is not None and self.worker_grace > self.worker_timeout:
             raise ValueError(
                 f"--worker-grace is {self.worker_grace}, but must be at most --worker-timeout, which is "

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ from pagewire.common.transport.link_secret import LinkSecret
 from pagewire.common.transport.tls import TlsFiles, link_files
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core import explain
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import SchedulerStats
+from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.doors.scheduler.report import WORKERS_LIMITS, encode_server
 from scheduler_service.doors.scheduler.scheduler_servicer import SchedulerServicer
 from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, EpochsExhausted, FencedError, WorkerLink
@@ -28,7 +31,7 @@ from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.kv_events import KvEventLog
-from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
+from scheduler_service.serving.recording import Recorder, record
 from scheduler_service.serving.request_log import RequestLog
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.quota import Quotas
@@ -84,18 +87,15 @@ class _Scheduler:
         self._config = config
         self._metrics = Metrics()
         self._num_log_lines_dropped = num_log_lines_dropped
-        arguments = _scheduler_arguments(config, service.model)
-        self._recorder = Recorder(config.record, arguments) if config.record else None
-        scheduler = arguments.build()
+        options = _core_options(config, service.model)
+        self._recorder = Recorder(config.record, options) if config.record else None
+        scheduler = Scheduler(options)
         self._info = info = encode_server(
             service.model,
             version=__version__,
             served_model_name=config.served_model_name or service.model.name,
             instance_id=secrets.token_hex(8),
-            max_model_len=arguments.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            pipeline_depth=config.pipeline_depth,
+            options=options,
             has_tenants=config.tenants is not None,
         )
         self._tracing = _tracing(config, info.served_model_name)
@@ -140,7 +140,7 @@ class _Scheduler:
             self._step_loop,
             instance_id=info.instance_id,
             model_digest=self._service.model.digest,
-            pipeline_depth=config.pipeline_depth,
+            pipeline_depth=config.core.pipeline_depth,
             limits={name: getattr(info, name) for name in WORKERS_LIMITS},
             on_plan_sent=self._metrics.plan_sent,
             restart_worker=restart_worker,
@@ -157,7 +157,7 @@ class _Scheduler:
             self._info,
             self._detached,
             lambda: self._activity.generation_throughput,
-            max_pending_calls=self._config.max_waiting_requests,
+            max_pending_calls=self._config.core.max_waiting_requests,
             text_limits=service.text_limits,
             grammars=self._grammars,
             retention_limit=self._retention_limit,
@@ -199,7 +199,7 @@ class _Scheduler:
         def load() -> "Load":
             block_size = availability.capacity.block_size if availability.capacity else 0
             throughput = round(self._activity.generation_throughput, 1)
-            return vllm.Load(self._stats(), block_size, self._config.max_num_seqs, throughput)
+            return vllm.Load(self._stats(), block_size, self._config.core.max_num_seqs, throughput)
 
         async def read_load() -> "Load":
             return load()
@@ -246,35 +246,15 @@ def _failed(error: BaseException | None) -> int:
     return EXIT_ERROR
 
 
-def _max_model_len(config: SchedulerConfig, model: ModelInfo) -> int:
-    if config.max_model_len is None:
-        return model.max_model_len
-    if config.max_model_len > model.max_model_len:
+def _core_options(config: SchedulerConfig, model: ModelInfo) -> SchedulerOptions:
+    """Add what the model decides. Raises ValueError."""
+    max_model_len = config.core.max_model_len or model.max_model_len
+    if max_model_len > model.max_model_len:
         raise ValueError(
-            f"--max-model-len is {config.max_model_len}, but the checkpoint allows {model.max_model_len}; lower it"
+            f"--max-model-len is {max_model_len}, but the checkpoint allows {model.max_model_len}; lower it"
         )
-    return config.max_model_len
-
-
-def _scheduler_arguments(config: SchedulerConfig, model: ModelInfo) -> SchedulerArguments:
-    """Raises ValueError."""
-    return SchedulerArguments(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=_max_model_len(config, model),
-        pipeline_depth=config.pipeline_depth,
-        max_waiting_requests=config.max_waiting_requests,
-        max_waiting_tokens=config.max_waiting_tokens,
-        max_tenant_waiting_requests=config.max_tenant_waiting_requests,
-        enable_prefix_caching=config.enable_prefix_caching,
-        watermark=config.watermark,
-        policy=config.policy,
-        max_wait=config.max_wait,
-        retention=config.retention,
-        preemption=config.preemption,
-        max_decode_slowdown=config.max_decode_slowdown,
-        grammar_version="" if model.grammar_refusal else grammars.version(),
-    )
+    grammar_version = "" if model.grammar_refusal else grammars.version()
+    return replace(config.core, max_model_len=max_model_len, grammar_version=grammar_version)
 
 
 def _tracing(config: SchedulerConfig, model_name: str) -> "Tracing | None":

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from pagewire.options import Resolved
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
@@ -102,6 +103,11 @@ class Result:
             self.last[index] = response
 
 
+def config_of(options: Mapping[str, object]) -> SchedulerConfig:
+    """A scheduler's config, from options by their flags' names."""
+    return Resolved(options, {}).build(SchedulerConfig)
+
+
 @asynccontextmanager
 async def serve(
     checkpoint: Path, *, worker: FakeWorker | None = None, workers: str = "", **options: object
@@ -110,12 +116,8 @@ async def serve(
     if worker is None:
         worker = FakeWorker(read_model_info(str(checkpoint)).digest)
         await worker.start()
-    config = SchedulerConfig(
-        **(
-            {"model": str(checkpoint), "worker": workers or f"127.0.0.1:{worker.port}", "port": 0, "metrics_port": 0}
-            | options
-        )
-    )
+    own = {"model": str(checkpoint), "worker": workers or f"127.0.0.1:{worker.port}", "port": 0, "metrics_port": 0}
+    config = config_of(own | options)
     stop, stop_now = asyncio.Event(), asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(server.run(config, stop=stop, ready=url.set_result, stop_now=stop_now))

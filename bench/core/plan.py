@@ -6,6 +6,7 @@ import time
 from pagewire.common.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from pagewire.common.worker_wire import decode_request, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 
@@ -15,7 +16,8 @@ VOCAB_SIZE = 32000
 
 def steady_plans(num_sequences: int) -> list[StepPlan]:
     """Returns plans of sequences that only advance, block borders included: prompts of 1 to 16 tokens, blocks of 16."""
-    scheduler = Scheduler(max_num_seqs=num_sequences, max_num_batched_tokens=16384, max_model_len=8192)
+    options = SchedulerOptions(max_num_seqs=num_sequences, max_num_batched_tokens=16384, max_model_len=8192)
+    scheduler = Scheduler(options)
     capacity = WorkerCapacity(
         worker_id="bench",
         model_digest=b"",

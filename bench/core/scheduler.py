@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from bench.core import plan as plan_costs
 from bench.goals import verdict
 from pagewire.common.messages import SamplingParams, StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.policy import POLICIES, create_policy
+from scheduler_service.core.options import SchedulerOptions
+from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 
@@ -63,14 +63,15 @@ class Pipeline:
         self, policy: str, num_sequences: int, max_model_len: int, *, enable_prefix_caching: bool = True
     ) -> None:
         self.scheduler = Scheduler(
-            max_num_seqs=num_sequences,
-            max_num_batched_tokens=NO_LIMIT,
-            max_model_len=max_model_len,
-            max_waiting_requests=NO_LIMIT,
-            max_waiting_tokens=NO_LIMIT,
-            enable_prefix_caching=enable_prefix_caching,
-            policy=create_policy(policy),
-            preemption=PreemptionMode.AUTO,
+            SchedulerOptions(
+                max_num_seqs=num_sequences,
+                max_num_batched_tokens=NO_LIMIT,
+                max_model_len=max_model_len,
+                max_waiting_requests=NO_LIMIT,
+                max_waiting_tokens=NO_LIMIT,
+                enable_prefix_caching=enable_prefix_caching,
+                policy=policy,
+            )
         )
         self.scheduler.worker_joined(capacity(num_sequences, max_model_len), time.time_ns() // 1_000_000 << 20, 0.0)
         self._rng = random.Random(0)

@@ -174,6 +174,7 @@ async def run_steps(worker: str) -> None:
     """Runs a step loop, whose requests come by lines of "streams tokens"."""
     from pagewire.common.messages import SamplingParams
     from pagewire.common.transport.dialling import Dialler
+    from scheduler_service.core.options import SchedulerOptions
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
     from scheduler_service.links.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
@@ -181,7 +182,7 @@ async def run_steps(worker: str) -> None:
     from scheduler_service.serving.checkpoint.model_info import read_model_info
     from scheduler_service.serving.step_loop import StepLoop
 
-    scheduler = Scheduler(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=2048)
+    scheduler = Scheduler(SchedulerOptions(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=2048))
     step_loop = StepLoop(scheduler, [Metrics()], worker_timeout=60)
     digest = read_model_info(MODEL).digest
     dialler = Dialler(worker, CHANNEL_OPTIONS)

@@ -151,11 +151,12 @@ async def two_processes(arguments, step_loop) -> AsyncIterator[asyncio.Future]:
 
 async def run_injected(arguments, arm) -> None:
     from pagewire.common.messages import SamplingParams
+    from scheduler_service.core.options import SchedulerOptions
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
     from scheduler_service.serving.step_loop import StepLoop
 
-    scheduler = Scheduler(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096)
+    scheduler = Scheduler(SchedulerOptions(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096))
     step_loop = StepLoop(scheduler, [], worker_timeout=60)
     stepping = asyncio.create_task(step_loop.run())
     async with (one_process if arm == ARMS[0] else two_processes)(arguments, step_loop) as linked:

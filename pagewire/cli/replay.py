@@ -64,7 +64,7 @@ class _Progress:
 
 
 def _replay(reader: RecordingReader, *, prints_plans: bool) -> int:
-    scheduler, progress = reader.arguments.build(), _Progress(started_at=time.monotonic())
+    scheduler, progress = Scheduler(reader.options), _Progress(started_at=time.monotonic())
     try:
         for event in reader.events():
             value, told = _perform(scheduler, event)

@@ -266,8 +266,9 @@ def scheduler(arguments: Sequence[str]) -> int:
     """Runs a scheduler that dials its worker elsewhere."""
     from scheduler_service.config import SchedulerConfig
 
-    description = "Run a scheduler for a worker that runs elsewhere."
-    config = _service_config("scheduler", description, SchedulerConfig, arguments)
+    config = _service_config(
+        "scheduler", "Run a scheduler for a worker that runs elsewhere.", SchedulerConfig, arguments
+    )
     from scheduler_service import server
 
     return asyncio.run(_serve(server.run, config))
@@ -277,8 +278,12 @@ def frontend(arguments: Sequence[str]) -> int:
     """Runs a front end of a scheduler that is elsewhere."""
     from scheduler_service.config import FrontEndConfig
 
-    description = "Run a front end: it turns text into tokens and back for a scheduler that runs elsewhere."
-    config = _service_config("frontend", description, FrontEndConfig, arguments)
+    config = _service_config(
+        "frontend",
+        "Run a front end: it turns text into tokens and back for a scheduler that runs elsewhere.",
+        FrontEndConfig,
+        arguments,
+    )
     from scheduler_service import front_end
 
     return asyncio.run(_serve(front_end.run, config))
@@ -374,8 +379,7 @@ def _locate(verb: str, resolved: options.Resolved, *, with_weights: bool) -> Loc
 def _at(config: Any, found: LocatedModel) -> Any:
     """Put the directory into a service's config as its model. Clients know a model of the hub by its id."""
     changes = {"model": found.directory}
-    names = {field.name for field in dataclasses.fields(config)}
-    if found.hub_id is not None and "served_model_name" in names and config.served_model_name is None:
+    if found.hub_id is not None and getattr(config, "served_model_name", "") is None:
         changes["served_model_name"] = found.hub_id
     return dataclasses.replace(config, **changes)
 

@@ -1,5 +1,6 @@
 """Which requests are taken at all: those that can run on what is there, while the queue has room."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +9,7 @@ from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
 
 
@@ -27,24 +29,15 @@ class Limits:
 class Admission:
     """Checks requests against the scheduler's own limits, and a worker's tighter ones while it is there."""
 
-    def __init__(
-        self,
-        state: Lifecycle,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        max_waiting_requests: int,
-        max_waiting_tokens: int,
-        max_tenant_waiting_requests: int | None,
-        grammar_version: str,
-    ) -> None:
+    def __init__(self, state: Lifecycle, options: SchedulerOptions) -> None:
         self._state = state
-        self._max_waiting_requests = max_waiting_requests
-        self._max_waiting_tokens = max_waiting_tokens
-        self._max_tenant_waiting_requests = max_tenant_waiting_requests
-        self._grammar_version = grammar_version
-        self._own = self.limits = Limits(max_model_len, max_num_batched_tokens, max_num_seqs, grammar_version)
+        self._options = options
+        self._own = self.limits = Limits(
+            options.max_model_len or sys.maxsize,
+            options.max_num_batched_tokens,
+            options.max_num_seqs,
+            options.grammar_version,
+        )
 
     def num_slots(self, capacity: WorkerCapacity) -> int:
         """Rows that a worker may have. A decoding row takes a token of every step: with more rows than a step has
@@ -80,12 +73,12 @@ class Admission:
         field, message = self.misfit(request)
         if message:
             raise AdmissionError(AdmissionReason.INVALID, field, message)
-        waiting = self._state.waiting
+        waiting, options = self._state.waiting, self._options
         num_sequences = 1 if request.beam else request.n
-        limits = [("", waiting.num_sequences, self._max_waiting_requests)]
-        if self._max_tenant_waiting_requests is not None:
+        limits = [("", waiting.num_sequences, options.max_waiting_requests)]
+        if options.max_tenant_waiting_requests is not None:
             num_waiting = waiting.num_tenant_sequences(request.tenant)
-            limits.append((" of this tenant", num_waiting, self._max_tenant_waiting_requests))
+            limits.append((" of this tenant", num_waiting, options.max_tenant_waiting_requests))
         for whose, num_waiting, limit in limits:
             if num_waiting + num_sequences > limit:
                 raise AdmissionError(
@@ -94,22 +87,22 @@ class Admission:
                     f"{num_waiting} sequences{whose} are queued, the limit is {limit}; try again later",
                 )
         num_tokens = waiting.num_prompt_tokens + len(request.prompt_token_ids)
-        if waiting.num_sequences and num_tokens > self._max_waiting_tokens:
+        if waiting.num_sequences and num_tokens > options.max_waiting_tokens:
             raise AdmissionError(
                 AdmissionReason.QUEUE_FULL,
                 "",
                 f"{waiting.num_prompt_tokens} prompt tokens are queued, with this request {num_tokens}, "
-                f"the limit is {self._max_waiting_tokens}; try again later",
+                f"the limit is {options.max_waiting_tokens}; try again later",
             )
 
     def _grammar_fault(self) -> str:
         """Why no request may have a grammar. Empty if they may."""
-        theirs = self.limits.grammar_version
-        if self._grammar_version and theirs == self._grammar_version:
+        ours, theirs = self._own.grammar_version, self.limits.grammar_version
+        if ours and theirs == ours:
             return ""
         return (
             f"this server takes no structured output: the scheduler reads grammars by version "
-            f"{self._grammar_version or 'none'} of llguidance, the worker by {theirs or 'none'}"
+            f"{ours or 'none'} of llguidance, the worker by {theirs or 'none'}"
         )
 
     def misfit(self, request: Request) -> tuple[str, str]:

@@ -2,12 +2,12 @@
 beside it."""
 
 from collections import deque
-from enum import Enum
+from enum import StrEnum
 from itertools import accumulate
 from statistics import median_low
 
 
-class PreemptionMode(Enum):
+class PreemptionMode(StrEnum):
     """How the blocks of a victim come back."""
 
     AUTO = "auto"  # whichever is cheaper

@@ -25,6 +25,7 @@ from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.openings import Openings
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.plans import PlanDraft, read_result
 from scheduler_service.core.policy import Policy, create_policy
 from scheduler_service.core.request import (
@@ -38,7 +39,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.results import Results
-from scheduler_service.core.retention import Expectation
+from scheduler_service.core.retention import EXPECTATIONS, Expectation
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
 
@@ -47,42 +48,20 @@ class Scheduler:
 
     def __init__(
         self,
+        options: SchedulerOptions,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        pipeline_depth: int = 2,
-        max_waiting_requests: int = 4096,
-        max_waiting_tokens: int = 4_194_304,
-        max_tenant_waiting_requests: int | None = None,
-        enable_prefix_caching: bool = True,
-        watermark: float = 0.01,
         policy: Policy | None = None,
-        preemption: PreemptionMode = PreemptionMode.AUTO,
-        max_decode_slowdown: float | None = None,
-        grammar_version: str = "",
-        new_expectation: Callable[[], Expectation] = Expectation,
+        new_expectation: Callable[[], Expectation] | None = None,
     ) -> None:
-        """`grammar_version`: of the library by which grammars were checked; a worker with another one gets none.
-        `new_expectation` makes what is known of the return of sessions, for each worker's cache."""
-        policy = policy or create_policy("priority")
-        self._policy = policy
-        self._pipeline_depth = pipeline_depth
-        self._enable_prefix_caching = enable_prefix_caching
-        self._watermark = watermark
-        self._preemption = preemption
-        self._max_decode_slowdown = max_decode_slowdown
-        self._state = Lifecycle(policy, new_expectation)
-        self._admission = Admission(
-            self._state,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            max_waiting_requests=max_waiting_requests,
-            max_waiting_tokens=max_waiting_tokens,
-            max_tenant_waiting_requests=max_tenant_waiting_requests,
-            grammar_version=grammar_version,
-        )
+        """A trace may be driven by a policy of its own, or by what it knows of the return of sessions, in place of what
+        the options name: `new_expectation` makes that for each worker's cache. Raises ValueError for what they name and
+        there is not."""
+        if options.retention not in EXPECTATIONS:
+            raise ValueError(f"retention is {options.retention!r}, choose one of {', '.join(EXPECTATIONS)}")
+        self._options = options
+        self._policy = policy or create_policy(options.policy, options.max_wait)
+        self._state = Lifecycle(self._policy, new_expectation or EXPECTATIONS[options.retention])
+        self._admission = Admission(self._state, options)
         self._results = Results(self._state)
         self._openings: Openings | None = None  # of the epoch; None: there is no worker
         self._last_epoch = 0
@@ -118,7 +97,7 @@ class Scheduler:
         """Make the next plan, or none while there is nothing to do or the pipeline is full."""
         self._state.now = now
         state, epoch, openings = self._state, self._state.epoch, self._openings
-        if openings is None or len(epoch.unacknowledged) >= self._pipeline_depth:
+        if openings is None or len(epoch.unacknowledged) >= self._options.pipeline_depth:
             return None
         if state.quarantine.suspects and not self._isolate_trial(epoch, now):
             return None
@@ -205,10 +184,10 @@ class Scheduler:
     def _draft_tokens(self, epoch: Epoch) -> int:
         """Choose the token budget of the next step: where rows decode, prompts slow them down by no more than they
         may."""
-        num_step_tokens = self._admission.limits.num_step_tokens
-        if self._max_decode_slowdown is None or not len(epoch.decoding):
+        num_step_tokens, max_slowdown = self._admission.limits.num_step_tokens, self._options.max_decode_slowdown
+        if max_slowdown is None or not len(epoch.decoding):
             return num_step_tokens
-        max_prompt_tokens = epoch.cost.max_prompt_tokens(self._max_decode_slowdown)
+        max_prompt_tokens = epoch.cost.max_prompt_tokens(max_slowdown)
         if max_prompt_tokens is None:
             return num_step_tokens
         return min(num_step_tokens, len(epoch.decoding) + max_prompt_tokens)
@@ -267,10 +246,10 @@ class Scheduler:
         cache = CacheManager(
             capacity,
             num_step_tokens=min(self._admission.limits.num_step_tokens, capacity.max_num_batched_tokens),
-            enable_prefix_caching=self._enable_prefix_caching,
-            watermark=self._watermark,
+            enable_prefix_caching=self._options.enable_prefix_caching,
+            watermark=self._options.watermark,
         )
-        cost = CostModel(self._preemption, capacity.block_bytes, capacity.swap_bandwidth)
+        cost = CostModel(PreemptionMode(self._options.preemption), capacity.block_bytes, capacity.swap_bandwidth)
         joined = Epoch(epoch, capacity, cache, self._admission.num_slots(capacity), cost, self._state.drops)
         self._admission.join(joined)
         self._state.join_worker(joined)
@@ -353,8 +332,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant of the design that is the core's. Costs time in proportion to all state."""
-        invariants.check(self._state, self._pipeline_depth, self._admission.limits.num_step_tokens)
+        invariants.check(self._state, self._options.pipeline_depth, self._admission.limits.num_step_tokens)
 
     def check_sample(self) -> None:
         """Assert a few invariants, cheaply enough for production."""
-        invariants.check_sample(self._state, self._pipeline_depth, self._admission.limits.num_step_tokens)
+        invariants.check_sample(self._state, self._options.pipeline_depth, self._admission.limits.num_step_tokens)

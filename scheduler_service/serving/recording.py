@@ -1,7 +1,7 @@
 """Every event that enters the core, in a file, with what came of it: `pagewire replay` runs it again without a worker.
 
 The core does no I/O and knows no clock, so its arguments, its events in order, and their times, rates and seeds decide
-every plan. A recording is a text file of JSON lines: a header with the version and the scheduler's arguments, then
+every plan. A recording is a text file of JSON lines: a header with the version and the scheduler's options, then
 [event, time, arguments, outcome] for each event. Fields of dataclasses that have their default are left out. Outcomes:
 
 - a plan: its xxh3_64 over everything, and the plan itself, with numbers of tokens in place of the tokens of openings;
@@ -31,10 +31,8 @@ from xxhash import xxh3_64_hexdigest
 from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity
 from pagewire.common.strict_json import StrictEncoder
 from pagewire.common.transport.queued_writer import QueuedWriter, descriptor_writer
-from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, create_policy
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import Request, TokenOutputs
-from scheduler_service.core.retention import EXPECTATIONS
 from scheduler_service.core.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -63,46 +61,15 @@ MAX_WAITING_BYTES = 64 << 20  # for the file to take them
 _CLOSE_TIMEOUT = 2.0  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerArguments:
-    """The arguments of a scheduler, as plain values."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    pipeline_depth: int
-    max_waiting_requests: int
-    max_waiting_tokens: int
-    max_tenant_waiting_requests: int | None
-    enable_prefix_caching: bool
-    watermark: float
-    policy: str
-    preemption: str
-    max_decode_slowdown: float | None = None
-    max_wait: float = DEFAULT_MAX_WAIT_S
-    retention: str = "lru"
-    grammar_version: str = ""
-
-    def build(self) -> Scheduler:
-        """Raises ValueError for a policy, a mode or a retention that does not exist."""
-        arguments = asdict(self)
-        arguments["policy"] = create_policy(self.policy, arguments.pop("max_wait"))
-        arguments["preemption"] = PreemptionMode(self.preemption)
-        if self.retention not in EXPECTATIONS:
-            raise ValueError(f"retention is {self.retention!r}, choose one of {', '.join(EXPECTATIONS)}")
-        arguments["new_expectation"] = EXPECTATIONS[arguments.pop("retention")]
-        return Scheduler(**arguments)
-
-
 class Recorder:
     """Writes a recording line by line, on a thread that waits for the file. Recording never stops serving: once the
     file has failed, or too many bytes wait for it, nothing more is recorded, which the file says where it can."""
 
-    def __init__(self, path: str, arguments: SchedulerArguments) -> None:
+    def __init__(self, path: str, options: SchedulerOptions) -> None:
         self._path = path
         self._descriptor = -1
         self._writer: QueuedWriter | None = None
-        self._pending = [encode({"pagewire_recording": VERSION, "scheduler": asdict(arguments)})]
+        self._pending = [encode({"pagewire_recording": VERSION, "scheduler": asdict(options)})]
         self._num_pending_chars = 0
         self._flushed_at = 0.0
 
@@ -325,7 +292,7 @@ class RecordingReader:
         if version != VERSION:
             raise RecordingError(f"the recording is of version {version}, this pagewire replays version {VERSION}")
         try:
-            self.arguments: SchedulerArguments = _decode(SchedulerArguments, header["scheduler"])
+            self.options: SchedulerOptions = _decode(SchedulerOptions, header["scheduler"])
         except (ValueError, TypeError, KeyError) as error:
             raise RecordingError(f"the recording's header is damaged: {error}") from None
         self._file = file

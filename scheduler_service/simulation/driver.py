@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pagewire.common.messages import SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core.explain import stats
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.request import (
     AdmissionError,
@@ -163,12 +164,13 @@ class Simulation(Observer):
         self._belady = Belady(trace, settings.think_s) if settings.retention == "belady" else None
         self._timeline = Timeline()
         self._scheduler = Scheduler(
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.speed.max_step_tokens,
-            max_model_len=NO_LIMIT,
-            pipeline_depth=1,
-            max_waiting_requests=NO_LIMIT,
-            max_waiting_tokens=NO_LIMIT,
+            SchedulerOptions(
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.speed.max_step_tokens,
+                pipeline_depth=1,
+                max_waiting_requests=NO_LIMIT,
+                max_waiting_tokens=NO_LIMIT,
+            ),
             policy=policy,
             new_expectation=lambda: self._belady or EXPECTATIONS[settings.retention](),
         )

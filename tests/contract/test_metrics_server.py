@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler_service import metrics_server
 from scheduler_service.core import explain
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MAX_CONNECTIONS, MetricsServer
@@ -31,7 +32,7 @@ PROMETHEUS_3 = (
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+    scheduler = Scheduler(SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64))
     collector = MetricsCollector(Metrics(), lambda: explain.stats(scheduler.state), "tiny", ServiceStats)
     server = MetricsServer(collector, "127.0.0.1", 0)
     yield server

@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from pagewire.hosting.model_source import ModelSourceConfig
 from pagewire.options import OptionError, Parser, Resolved
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.core.options import SchedulerOptions
 from worker_service.config import WorkerConfig
 
 
@@ -223,7 +224,7 @@ def test_what_the_wire_tells_fits_into_it() -> None:
     assert len(shared) == 4
     for name in shared:
         with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} is 4294967296, but must be [12] to "):
-            replace(SchedulerConfig(), model="m", **{name: 2**32}).validate()
+            Resolved({"model": "m", name: 2**32}, {}).build(SchedulerConfig).validate()
     known = options.options_of(Other)
     with pytest.raises(OptionError, match=r"^--name: 'a\\udcff' is not UTF-8, which it must be"):
         options.resolve(known, argparse.Namespace(config=None, name="a\udcff"), {})
@@ -261,12 +262,13 @@ def test_nothing_given_leaves_no_trace_in_the_arguments() -> None:
 
 @pytest.mark.parametrize("config_type", [SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig])
 def test_every_number_keeps_to_limits_that_stand_beside_it(config_type: type) -> None:
+    found = fields(config_type) + (fields(SchedulerOptions) if config_type is SchedulerConfig else ())
     for option in options.options_of(config_type).values():
         if option.value_type in (int, float) and option.name != "tensor_parallel_rank":
             given = "model" if config_type is not GatewayConfig else "gateway_host"
-            [limits] = [field.metadata["limits"] for field in fields(config_type) if field.name == option.name]
+            [limits] = [field.metadata["limits"] for field in found if field.name == option.name]
             assert limits, option.name
             assert all(limit.holds(option.default) for limit in limits if option.default is not None), option.name
             must_be = rf"(, but|; it) must be {re.escape(limits[0].text)}"
             with pytest.raises(ValueError, match=f"^{option.flag} is -1{must_be}$"):
-                replace(config_type(), **{given: "m", option.name: -1}).validate()
+                Resolved({given: "m", option.name: -1}, {}).build(config_type).validate()

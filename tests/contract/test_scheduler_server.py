@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.hosting.supervisor import free_port
+from pagewire.options import options_of
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
@@ -24,7 +25,7 @@ from scheduler_service.metrics import Histogram
 from scheduler_service.serving.activity import Activity
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
-from testing.scheduler_stack import expected_tokens, make_checkpoint, request, serve
+from testing.scheduler_stack import config_of, expected_tokens, make_checkpoint, request, serve
 from tests.contract.certificates import Authority, self_signed
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -32,7 +33,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 async def run_and_fail(caplog: pytest.LogCaptureFixture, *, exit_code: int = 78, **options: object) -> str:
     """The one line that a server which cannot start logs."""
-    config = SchedulerConfig(**({"port": 0, "metrics_port": 0} | options))
+    config = config_of({"port": 0, "metrics_port": 0} | options)
     caplog.clear()  # of what another server has logged
     with caplog.at_level(logging.ERROR):
         assert await asyncio.wait_for(server.run(config, stop=asyncio.Event(), ready=print), 10) == exit_code
@@ -42,7 +43,7 @@ async def run_and_fail(caplog: pytest.LogCaptureFixture, *, exit_code: int = 78,
 
 
 def test_every_option_has_a_help_text() -> None:
-    assert all(field.metadata["help"] for field in fields(SchedulerConfig))
+    assert all(option.help for option in options_of(SchedulerConfig).values())
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_every_option_has_a_help_text() -> None:
 )
 def test_bad_options_are_named(option: dict[str, object], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
-        SchedulerConfig(**({"model": "somewhere"} | option)).validate()
+        config_of({"model": "somewhere"} | option).validate()
     SchedulerConfig(model="somewhere").validate()
 
 

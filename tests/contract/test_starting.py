@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from pagewire.common.messages import WorkerCapacity, WorkerStarting
 from pagewire.common.transport.dialling import Dialler
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.links.worker.worker_link import WorkerLink
 from scheduler_service.metrics import Metrics
@@ -21,7 +22,7 @@ class Scheduling:
 
     def __init__(self, clock: HandClock) -> None:
         self.clock = clock
-        core = Scheduler(max_num_seqs=64, max_num_batched_tokens=64, max_model_len=256)
+        core = Scheduler(SchedulerOptions(max_num_seqs=64, max_num_batched_tokens=64, max_model_len=256))
         self.step_loop = StepLoop(core, [Metrics()], worker_timeout=60.0, clock=clock)
         self.availability: WorkerAvailability = self.step_loop.availability
         self._heard: asyncio.Queue[tuple[str | WorkerStarting, int | None]] = asyncio.Queue()

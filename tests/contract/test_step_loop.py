@@ -10,6 +10,7 @@ import pytest
 from pagewire.common.messages import RowOpening, SamplingParams, StepPlan, WorkerCapacity, WorkerStarting
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
@@ -84,7 +85,7 @@ class LateMoves(LocalLink):
 
 
 def make_scheduler(**options: object) -> Scheduler:
-    return Scheduler(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200, **options)
+    return Scheduler(SchedulerOptions(8, 32, 200, **options))
 
 
 @asynccontextmanager

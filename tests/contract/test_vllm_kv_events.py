@@ -14,6 +14,7 @@ from smg_grpc_proto.generated import common_pb2
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.core import explain
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import BlockStored, KvEvent, Tier
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.doors.vllm.kv_events import KvEventFeed
@@ -287,7 +288,7 @@ class FakeSource:
 
 @pytest.mark.parametrize(("num_blocks", "num_chunks"), [(0, 1), (1, 1), (4096, 1), (4097, 2), (10_000, 3)])
 async def test_a_big_snapshot_comes_in_chunks(num_blocks: int, num_chunks: int) -> None:
-    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+    scheduler = Scheduler(SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256))
     load = Load(explain.stats(scheduler.state), 0, 4, 0.0)
     feed = KvEventFeed(FakeSource(num_blocks), 1000, lambda: load, "")
     mirror, numbers = Mirror(), []
@@ -303,7 +304,7 @@ async def test_a_big_snapshot_comes_in_chunks(num_blocks: int, num_chunks: int) 
 
 
 async def test_a_snapshot_comes_with_the_load_in_full() -> None:
-    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+    scheduler = Scheduler(SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256))
     stats = replace(explain.stats(scheduler.state), num_device_blocks=10, num_held_blocks=5)
     load = Load(stats, block_size=4, max_num_seqs=4, generation_throughput=0.0)
     feed = KvEventFeed(FakeSource(1), 1000, lambda: load, "")

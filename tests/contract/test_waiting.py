@@ -11,12 +11,12 @@ import pytest
 from pagewire.common.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
 from scheduler_service import front_end, server
-from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.config import FrontEndConfig
 from scheduler_service.links.waiting import Waiting
 from scheduler_service.links.worker.worker_link import _PORT
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from testing.fake_worker import FakeWorker
-from testing.scheduler_stack import make_checkpoint
+from testing.scheduler_stack import config_of, make_checkpoint
 from testing.starting_worker import StartingWorker
 
 LOOPBACK = "127.0.0.1"
@@ -59,7 +59,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Lines]:
 async def scheduling(checkpoint: Path, worker_port: int, **options: object) -> AsyncIterator[asyncio.Event]:
     """A scheduler, and when it serves."""
     worker = f"{LOOPBACK}:{worker_port}"
-    config = SchedulerConfig(model=str(checkpoint), worker=worker, port=0, metrics_port=0, **options)
+    own = {"model": str(checkpoint), "worker": worker, "port": 0, "metrics_port": 0}
+    config = config_of(own | options)
     stop, ready = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(server.run(config, stop=stop, ready=lambda url: ready.set()))
     try:

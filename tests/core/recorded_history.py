@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 from pagewire.common.messages import GrammarKind, SamplingParams, StepPlan, WorkerCapacity, WorkerProtocolError
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import (
     AdmissionError,
@@ -14,11 +15,12 @@ from scheduler_service.core.request import (
     Request,
     TokenOutputs,
 )
-from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.serving.recording import Recorder, record
 from testing.simulated_worker import SimulatedWorker
 
 VOCAB = 97
-DEFAULTS = SchedulerArguments(
+DEFAULTS = SchedulerOptions(
     max_num_seqs=6,
     max_num_batched_tokens=48,
     max_model_len=128,
@@ -39,7 +41,7 @@ class RecordedHistory:
 
     def __init__(self, path: Path, seed: int) -> None:
         rng = self.rng = random.Random(seed)
-        self.arguments = SchedulerArguments(
+        self.options = SchedulerOptions(
             max_num_seqs=6,
             max_num_batched_tokens=rng.choice([16, 48]),
             max_model_len=128,
@@ -54,9 +56,9 @@ class RecordedHistory:
             retention=rng.choice(["lru", "learned"]),
             grammar_version="g",
         )
-        self.recorder = Recorder(str(path), self.arguments)
+        self.recorder = Recorder(str(path), self.options)
         self.recorder.open()
-        self.core = self.arguments.build()
+        self.core = Scheduler(self.options)
         self.scheduler = record(self.core, self.recorder)
         self.worker: SimulatedWorker | None = None
         self.plans: list[StepPlan] = []

@@ -3,7 +3,7 @@
 `histories/` has one a file. What is indented is made by `python -m tests.core.story --rewrite`, and `test_histories.py`
 sees that it still is so. The worker is the simulated one, whose cache refuses to be read where it is wrong.
 
-    scheduler NAME=VALUE...   the scheduler's arguments, where they are not those below; before anything else
+    scheduler NAME=VALUE...   the scheduler's options, where they are not those below; before anything else
     worker NAME=VALUE...      a worker joins, with fields of its capacity; held_moves: `moved` finishes its moves
     add NAME prompt=... NAME=VALUE...  a request; its prompt is of numbers, ranges, and requests whose text it takes up
     schedule, complete        the next plan is made and carried out, the oldest result comes back
@@ -36,6 +36,7 @@ from scheduler_service.core.request import (
     Request,
     TokenOutputs,
 )
+from scheduler_service.core.scheduler import Scheduler
 from testing.simulated_worker import SimulatedWorker
 from tests.core.recorded_history import DEFAULTS, VOCAB
 from tests.core.system import capacity_of
@@ -53,8 +54,8 @@ def _value(text: str):
 
 class Story:
     def __init__(self) -> None:
-        self._arguments = replace(DEFAULTS, pipeline_depth=1, watermark=0.0)
-        self._scheduler = self._arguments.build()
+        self._options = replace(DEFAULTS, pipeline_depth=1, watermark=0.0)
+        self._scheduler = Scheduler(self._options)
         self._worker: SimulatedWorker | None = None
         self._holds_moves = False
         self._results: deque[StepResult] = deque()
@@ -74,9 +75,9 @@ class Story:
 
     # Requests
 
-    def do_scheduler(self, **arguments) -> Iterator[str]:
-        self._arguments = replace(self._arguments, **arguments)
-        self._scheduler = self._arguments.build()
+    def do_scheduler(self, **options) -> Iterator[str]:
+        self._options = replace(self._options, **options)
+        self._scheduler = Scheduler(self._options)
         yield from ()
 
     def do_add(self, name: str, *, prompt, beam: int = 0, grammar: str = "", output_mode: str = "streamed", **options):

@@ -6,6 +6,7 @@ from collections import deque
 from pagewire.common.messages import SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core import explain
 from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import BeamParams, EarlyStopping, EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 from testing.simulated_worker import SimulatedWorker, candidates, digest_all, reference
@@ -57,9 +58,8 @@ class System:
         delays_moves=False,
         **limits,
     ):
-        self.scheduler = Scheduler(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=256, pipeline_depth=depth, **limits
-        )
+        options = SchedulerOptions(max_num_seqs, budget, 256, depth, **{"policy": "priority"} | limits)
+        self.scheduler = Scheduler(options)
         self.capacity = capacity_of(num_blocks, block_size, max_num_seqs, budget, num_host_blocks, window)
         self.delays_moves = delays_moves
         self.hypotheses = {}

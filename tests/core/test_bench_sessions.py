@@ -9,8 +9,9 @@ import pytest
 from bench.services.recorded_steps import RecordedStep, fit, read_steps
 from bench.services.sessions import SessionText, token_of
 from bench.services.small_sessions import Reduction, random_session, reduce_session, reduce_sessions, write_sessions
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import create_policy
-from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
+from scheduler_service.serving.recording import Recorder, record
 from scheduler_service.simulation.driver import Simulation, SimulationSettings
 from scheduler_service.simulation.trace import common_blocks, num_blocks, read_trace
 from scheduler_service.simulation.trace_worker import WorkerSpeed
@@ -88,8 +89,7 @@ def test_rates_are_found_again_in_a_recording(tmp_path: Path) -> None:
     # One after another: then no row decodes beside a prompt.
     settings = SimulationSettings(pool_tokens=6400, speed=speed, max_sessions=1)
     simulation = Simulation(read_trace(tmp_path / "trace"), create_policy("fcfs"), settings)
-    arguments = SchedulerArguments(256, 512, 2048, 1, 99, 99, None, True, 0.01, "fcfs", "auto")
-    recorder = Recorder(str(tmp_path / "recording"), arguments)
+    recorder = Recorder(str(tmp_path / "recording"), SchedulerOptions(256, 512, 2048, 1, policy="fcfs"))
     recorder.open()
     record(simulation._scheduler, recorder)
     run = simulation.run()

@@ -19,8 +19,8 @@ from pagewire.common.messages import (
 )
 from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.plans.dispatch import _read_logprobs
-from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import AdmissionError, EndReason, Grammar, Request
 from scheduler_service.core.scheduler import Scheduler
 from testing.simulated_worker import SimulatedWorker
@@ -44,7 +44,8 @@ CAPACITY = WorkerCapacity(
 
 
 def joined(capacity: WorkerCapacity = CAPACITY, **limits: object) -> Scheduler:
-    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, grammar_version="g", **limits)
+    options = SchedulerOptions(4, 64, 64, grammar_version="g", **{"policy": "priority"} | limits)
+    scheduler = Scheduler(options)
     scheduler.worker_joined(capacity, 1, 0.0)
     return scheduler
 
@@ -175,10 +176,7 @@ def test_a_grammar_that_crashes_the_worker_ends_its_requests_alone(num_bad: int)
 
 def running(policy: str = "fair", num: int = 1) -> Scheduler:
     """With `num` requests whose grammar is ready, and the results of two plans on their way."""
-    scheduler = Scheduler(
-        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, grammar_version="g", policy=create_policy(policy)
-    )
-    scheduler.worker_joined(CAPACITY, 1, 0.0)
+    scheduler = joined(policy=policy)
     for number in range(num):
         scheduler.add(request(f"r{number}"), 0.0)
     assert scheduler.schedule(0.0).added_grammars

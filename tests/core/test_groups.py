@@ -5,7 +5,6 @@ import pytest
 from scheduler_service.core import explain
 from scheduler_service.core.cache import RootKey
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import (
     AdmissionError,
     AdmissionReason,
@@ -399,7 +398,7 @@ def test_a_tenant_may_queue_no_more_than_its_share():
 def test_a_flood_by_one_tenant_does_not_starve_another():
     ends = {}
     for name in ("fcfs", "fair"):
-        system = System(max_num_seqs=2, policy=create_policy(name))
+        system = System(max_num_seqs=2, policy=name)
         for i in range(30):
             system.add(prompt_of(8, i), 8, tenant="flood")
         (small,) = system.add(prompt_of(8, 99), 8, tenant="small")
@@ -411,7 +410,7 @@ def test_a_flood_by_one_tenant_does_not_starve_another():
 
 
 def test_the_deadline_policy_serves_the_most_urgent_first():
-    system = System(max_num_seqs=1, policy=create_policy("deadline"))
+    system = System(max_num_seqs=1, policy="deadline")
     ids = [system.add([i + 1], 3, deadline=deadline)[0] for i, deadline in enumerate([None, 9.0, 3.0])]
     system.join()
     system.run()

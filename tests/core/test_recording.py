@@ -1,18 +1,17 @@
 """What the recorder writes, and that it never stops serving."""
 
-import inspect
 import json
 import logging
 import math
 import os
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from pagewire.cli.replay import main
 from pagewire.common.messages import Logprobs, PromptLogprobs, SamplingParams, StepResult
-from scheduler_service.core.policy import create_policy
+from pagewire.options import options_of
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.serving import recording
@@ -22,7 +21,6 @@ from scheduler_service.serving.recording import (
     Recorder,
     RecordingError,
     RecordingReader,
-    SchedulerArguments,
     encode,
     record,
 )
@@ -68,7 +66,7 @@ def test_events_are_read_as_they_were(tmp_path: Path) -> None:
     history = recorded(path, num_events=1000)
     with path.open() as file:
         reader = RecordingReader(file)
-        assert reader.arguments == history.arguments
+        assert reader.options == history.options
         events = list(reader.events())
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     assert [event.arguments[0] for event in events if event.name == "add"] == history.requests
@@ -106,7 +104,7 @@ def test_a_file_that_cannot_be_made_is_an_error_at_once(tmp_path: Path) -> None:
 def test_events_reach_the_file_within_a_second_of_events_and_when_all_is_quiet(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     recorder = opened(path)
-    scheduler = record(DEFAULTS.build(), recorder)
+    scheduler = record(Scheduler(DEFAULTS), recorder)
     scheduler.add(request(), 10.0)
     for now in (10.2, 10.4):
         assert scheduler.schedule(now) is None
@@ -124,7 +122,7 @@ def test_events_reach_the_file_within_a_second_of_events_and_when_all_is_quiet(t
 def test_what_was_raised_is_recorded_and_raised(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     recorder = opened(path)
-    scheduler = record(DEFAULTS.build(), recorder)
+    scheduler = record(Scheduler(DEFAULTS), recorder)
     with pytest.raises(KeyError):
         scheduler.abort("t", "unknown", 1.0)
     assert recorder.is_written_within(20)
@@ -136,7 +134,7 @@ def test_a_full_disk_ends_the_recording_with_one_error_and_nothing_else(caplog: 
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, recorder._descriptor)
     os.close(full)
-    scheduler = record(DEFAULTS.build(), recorder)
+    scheduler = record(Scheduler(DEFAULTS), recorder)
     with caplog.at_level(logging.ERROR):
         assert len(scheduler.add(request("a"), 100.0)) == 1
         assert recorder.is_written_within(20)
@@ -239,13 +237,10 @@ def test_an_end_in_the_middle_of_an_event(tmp_path: Path) -> None:
     assert error.value.number == num_lines - 1
 
 
-def test_the_arguments_are_all_that_a_scheduler_takes() -> None:
-    taken = {*inspect.signature(Scheduler).parameters, *inspect.signature(create_policy).parameters}
-    assert {field.name for field in fields(SchedulerArguments)} == {"policy", "max_wait", "retention"} | taken - {
-        "name",
-        "max_wait_s",
-        "new_expectation",
-    }
+def test_its_header_has_every_option_of_the_core(tmp_path: Path) -> None:
+    opened(tmp_path / "recording").close()
+    [header] = lines(tmp_path / "recording")
+    assert header["scheduler"].keys() == {*options_of(SchedulerOptions), "grammar_version"}
 
 
 def test_what_json_has_not_is_written_as_json_and_read_as_it_was() -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from scheduler_service.core import explain, retention
 from scheduler_service.core.cache import RootKey
-from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import EndReason
 from scheduler_service.core.retention import Expectation, ReturnTimes, Session
 from scheduler_service.core.sequence import SequenceGroup
@@ -15,7 +14,7 @@ from tests.core.system import System, prompt_of
 
 
 def agent(max_wait_s: float = 600.0, **settings) -> System:
-    return System(policy=create_policy("agent", max_wait_s), **settings)
+    return System(policy="agent", max_wait=max_wait_s, **settings)
 
 
 def ended(system: System) -> list[str]:
@@ -178,7 +177,7 @@ def first_tokens(system: System, names: list[str], max_plans: int = 60) -> list[
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", ["long", "short"]), ("agent", ["short", "long"])])
 def test_a_long_prompt_gives_way_to_one_that_is_done_at_once(policy, order):
-    system = System(policy=create_policy(policy), budget=16, depth=1, num_blocks=100)
+    system = System(policy=policy, budget=16, depth=1, num_blocks=100)
     system.join()
     system.add(prompt_of(200), 3, request_id="long")
     system.plan()

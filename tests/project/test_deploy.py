@@ -1,6 +1,5 @@
 """The manifests are valid, agree with each other and with the program, and obey the security policy."""
 
-import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -14,6 +13,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from pagewire.options import options_of
 from tests.project.manifests import (
     BASE,
     COMPONENTS,
@@ -60,7 +60,7 @@ def base_container(component: str) -> Manifest:
 
 def settings_of(component: str) -> set[str]:
     module, name = CONFIGS[component]
-    return {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
+    return set(options_of(getattr(importlib.import_module(module), name)))
 
 
 def overlay_worker(name: str) -> dict[str, Any]:

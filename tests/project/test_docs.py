@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from docs.reference import FOLDER, PAGES, by_hand
 from pagewire import options
 from pagewire.cli.command import BENCHES, VERBS
+from pagewire.options import options_of
 from tests.project.documents import DOCUMENTS, ROOT, TRACKED, read
 from tests.project.exported_metrics import NAME as METRIC
 from tests.project.exported_metrics import exported
@@ -276,7 +276,7 @@ def our_variables() -> set[str]:
     from worker_service.config import WorkerConfig
 
     configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig, LogConfig)
-    return {f"PAGEWIRE_{field.name.upper()}" for config in configs for field in fields(config)}
+    return {option.variable for option in options_of(*configs).values()}
 
 
 def test_variables_exist() -> None:

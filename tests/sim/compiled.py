@@ -20,6 +20,7 @@ _PACKAGES = ("scheduler_service/core", "tests/sim")
 _MODULES = (
     "pagewire/common/__init__.py",
     "pagewire/common/messages.py",
+    "pagewire/common/option_limits.py",
     "scheduler_service/__init__.py",
     "scheduler_service/serving/__init__.py",
     "scheduler_service/serving/availability.py",
@@ -41,7 +42,15 @@ _MODULES = (
 )
 _UNUSED = ("known_seeds.py", "mutants.py", "test_simulator.py")
 # The last has an enumeration of several values each, of which mypyc makes another class.
-_INTERPRETED = ("__init__.py", "__main__.py", "campaign.py", "compiled.py", "refusal.py")
+_INTERPRETED = (
+    "__init__.py",
+    "__main__.py",
+    "campaign.py",
+    "compiled.py",
+    "option_limits.py",
+    "options.py",
+    "refusal.py",
+)
 _NUM_COMPARED_SEEDS = 50
 
 

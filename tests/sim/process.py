@@ -49,7 +49,7 @@ class WorkerProcess:
         simulation = self.simulation
         if self._is_absent(self.greet, connection):
             return
-        hello = Hello(PROTOCOL_VERSION, "ours", connection.epoch, simulation.scenario.depth)
+        hello = Hello(PROTOCOL_VERSION, "ours", connection.epoch, simulation.scenario.options.pipeline_depth)
         answer = self.register.hello(hello, simulation.time)
         if isinstance(answer, Refusal):
             assert connection.epoch <= answer.epoch, "S9: a rising epoch is refused"
@@ -169,7 +169,7 @@ class WorkerProcess:
         if not {RowStatus.NAN_LOGITS, RowStatus.OUT_OF_MEMORY}.isdisjoint(result.statuses):
             self._note_bad_rows()
         if (
-            simulation.scenario.preemption is PreemptionMode.AUTO
+            simulation.scenario.options.preemption is PreemptionMode.AUTO
         ):  # else the rate stays unknown, and loads are preferred
             result = replace(result, duration_us=int(seconds * 1e6))
         for added in plan.added_grammars:

@@ -228,7 +228,8 @@ class Reach:
         if any(sequence.num_tokens > epoch.cache.pool.num_blocks * size for sequence in group.sequences):
             count["a row longer than the pool is preempted"] += 1
         is_beam, is_pooled = group.beam is not None, group.request.sampling.pooling is not Pooling.NONE
-        is_choice = epoch.cost.prefill_rate is not None and self._simulation.scenario.preemption is PreemptionMode.AUTO
+        preemption = self._simulation.scenario.options.preemption
+        is_choice = epoch.cost.prefill_rate is not None and preemption is PreemptionMode.AUTO
         if group.state is GroupState.WAITING:
             count["preempted by recomputing"] += 1
             count["recomputed because it is cheaper"] += is_choice and epoch.cache.host_pool.num_blocks > 0

@@ -6,6 +6,7 @@ from random import Random
 
 from pagewire.common.messages import GrammarKind, Pooling, SamplingParams, WorkerCapacity
 from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, OutputMode, Request
 
@@ -61,19 +62,7 @@ class Scenario:
 
     seed: int
     capacity: WorkerCapacity
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    depth: int
-    caching: bool
-    watermark: float
-    policy: str
-    preemption: PreemptionMode
-    retention: str
-    max_waiting_requests: int
-    max_waiting_tokens: int
-    max_tenant_waiting_requests: int | None
-    max_decode_slowdown: float | None
+    options: SchedulerOptions
     step_seconds: float
     delay_seconds: float  # of a message on its way, at most
     wake_seconds: float  # between an event and the plan that follows from it, at most
@@ -112,19 +101,22 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     return Scenario(
         seed=seed,
         capacity=capacity,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=rng.choice((max_num_seqs, max_num_seqs, max_num_seqs + 1, 1, 3, 8, 16, 64, 64)),
-        max_model_len=capacity.max_model_len,
-        depth=rng.choice((1, 2, 2)),
-        caching=rng.random() < 0.85,
-        watermark=rng.choice((0.0, 0.0, 0.01, 0.2, 0.5)),
-        policy=rng.choice(POLICIES),
-        preemption=rng.choice((PreemptionMode.SWAP, PreemptionMode.SWAP, *PreemptionMode)),
-        retention=sessions.choice(("lru", "learned")),
-        max_waiting_requests=3 if rng.random() < 0.07 else 100,
-        max_waiting_tokens=20 if rng.random() < 0.07 else 1000,
-        max_tenant_waiting_requests=3 if rng.random() < 0.07 else None,
-        max_decode_slowdown=slowdown.choice((None, None, 1.0, 2.0)),
+        options=SchedulerOptions(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=rng.choice((max_num_seqs, max_num_seqs, max_num_seqs + 1, 1, 3, 8, 16, 64, 64)),
+            max_model_len=capacity.max_model_len,
+            pipeline_depth=rng.choice((1, 2, 2)),
+            enable_prefix_caching=rng.random() < 0.85,
+            watermark=rng.choice((0.0, 0.0, 0.01, 0.2, 0.5)),
+            policy=rng.choice(POLICIES),
+            preemption=rng.choice((PreemptionMode.SWAP, PreemptionMode.SWAP, *PreemptionMode)),
+            retention=sessions.choice(("lru", "learned")),
+            max_waiting_requests=3 if rng.random() < 0.07 else 100,
+            max_waiting_tokens=20 if rng.random() < 0.07 else 1000,
+            max_tenant_waiting_requests=3 if rng.random() < 0.07 else None,
+            max_decode_slowdown=slowdown.choice((None, None, 1.0, 2.0)),
+            grammar_version="g",
+        ),
         step_seconds=0.01,
         delay_seconds=rng.choice((0.0, 0.002, 0.03)),
         wake_seconds=rng.choice((0.0, 0.0, 0.002, 0.02)),

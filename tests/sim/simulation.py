@@ -16,7 +16,6 @@ from typing import Any
 from pagewire.common.messages import RowStatus, StepPlan, StepResult, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.plans import Dispatch
-from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import (
     AdmissionError,
     AdmissionReason,
@@ -25,7 +24,6 @@ from scheduler_service.core.request import (
     OutputMode,
     Request,
 )
-from scheduler_service.core.retention import EXPECTATIONS
 from scheduler_service.core.sequence import GroupState, SequenceGroup
 from scheduler_service.serving.kv_events import KvEventLog
 from scheduler_service.serving.refusal import RefusedError
@@ -71,22 +69,7 @@ class Simulation(Timeline):
         self.num_steps = 0
         self.log_hash = seed
         self.reached: Counter[str] = Counter()
-        self.scheduler = WatchedScheduler(
-            max_num_seqs=scenario.max_num_seqs,
-            max_num_batched_tokens=scenario.max_num_batched_tokens,
-            max_model_len=scenario.max_model_len,
-            pipeline_depth=scenario.depth,
-            max_waiting_requests=scenario.max_waiting_requests,
-            max_waiting_tokens=scenario.max_waiting_tokens,
-            max_tenant_waiting_requests=scenario.max_tenant_waiting_requests,
-            enable_prefix_caching=scenario.caching,
-            watermark=scenario.watermark,
-            policy=create_policy(scenario.policy),
-            preemption=scenario.preemption,
-            max_decode_slowdown=scenario.max_decode_slowdown,
-            grammar_version="g",
-            new_expectation=EXPECTATIONS[scenario.retention],
-        )
+        self.scheduler = WatchedScheduler(scenario.options)
         self.scheduler.watch(self)
         self._kv_event_log = KvEventLog(max_batches=1000)
         self.loop = StepLoop(
@@ -288,9 +271,9 @@ class Simulation(Timeline):
         elif error.reason is AdmissionReason.QUEUE_FULL:
             self.reached["the queue is full"] += 1
             assert (
-                scenario.max_waiting_requests < 100
-                or scenario.max_waiting_tokens < 1000
-                or (scenario.max_tenant_waiting_requests is not None)
+                scenario.options.max_waiting_requests < 100
+                or scenario.options.max_waiting_tokens < 1000
+                or (scenario.options.max_tenant_waiting_requests is not None)
             ), str(error)
         else:
             assert (request.tenant, request.request_id) in self.clients, str(error)

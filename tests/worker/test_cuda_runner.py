@@ -40,6 +40,7 @@ from pagewire.common.messages import (
 from pagewire.common.network.source import load_config
 from pagewire.common.worker_wire import decode_request, encode_request
 from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import (
     AdmissionError,
     BeamParams,
@@ -219,12 +220,15 @@ class History:
         self.pair = pair
         table = pair.limits
         self.scheduler = Scheduler(
-            max_num_seqs=table.max_num_seqs,
-            max_num_batched_tokens=table.max_num_batched_tokens,
-            max_model_len=table.max_model_len,
-            pipeline_depth=depth,
-            grammar_version="g",
-            **limits,
+            SchedulerOptions(
+                max_num_seqs=table.max_num_seqs,
+                max_num_batched_tokens=table.max_num_batched_tokens,
+                max_model_len=table.max_model_len,
+                pipeline_depth=depth,
+                policy="priority",
+                grammar_version="g",
+                **limits,
+            )
         )
         capacity = WorkerCapacity(
             worker_id="w",

@@ -2,8 +2,7 @@
 
 from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import Dispatch, PlannedRow, ResolvedResult, SampledRow, read_result
-from scheduler_service.core.plans.draft import PlanDraft
-from scheduler_service.core.plans.row_slots import RowSlots
+from scheduler_service.core.plans.draft import PlanDraft, RowSlots
 
 __all__ = [
     "DecodeBatch",

@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 
 from pagewire.common.messages import WorkerCapacity
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import RequestReport, SchedulerStats
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 
@@ -20,10 +21,7 @@ def encode_server(
     version: str,
     served_model_name: str,
     instance_id: str,
-    max_model_len: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    pipeline_depth: int,
+    options: SchedulerOptions,
     has_tenants: bool,
 ) -> scheduler_pb2.GetServerInfoResponse:
     """Encode what clients are told of the server that does not change while it runs."""
@@ -31,10 +29,7 @@ def encode_server(
         version=version,
         served_model_name=served_model_name,
         instance_id=instance_id,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        pipeline_depth=pipeline_depth,
+        **_common(options, scheduler_pb2.GetServerInfoResponse),
         has_tenants=has_tenants,
         chat_template=model.chat_template,
         named_chat_templates={} if model.template_file is None else model.template_file.named,

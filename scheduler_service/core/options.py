@@ -1,0 +1,67 @@
+"""The options of the core, one value: flags and a recording's header are made of it, and a scheduler is given the
+whole."""
+
+from dataclasses import dataclass
+
+from pagewire.common.option_limits import Limit, at_least, between, option
+from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.policy import DEFAULT_MAX_WAIT_S, POLICIES
+from scheduler_service.core.retention import EXPECTATIONS
+
+_MAX_COUNT = 2**31 - 1  # of what GetServerInfo tells
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What makes one scheduler plan otherwise than another, each with its limits beside it."""
+
+    max_num_seqs: int = option(256, "how many sequences can run at the same time", between(1, _MAX_COUNT))
+    max_num_batched_tokens: int = option(2048, "how many tokens one step can compute", between(1, _MAX_COUNT))
+    max_model_len: int | None = option(
+        None,
+        "longest sequence, prompt and output together, in tokens (default: the checkpoint's limit)",
+        between(2, _MAX_COUNT),
+    )
+    pipeline_depth: int = option(
+        2, "how many steps are sent to the worker before the first of them is done", between(1, _MAX_COUNT)
+    )
+    max_waiting_requests: int = option(4096, "how many sequences can wait in the queue", at_least(1))
+    max_waiting_tokens: int = option(4_194_304, "how many prompt tokens can wait in the queue", at_least(1))
+    max_tenant_waiting_requests: int | None = option(
+        None, "how many sequences of one tenant can wait (default: no limit)", at_least(1)
+    )
+    enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts that begin alike")
+    watermark: float = option(
+        0.01,
+        "share of the device blocks to keep free when a request is admitted, below 1",
+        at_least(0),
+        Limit("below 1", lambda value: value < 1),
+    )
+    policy: str = option(
+        POLICIES[0],
+        "which waiting request runs next; agent is fair between tenants, goes by priority, and prefers what is cached",
+        choices=POLICIES,
+    )
+    preemption: str = option(
+        "auto",
+        "how a preempted request's KV cache is handled: swapped, recomputed, or whichever is cheaper (auto)",
+        choices=tuple(mode.value for mode in PreemptionMode),
+    )
+    max_decode_slowdown: float | None = option(
+        None,
+        "how many times longer a decoding step may take because prompts are computed in it (default: no limit)",
+        at_least(1),
+    )
+    max_wait: float = option(
+        DEFAULT_MAX_WAIT_S,
+        "after how many seconds a waiting request goes before all of its tenant and priority that came later, under "
+        "the policy agent",
+        at_least(0),
+    )
+    retention: str = option(
+        "lru",
+        "whose cached blocks the policy agent keeps longest, beside those that waiting requests will use: of sessions "
+        "that were used last, or that are learned to return soon",
+        choices=tuple(EXPECTATIONS),
+    )
+    grammar_version: str = ""  # no flag: of the library that checks grammars; a worker with another one gets none
