@@ -23,7 +23,7 @@ from scheduler_service.core.cache import (
     Node,
     PrefixIndex,
     RetentionPriority,
-    RootKey,
+    Root,
     equal_priority,
     no_owner,
 )
@@ -54,7 +54,7 @@ class Holding:
     """What a sequence holds of a worker's cache: from its opening to its release, through swaps."""
 
     request: Request
-    root_key: RootKey
+    root: Root
     token_ids: list[int]  # the sequence's own, of which there will be more
     free_list: int = 0  # where its blocks stand when they are idle
     block_table: list[int] = field(default_factory=list)  # device blocks; 0 where one fell out of the window
@@ -227,7 +227,7 @@ class CacheManager:
             chain = cursor.chain()
         else:
             max_blocks = (len(holding.token_ids) - 1) // self.block_size
-            chain = self.index.match(holding.root_key, holding.token_ids, max_blocks)
+            chain = self.index.match(holding.root, holding.token_ids, max_blocks)
         num_device = next((i for i, node in enumerate(chain) if not node.blocks), len(chain))
         num_host = next((i for i, node in enumerate(chain[num_device:]) if node.blocks), len(chain) - num_device)
         return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
@@ -393,7 +393,7 @@ class CacheManager:
         for i in range(holding.num_published_blocks, num_full):
             block = holding.block_table[i]
             holding.last_node = self.index.node_of(block) or self.index.publish(
-                holding.root_key, holding.last_node, holding.token_ids, i, block
+                holding.root, holding.last_node, holding.token_ids, i, block
             )
         holding.num_published_blocks = num_full
 
@@ -563,7 +563,7 @@ class CacheManager:
     def unpublish(self, holding: Holding) -> None:
         """Unpublish what a row wrote, from its first block that it did not match on, nor any content computed on top
         of it."""
-        node = self.index.find(holding.root_key, holding.token_ids, holding.num_matched_blocks)
+        node = self.index.find(holding.root, holding.token_ids, holding.num_matched_blocks)
         if node is not None:
             self._expose(*self.index.forget_subtree(node))
 
@@ -582,7 +582,7 @@ class CacheManager:
         num_tokens = (other.num_matched_blocks + 1) * self.block_size
         return (
             max(holding.num_matched_blocks, holding.num_published_blocks) > other.num_matched_blocks
-            and holding.root_key == other.root_key
+            and holding.root == other.root
             and holding.token_ids[:num_tokens] == other.token_ids[:num_tokens]
         )
 

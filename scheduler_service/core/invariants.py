@@ -240,7 +240,7 @@ def _check_cursors(state: Lifecycle, cache: CacheManager) -> None:
     for cursor, group in followed.items():
         sequence = group.sequences[0]
         assert group.state in QUEUED, "S8: a request that does not wait has a cursor"
-        chain = cache.index.match(sequence.holding.root_key, sequence.token_ids, cursor.max_blocks)
+        chain = cache.index.match(sequence.holding.root, sequence.token_ids, cursor.max_blocks)
         assert cursor.chain() == chain, "S8: a cursor is not where its prompt's cached blocks end"
         assert group.waiting_order == state.standings.order(group), "S8: a request waits in another place than its own"
 
@@ -262,7 +262,7 @@ def _check_published(block_size: int, holding: Holding) -> None:
         node = node.parent
     assert node is not None
     assert node.parent is None
-    assert node.root_key == holding.root_key, "S7: another tenant's, salt's or model's block"
+    assert node.root == holding.root, "S7: another tenant's, salt's or model's block"
     token_bytes.reverse()
     tokens = array("I", holding.token_ids[: num_published * block_size]).tobytes()
     assert b"".join(token_bytes) == tokens, "S7: the block's tokens are others"

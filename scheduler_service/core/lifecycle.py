@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.beam_group import BeamGroup
-from scheduler_service.core.cache import RootKey
+from scheduler_service.core.cache import content_root
 from scheduler_service.core.cache_manager import Holding
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.plans import PlanDraft
@@ -40,7 +40,7 @@ QUEUED = (GroupState.WAITING, GroupState.PREPARING, GroupState.SWAPPING_OUT, Gro
 SWAPPED = (GroupState.SWAPPING_OUT, GroupState.SWAPPED)
 # Ends of samples whose content may serve others.
 _COMPLETE = (EndReason.STOP, EndReason.LENGTH)
-# Different root keys, and stop sets, that are remembered to be shared.
+# Different roots, and stop sets, that are remembered to be shared.
 _MAX_SHARED = 1024
 _order = attrgetter("order")
 _tenant = attrgetter("group.request.tenant")
@@ -71,8 +71,8 @@ class Lifecycle:
     def __init__(self, policy: Policy, new_expectation: Callable[[], Expectation]) -> None:
         self._policy = policy
         self.now = 0.0  # of the event that is being handled, in seconds of the caller's clock
-        # Every sequence has a root key and a stop set, and most have equal ones, which are one object.
-        self._shared_key = lru_cache(_MAX_SHARED)(RootKey)
+        # Every sequence has a root and a stop set, and most have equal ones, which are one object.
+        self._shared_root = lru_cache(_MAX_SHARED)(content_root)
         self._stop_set = lru_cache(_MAX_SHARED)(frozenset[int])
         self._arrivals = count(1)
         self._sequence_ids = count()
@@ -148,8 +148,8 @@ class Lifecycle:
 
     def _new_holding(self, request: Request, token_ids: list[int]) -> Holding:
         """Hold nothing, of the worker that is there."""
-        root_key = self._shared_key(request.tenant, request.cache_salt, self.epoch.capacity.model_digest)
-        return Holding(request, root_key, token_ids)
+        root = self._shared_root(request.tenant, request.cache_salt, self.epoch.capacity.model_digest)
+        return Holding(request, root, token_ids)
 
     def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
         request, token_ids = group.request, list(group.request.prompt_token_ids)

@@ -257,8 +257,7 @@ class BlockStored:
     token_ids: tuple[int, ...]
     tier: Tier
     is_first: bool = False  # of its prefix
-    tenant: str = ""  # whose requests can hit it, with an equal salt
-    cache_salt: str = ""
+    root: bytes = b""  # the digest of the root of all that can hit it
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +266,7 @@ class BlockRemoved:
 
     block_hash: int
     tier: Tier
-    tenant: str = ""
-    cache_salt: str = ""
+    root: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ class Standings:
         sequence, cache = group.sequences[0], retention.cache
         if not group.has_precedence and cache.enable_prefix_caching and sequence.may_match:
             max_blocks = (sequence.num_tokens - 1) // cache.block_size
-            group.cursor = cache.index.follow(sequence.holding.root_key, sequence.token_ids, max_blocks)
+            group.cursor = cache.index.follow(sequence.holding.root, sequence.token_ids, max_blocks)
             self._followed[group.cursor] = group
         retention.arrived(group, now)
         retention.waits(group)

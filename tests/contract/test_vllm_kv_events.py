@@ -290,7 +290,7 @@ class FakeSource:
 async def test_a_big_snapshot_comes_in_chunks(num_blocks: int, num_chunks: int) -> None:
     scheduler = Scheduler(SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256))
     load = Load(explain.stats(scheduler.state), 0, 4, 0.0)
-    feed = KvEventFeed(FakeSource(num_blocks), 1000, lambda: load, "")
+    feed = KvEventFeed(FakeSource(num_blocks), 1000, lambda: load, b"")
     mirror, numbers = Mirror(), []
     async with contextlib.aclosing(feed.batches(common_pb2.SubscribeKvEventsRequest())) as batches:
         async for batch in batches:
@@ -307,7 +307,7 @@ async def test_a_snapshot_comes_with_the_load_in_full() -> None:
     scheduler = Scheduler(SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256))
     stats = replace(explain.stats(scheduler.state), num_device_blocks=10, num_held_blocks=5)
     load = Load(stats, block_size=4, max_num_seqs=4, generation_throughput=0.0)
-    feed = KvEventFeed(FakeSource(1), 1000, lambda: load, "")
+    feed = KvEventFeed(FakeSource(1), 1000, lambda: load, b"")
     async with contextlib.aclosing(feed.batches(common_pb2.SubscribeKvEventsRequest())) as batches:
         sent = (await anext(batches)).load
     assert (sent.sample, sent.num_used_tokens, sent.max_total_num_tokens, sent.token_usage) == (1, 20, 40, 0.5)

@@ -7,9 +7,9 @@ from collections.abc import Sized
 
 import pytest
 
-from scheduler_service.core.cache import BlockPool, EvictionOrder, PrefixIndex, RootKey
+from scheduler_service.core.cache import BlockPool, EvictionOrder, PrefixIndex, content_root
 
-KEY = RootKey("tenant", "salt", b"model")
+KEY = content_root("tenant", "salt", b"model")
 
 
 def test_a_pool_hands_out_every_block_but_block_0():
@@ -117,7 +117,7 @@ def test_an_index_finds_the_longest_cached_prefix_of_the_same_key():
     assert [n.blocks for n in index.match(KEY, tokens, 2)] == [(7,), (8,)]
     assert [n.blocks for n in index.match(KEY, [1, 2, 9, 9], 2)] == [(7,)]
     assert index.match(KEY, [2, 1], 1) == []
-    assert index.match(KEY._replace(cache_salt="other"), tokens, 3) == []
+    assert index.match(content_root("tenant", "other", b"model"), tokens, 3) == []
 
 
 def test_equal_tokens_after_other_prefixes_are_other_content():

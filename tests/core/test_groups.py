@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler_service.core import explain
-from scheduler_service.core.cache import RootKey
+from scheduler_service.core.cache import content_root
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import (
     AdmissionError,
@@ -203,7 +203,7 @@ def test_a_prefix_that_was_evicted_to_the_host_is_loaded_and_not_computed():
     for i in range(5):  # others push it out
         system.add(prompt_of(40, i + 1), 4)
         system.run()
-    chain = system.scheduler.state.epoch.cache.index.match(RootKey("", "", b"m"), shared, 15)
+    chain = system.scheduler.state.epoch.cache.index.match(content_root("", "", b"m"), shared, 15)
     assert chain
     assert not all(node.blocks for node in chain), "it is on the device still: the test tests nothing"
     before = explain.stats(system.scheduler.state)
@@ -490,12 +490,14 @@ def test_kv_events_say_whose_block_it_is_and_where_a_prefix_begins():
     system.run()
     first, second = system.scheduler.kv_snapshot()
     assert (first.is_first, second.is_first) == (True, False)
-    assert {(event.tenant, event.cache_salt) for event in (first, second)} == {("red", "salt")}
+    root = content_root("red", "salt", b"m").digest
+    assert {event.root for event in (first, second)} == {root}
+    assert root not in {content_root("red", "", b"m").digest, content_root("", "salt", b"m").digest}
     system.scheduler.take_kv_events()
     system.scheduler.flush_cache(system.now)
     removed = system.scheduler.take_kv_events()
-    assert {(event.block_hash, event.tenant, event.cache_salt) for event in removed} == {
-        (event.block_hash, "red", "salt") for event in (first, second)
+    assert {(event.block_hash, event.root) for event in removed} == {
+        (event.block_hash, root) for event in (first, second)
     }
 
 

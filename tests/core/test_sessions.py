@@ -6,7 +6,7 @@ import random
 import pytest
 
 from scheduler_service.core import explain, retention
-from scheduler_service.core.cache import RootKey
+from scheduler_service.core.cache import content_root
 from scheduler_service.core.request import EndReason
 from scheduler_service.core.retention import Expectation, ReturnTimes, Session
 from scheduler_service.core.sequence import SequenceGroup
@@ -228,7 +228,7 @@ def test_the_prompt_that_has_least_left_is_computed_first():
 def kept(system: System, prompt: list[int], tenant: str = "") -> int:
     """How many tokens of a prompt are cached, in either tier."""
     index = system.scheduler.state.epoch.cache.index
-    return 4 * len(index.match(RootKey(tenant, "", b"m"), prompt, len(prompt) // 4))
+    return 4 * len(index.match(content_root(tenant, "", b"m"), prompt, len(prompt) // 4))
 
 
 def test_what_a_waiting_request_will_use_is_evicted_last():
@@ -279,8 +279,8 @@ def test_who_will_not_return_is_evicted_first():
 def only_on_host(system: System, prompt: list[int]) -> int:
     """Count the tokens of a prompt's prefix that would have to be loaded."""
     index = system.scheduler.state.epoch.cache.index
-    [key] = [key for key in index._roots if tuple(key) == ("", "", b"m")]
-    return 4 * sum(not node.blocks for node in index.match(key, prompt, len(prompt) // 4))
+    chain = index.match(content_root("", "", b"m"), prompt, len(prompt) // 4)
+    return 4 * sum(not node.blocks for node in chain)
 
 
 @pytest.mark.parametrize(

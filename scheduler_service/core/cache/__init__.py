@@ -3,7 +3,7 @@
 from scheduler_service.core.cache.block_pool import BlockPool
 from scheduler_service.core.cache.eviction import EvictionOrder, RetentionPriority, equal_priority, no_owner
 from scheduler_service.core.cache.moves import Move, MoveLedger
-from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, RootKey
+from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, Root, content_root
 
 __all__ = [
     "BlockPool",
@@ -14,7 +14,8 @@ __all__ = [
     "Node",
     "PrefixIndex",
     "RetentionPriority",
-    "RootKey",
+    "Root",
+    "content_root",
     "equal_priority",
     "no_owner",
 ]

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import NamedTuple
 
 import xxhash
@@ -18,17 +19,18 @@ import xxhash
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, KvEventCounts, Tier
 
 
-class RootKey(NamedTuple):
-    """The part of a prefix's identity beside its tokens: equal tokens under another key are another content."""
+class Root(NamedTuple):
+    """The part of a content's identity beside its tokens: equal tokens under another root are another content."""
 
-    tenant: str
-    cache_salt: str
-    model_digest: bytes
+    digest: bytes
+    block_hash: int  # the public name of no tokens at all: the hashes of first blocks are chained to it
 
-    @property
-    def block_hash(self) -> int:
-        """The public name of no tokens at all: the hashes of first blocks are chained to it."""
-        return xxhash.xxh3_64_intdigest(repr(tuple(self)).encode())
+
+def content_root(tenant: str, cache_salt: str, model_digest: bytes) -> Root:
+    """Name what makes the K and V of equal tokens differ, and whose they are. How a worker computes is no part of it,
+    since no index outlives its worker."""
+    named = repr((tenant, cache_salt, model_digest)).encode()
+    return Root(sha256(named).digest(), xxhash.xxh3_64_intdigest(named))
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -72,7 +74,7 @@ class Cursor:
 class Node:
     """One block's worth of content after a given prefix."""
 
-    root_key: RootKey
+    root: Root
     parent: Node | None
     token_bytes: bytes
     block_hash: int
@@ -91,11 +93,11 @@ class Node:
 
 
 class PrefixIndex:
-    """All content of one worker's cache, as trees of nodes under their root keys."""
+    """All content of one worker's cache, as trees of nodes under their roots."""
 
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
-        self._roots: dict[RootKey, Node] = {}
+        self._roots: dict[Root, Node] = {}
         self._node_of_block: list[Node | None] = [None] * (num_blocks + 1)
         self._node_of_host_block: list[Node | None] = [None] * (num_host_blocks + 1)
         self.num_cached_blocks = 0
@@ -113,9 +115,9 @@ class PrefixIndex:
     def node_of_host(self, host_block: int) -> Node | None:
         return self._node_of_host_block[host_block]
 
-    def match(self, key: RootKey, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
+    def match(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
         """The longest chain of cached nodes, in either tier, that `token_ids` begin with, at most `max_blocks` long."""
-        node = self._roots.get(key)
+        node = self._roots.get(root)
         chain: list[Node] = []
         while node is not None and len(chain) < max_blocks:
             node = node.children.get(self._token_bytes(token_ids, len(chain)))
@@ -126,10 +128,10 @@ class PrefixIndex:
 
     # Cursors
 
-    def follow(self, key: RootKey, token_ids: Sequence[int], max_blocks: int) -> Cursor:
+    def follow(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> Cursor:
         """Keep a cursor at the end of the longest chain of cached nodes, in either tier, that `token_ids` begin with,
         at most `max_blocks` long."""
-        cursor = Cursor(self._root(key), token_ids, self._block_size, max_blocks)
+        cursor = Cursor(self._root_node(root), token_ids, self._block_size, max_blocks)
         self.num_cursors += 1
         self._advance(cursor)
         return cursor
@@ -199,25 +201,23 @@ class PrefixIndex:
 
     # Copies
 
-    def find(self, key: RootKey, token_ids: Sequence[int], block_index: int) -> Node | None:
+    def find(self, root: Root, token_ids: Sequence[int], block_index: int) -> Node | None:
         """The node of a block of `token_ids`, cached or not, if there is one."""
-        node = self._roots.get(key)
+        node = self._roots.get(root)
         for i in range(block_index + 1):
             node = node.children.get(self._token_bytes(token_ids, i)) if node else None
         return node
 
-    def publish(
-        self, key: RootKey, parent: Node | None, token_ids: Sequence[int], block_index: int, block: int
-    ) -> Node:
+    def publish(self, root: Root, parent: Node | None, token_ids: Sequence[int], block_index: int, block: int) -> Node:
         """`block` holds block `block_index` of `token_ids`; `parent` is the node of the block before, None for the
         first. Returns the block's node."""
         if parent is None:
-            parent = self._root(key)
+            parent = self._root_node(root)
         token_bytes = self._token_bytes(token_ids, block_index)
         node = parent.children.get(token_bytes)
         if node is None:
             block_hash = xxhash.xxh3_64_intdigest(parent.block_hash.to_bytes(8, "little") + token_bytes)
-            node = parent.children[token_bytes] = Node(key, parent, token_bytes, block_hash)
+            node = parent.children[token_bytes] = Node(root, parent, token_bytes, block_hash)
         self.add_copy(node, block)
         return node
 
@@ -283,7 +283,7 @@ class PrefixIndex:
 
     def forget_all(self) -> tuple[list[int], list[int]]:
         """Forget every copy of every content; the device and host blocks they were in."""
-        found = [self.forget_subtree(root) for root in list(self._roots.values())]
+        found = [self.forget_subtree(node) for node in list(self._roots.values())]
         return [block for blocks, _ in found for block in blocks], [block for _, blocks in found for block in blocks]
 
     def dissolve(self) -> None:
@@ -298,9 +298,7 @@ class PrefixIndex:
         """Say what can be matched now and could not at the last call, and the other way round, in order."""
         changes, self._changes = self._changes, []
         return [
-            _stored(node, tier)
-            if is_stored
-            else BlockRemoved(node.block_hash, tier, node.root_key.tenant, node.root_key.cache_salt)
+            _stored(node, tier) if is_stored else BlockRemoved(node.block_hash, tier, node.root.digest)
             for node, tier, is_stored in changes
         ]
 
@@ -323,11 +321,11 @@ class PrefixIndex:
                 stored.append(_stored(node, Tier.HOST))
         return stored
 
-    def _root(self, key: RootKey) -> Node:
-        root = self._roots.get(key)
-        if root is None:
-            root = self._roots[key] = Node(key, None, b"", key.block_hash)
-        return root
+    def _root_node(self, root: Root) -> Node:
+        node = self._roots.get(root)
+        if node is None:
+            node = self._roots[root] = Node(root, None, b"", root.block_hash)
+        return node
 
     def _lose(self, node: Node) -> None:
         """A node has lost its last copy."""
@@ -339,7 +337,7 @@ class PrefixIndex:
         """Drop a node without copies, children and cursors, and its ancestors that only lived for it."""
         while not node.blocks and not node.host_block and not node.children and not node.cursors:
             if node.parent is None:
-                del self._roots[node.root_key]
+                del self._roots[node.root]
                 return
             del node.parent.children[node.token_bytes]
             node = node.parent
@@ -365,6 +363,5 @@ def _stored(node: Node, tier: Tier) -> BlockStored:
         tuple(array("I", node.token_bytes)),
         tier,
         is_first=node.parent.parent is None,
-        tenant=node.root_key.tenant,
-        cache_salt=node.root_key.cache_salt,
+        root=node.root.digest,
     )

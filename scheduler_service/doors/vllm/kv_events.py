@@ -35,15 +35,15 @@ class KvEventFeed:
         kv_events: KvEvents,
         first_number: int,
         read_load: Callable[[], Load] | None,
-        tenant: str,
+        root: bytes,
     ) -> None:
         """`first_number` is the server's: the sequence number of what happened before its first event. Without
-        `read_load` the subscriber is told no load, nor how many batches there are of all tenants. `tenant` is whose
-        requests it sends."""
+        `read_load` the subscriber is told no load, nor how many batches there are of all tenants. `root` is that of
+        the content which the requests that it sends can hit."""
         self._kv_events = kv_events
         self._first_number = first_number
         self._read_load = read_load
-        self._tenant = tenant
+        self._root = root
         self._sees_all = read_load is not None
         self._number = time.time_ns() // 1000  # of the last batch that was told
         self._num_records = 0
@@ -83,7 +83,7 @@ class KvEventFeed:
                     is_known = False
 
     def _is_theirs(self, event: KvEvent) -> bool:
-        return isinstance(event, CacheCleared) or (event.tenant == self._tenant and not event.cache_salt)
+        return isinstance(event, CacheCleared) or event.root == self._root
 
     def _live(self, log_number: int, events: Sequence[KvEvent]) -> common_pb2.KvEventBatch:
         self._count(log_number, 1)

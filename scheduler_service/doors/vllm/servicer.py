@@ -18,6 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.cache import content_root
 from scheduler_service.core.request import OutputMode
 from scheduler_service.doors.entrance import Entrance
 from scheduler_service.doors.scheduler.generate_request import read_request
@@ -182,7 +183,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         await context.send_initial_metadata(())
         caller = self._entrance.call(context).caller
         read_load = load if caller.is_operator() else None
-        feed = KvEventFeed(cache.kv_events, self._first_event_number, read_load, caller.tenant(_TENANT))
+        root = content_root(caller.tenant(_TENANT), "", self._intake.model.digest)
+        feed = KvEventFeed(cache.kv_events, self._first_event_number, read_load, root.digest)
         await write_all(feed.batches(request), context)
 
     async def FlushCache(
