@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
@@ -277,8 +278,7 @@ class SchedulerLink:
             await self._waiting.connect(connecting, self._dialler, stub.GenerateMany)
             async for message in call:
                 if message.HasField("server_info"):
-                    mismatch = self._mismatch(message.server_info)
-                    if mismatch:
+                    if mismatch := self._mismatch(message.server_info):
                         return Ended(mismatch, sending is not None)
                     self._server_info = message.server_info
                     if message.server_info.HasField("worker"):
@@ -329,8 +329,9 @@ class SchedulerLink:
             if sent is not None:
                 self._take_delta(entry.stream_id, sent, entry.delta)
         for failure in message.failures:
-            sent = self._streams.get(failure.stream_id)
-            if sent is not None:
+            # Its first samples may have ended.
+            samples = map(self._streams.get, range(failure.stream_id, failure.stream_id + MAX_SAMPLES))
+            if sent := next((each for each in samples if each and each.stream_id == failure.stream_id), None):
                 self._forget(sent)
                 self.num_failed += 1
                 sent.receiver.fail(

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire import AsyncClient, SamplingParams, Unavailable
+from pagewire.common.messages import RowStatus
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.doors.scheduler.generate_request import encode_request, read_request
@@ -114,6 +115,19 @@ async def test_what_only_the_scheduler_can_refuse(checkpoint: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await front.stub.Abort(pb.AbortRequest(request_id="named"))
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_sample_fails_after_another_has_ended(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        stack.worker.bad_sequences[1] = RowStatus.NAN_LOGITS
+        message = request(PROMPT, max_tokens=9, n=2, stop_token_ids=expected_tokens(PROMPT, 1))
+        async with asyncio.timeout(DEADLINE):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await front.generate(message)
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+        front.stop.set()  # nothing is left to wait for
+        async with asyncio.timeout(DEADLINE):
+            await front.running
 
 
 async def test_many_requests_on_one_call_through_a_front_end(checkpoint: Path) -> None:
