@@ -6,7 +6,6 @@ of their requests.
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from scheduler_service.core.request import EndReason, OutputMode, Request, Seque
 from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import FINISH_REASONS, encode_embedding
 from scheduler_service.links.waiting import Ended, Outdated, Waiting, ends
+from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.refusal import REASONS, Reason, RefusedError, invalid
 from scheduler_service.serving.token_stream import Delta, Receiver, TokenCounts
 
@@ -93,9 +93,12 @@ class SchedulerLink:
         eos_token_ids: tuple[int, ...],
         read_metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
         tenants_revision: Callable[[], str] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """`address` is for messages. `read_metadata` gives what shows who this is. `tenants_revision`
-        gives that of the file by which callers were told apart; without it they were not."""
+        gives that of the file by which callers were told apart; without it they were not. Without a `clock` it is the
+        event loop's."""
+        self.clock = clock or Clock()
         self._dialler = dialler
         self._address = address
         self._model_digest = model_digest
@@ -175,7 +178,7 @@ class SchedulerLink:
         all deltas one by one, with a ready list too. Raises RefusedError."""
         if self._outbox is None or self._is_draining:
             raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
-        timeout = None if request.deadline is None else max(0.0, request.deadline - time.monotonic())
+        timeout = None if request.deadline is None else max(0.0, request.deadline - self.clock.now())
         submission = scheduler_pb2.Submission(
             stream_id=self._next_stream_id,
             request=encode_request(request, self._eos_token_ids, self.max_sequence_tokens),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from scheduler_service.core.request import OutputMode, Request
+from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.token_stream import Receiver
 
 
@@ -60,6 +61,10 @@ class Availability(Protocol):
 
 class RequestEngine(Protocol):
     """Whatever carries requests out; those that take calls know nothing else of it."""
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of which the deadlines of requests are."""
 
     @property
     def availability(self) -> Availability:

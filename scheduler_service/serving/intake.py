@@ -1,7 +1,6 @@
 """The one way of a request into the engine: checked, tokenized, held against quotas, queued."""
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -115,11 +114,10 @@ class Intake:
 
     async def _resolve(self, parsed: ParsedRequest, call: Call, output_mode: OutputMode) -> Request:
         """Make the request in full, in which every value is set. Raises RefusedError."""
-        deadline = None if call.time_remaining is None else time.monotonic() + call.time_remaining
+        deadline = None if call.time_remaining is None else self.engine.clock.now() + call.time_remaining
         if parsed.is_embedding and output_mode is OutputMode.DETACHED:
             raise invalid("request.embed", "an embedding cannot be detached; call Embed and wait for it")
-        reason = self.engine.availability.refusal(output_mode)
-        if reason:
+        if reason := self.engine.availability.refusal(output_mode):
             raise RefusedError(Reason.UNAVAILABLE, reason)
         with self._pending(parsed.request.tenant):
             token_ids = await self._tokenize(parsed, output_mode)

@@ -56,7 +56,7 @@ class StepLoop:
         """See WorkerAvailability for `worker_timeout` and `worker_grace`. Without a `clock` it is the event loop's."""
         self._scheduler = scheduler
         self._observers = observers
-        self._clock = clock = clock or Clock()
+        self.clock = clock = clock or Clock()
         self.availability = WorkerAvailability(
             scheduler.max_sequence_tokens,
             clock,
@@ -93,7 +93,7 @@ class StepLoop:
         refusal = self.availability.refusal(request.output_mode)
         if refusal:
             raise RefusedError(Reason.UNAVAILABLE, refusal)
-        now = self._clock.now()
+        now = self.clock.now()
         with ExitStack() as submission:
             for observer in self._observers:
                 request = submission.enter_context(observer.submission(request, trace))
@@ -108,7 +108,7 @@ class StepLoop:
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises KeyError if there is no such request."""
-        self._publish(self._scheduler.abort(tenant, request_id, self._clock.now()))
+        self._publish(self._scheduler.abort(tenant, request_id, self.clock.now()))
         self._wake.set()
 
     def cancel(self, sequence_ids: list[int]) -> None:
@@ -128,7 +128,7 @@ class StepLoop:
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
         """A stop text ended a sequence after this many tokens."""
-        self._publish(self._scheduler.stop(sequence_id, num_output_tokens, self._clock.now()))
+        self._publish(self._scheduler.stop(sequence_id, num_output_tokens, self.clock.now()))
         self._wake.set()
 
     async def flush_cache(self, patience: float) -> bool:
@@ -142,7 +142,7 @@ class StepLoop:
                     await self._idle.wait()
         except TimeoutError:
             return False
-        self._scheduler.flush_cache(self._clock.now())
+        self._scheduler.flush_cache(self.clock.now())
         self.kv_events.take()
         return True
 
@@ -191,7 +191,7 @@ class StepLoop:
         self._link, self.epoch = link, epoch
         for observer in self._observers:
             observer.worker_changed(capacity)
-        self._publish(self._scheduler.worker_joined(capacity, epoch, self._clock.now()))
+        self._publish(self._scheduler.worker_joined(capacity, epoch, self.clock.now()))
         self._wake.set()
         self.availability.worker_joined(capacity, self._scheduler.max_sequence_tokens)
 
@@ -223,7 +223,7 @@ class StepLoop:
     def _empty_inbox(self) -> None:
         while self._inbox:
             try:
-                self._inbox.popleft()(self._clock.now())
+                self._inbox.popleft()(self.clock.now())
             except WorkerProtocolError as error:
                 self._fail_epoch(str(error))
 
@@ -255,7 +255,7 @@ class StepLoop:
 
     def _send_plans(self) -> None:
         while self._link is not None:
-            plan = self._scheduler.schedule(self._clock.now())
+            plan = self._scheduler.schedule(self.clock.now())
             if plan is None:
                 return
             if plan.step == 1:
@@ -263,7 +263,7 @@ class StepLoop:
             self._link.send(plan)
 
     def _publish(self, outputs: TokenOutputs) -> None:
-        now = self._clock.now()
+        now = self.clock.now()
         for hypothesis in outputs.hypotheses:
             stream = self._streams[hypothesis.sequence_id]
             self._first_token_came(stream, now)
@@ -319,10 +319,10 @@ class StepLoop:
     def _leave_epoch(self) -> None:
         self._link = None
         self._inbox.clear()
-        self._publish(self._scheduler.worker_lost(self._clock.now()))
+        self._publish(self._scheduler.worker_lost(self.clock.now()))
         self.kv_events.take()
         self.availability.worker_left()
 
     def _end_requests(self, event: Callable[[float], TokenOutputs], message: str) -> None:
-        outputs = event(self._clock.now())
+        outputs = event(self.clock.now())
         self._publish(replace(outputs, ended=[replace(end, message=message) for end in outputs.ended]))

@@ -1,6 +1,5 @@
 """The public service of a scheduler. Beyond requests it serves detached ones, and tells of itself."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -95,7 +94,7 @@ class SchedulerServicer(RequestServicer):
             found = explain.report(self._step_loop.state, self._tenant(request, context), request.request_id)
         except KeyError:
             raise self._unknown(request.request_id) from None
-        return report.encode_report(found, time.monotonic())
+        return report.encode_report(found, self._step_loop.clock.now())
 
     async def GetBlocks(
         self, request: scheduler_pb2.GetBlocksRequest, context: grpc.aio.ServicerContext
