@@ -40,7 +40,7 @@ _MODULES = (
     "testing/simulated_worker.py",
     "testing/toy_grammar.py",
 )
-_UNUSED = ("known_seeds.py", "mutants.py", "test_simulator.py")
+_UNUSED = frozenset(("known_seeds.py", "mutants.py", "outputs", "test_simulator.py"))
 # The last has an enumeration of several values each, of which mypyc makes another class.
 _INTERPRETED = (
     "__init__.py",
@@ -61,7 +61,7 @@ class CompilationError(Exception):
 def sources() -> list[Path]:
     """Relative to the root: all that a simulation imports of this project."""
     found = [path.relative_to(ROOT) for package in _PACKAGES for path in (ROOT / package).rglob("*.py")]
-    return sorted([*map(Path, _MODULES), *(path for path in found if path.name not in _UNUSED)])
+    return sorted([*map(Path, _MODULES), *(path for path in found if _UNUSED.isdisjoint(path.parts))])
 
 
 def build() -> Path:

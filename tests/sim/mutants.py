@@ -54,8 +54,8 @@ def _mutant(name: str, function: str, old: str, new: str) -> Mutant:
 
 _NO_NEWS_WITHOUT_LINK = Patch(
     "StepLoop._empty_inbox",
-    "self._inbox.popleft()(self._clock.now())",
-    "if self._link is None:\n    break\nself._inbox.popleft()(self._clock.now())",
+    "self._inbox.popleft()(self.clock.now())",
+    "if self._link is None:\n    break\nself._inbox.popleft()(self.clock.now())",
 )
 
 MUTANTS = (

@@ -1,0 +1,242 @@
+"""Detached results, the records of output and both ends of `GenerateMany`, the production code, in one virtual-time
+event loop: from the core over a worker that comes and goes to clients that read as they like, over networks that break.
+
+A seed is a history: each actor has its own `random.Random`, and time jumps from event to event.
+"""
+
+import asyncio
+import logging
+import zlib
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from random import Random
+from typing import Any
+from unittest import mock
+
+import grpc
+
+from pagewire import channels
+from pagewire.errors import PagewireError
+from scheduler_service.core import explain
+from scheduler_service.doors.scheduler import shared_call
+from scheduler_service.serving.generation import Generation
+from tests.sim.outputs.clients import Client, SlowClient
+from tests.sim.outputs.detached_ledger import DetachedLedger
+from tests.sim.outputs.request import SimulatedRequest
+from tests.sim.outputs.route import Moment, Route
+from tests.sim.outputs.scenario import Way, draw_scenario
+from tests.sim.outputs.virtual_loop import StuckError, VirtualLoop
+from tests.sim.outputs.world import World
+
+_MAX_TURNS = 300_000
+# Seconds after which nothing is left of a request whose client has gone, networks and queues included.
+_GONE_AFTER = 15.0
+_SETTLED_AFTER = 30.0
+StatusCode = grpc.StatusCode
+
+
+class Simulation:
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        self.scenario = draw_scenario(seed)
+        self.trace = trace
+        self.reached: Counter[str] = Counter()
+        self.log_hash = seed
+        self.num_events = 0
+        self.is_stopping = False
+        self._errors: list[BaseException] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def run(self) -> None:
+        """One history, to the end of every request. Raises AssertionError, or what the code under test raises."""
+        scenario, self.loop = self.scenario, VirtualLoop(_MAX_TURNS)
+        disabled = logging.root.manager.disable
+        logging.disable()  # a worker that is lost is news for an operator
+        if self.trace is not None:
+            self.trace(str(scenario))
+        try:
+            with (
+                mock.patch.object(shared_call, "_MAX_MESSAGE_WEIGHT", scenario.max_message_weight),
+                mock.patch.object(shared_call, "_MAX_UNREAD_FAILURES", scenario.max_unread_failures),
+                mock.patch.object(channels, "MAX_SHARED_BYTES", scenario.max_shared_bytes),
+            ):
+                self._run()
+        finally:
+            logging.disable(disabled)
+            self.loop.close()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_until_complete(self._main())
+        except StuckError as stuck:
+            self._errors.append(stuck)
+        except Exception as error:
+            self._errors.append(error)
+        errors = [*self._errors, *self.loop.errors]
+        self.loop.end()
+        if errors:
+            raise errors[0]
+
+    async def _main(self) -> None:
+        scenario = self.scenario
+        self.world = world = World(scenario, self._errors.append)
+        self._routes = {
+            False: Route((world.direct,), lambda: self._is_served, lambda: world.worker.num_losses, self.loop.time),
+            True: Route(
+                (world.before, world.between),
+                lambda: self._is_served and world.link.is_serving,
+                lambda: world.worker.num_losses,
+                self.loop.time,
+            ),
+        }
+        detached = [task.request.key for task in scenario.tasks if task.way is Way.DETACHED]
+        self.ledger = DetachedLedger(world.detached, scenario, detached)
+        self.loop.after_turn = self.guarded(self.ledger.audit)
+        self.loop.call_later(Random(f"begin {scenario.seed}").random() * 0.2, world.worker.begin)
+        for time, index, seconds in scenario.cuts:
+            network = (world.direct, world.before, world.between)[index]
+            self.loop.call_later(time, network.cut, seconds)
+        for time, seconds in scenario.losses:
+            self.loop.call_later(time, world.worker.lose, seconds)
+        clients = [Client(self, task) for task in scenario.tasks]
+        slow = [SlowClient(self, each) for each in scenario.slow_calls]
+        running = [*(self.begin(client.run()) for client in clients), *(self.begin(each.run()) for each in slow)]
+        if scenario.stops_at is not None:
+            self.begin(self._stop(scenario.stops_at, 0.5))
+        await asyncio.gather(*running)
+        await asyncio.sleep(_SETTLED_AFTER)
+        self._check_idle()
+        await self._check_retention()
+        if not self.is_stopping:
+            await self._stop(0.0, 5.0)
+        for route in self._routes.values():
+            await route.connection.close()
+        await asyncio.sleep(_SETTLED_AFTER)
+        assert not world.direct.calls, "a call goes on"
+        assert not world.before.calls, "a call goes on"
+        assert not world.between.calls, "a call goes on"
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"tasks are left: {left}"
+
+    async def _stop(self, after: float, patience: float) -> None:
+        await asyncio.sleep(after)
+        self.is_stopping = True
+        self.note("stop")
+        await self.world.front_end.stop(patience)
+        self.world.worker.end()
+        await self.world.server.stop(patience)
+
+    # What clients ask for
+
+    def begin(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Have something done beside all else. What it raises is the end of the simulation."""
+
+        async def guarded() -> None:
+            try:
+                await coroutine
+            except Exception as error:
+                self._errors.append(error)
+                raise
+
+        task = asyncio.create_task(guarded())
+        self._tasks.append(task)
+        return task
+
+    def guarded(self, function: Callable[..., None]) -> Callable[..., None]:
+        """What a function raises in the code under test is seen."""
+
+        def call(*args: Any) -> None:
+            try:
+                function(*args)
+            except BaseException as error:
+                self._errors.append(error)
+                raise
+
+        return call
+
+    def note(self, name: str, *values: object) -> None:
+        self.num_events += 1
+        text = f"{self.loop.time():9.4f} {name} {' '.join(map(str, values))}"
+        self.log_hash = (self.log_hash + zlib.crc32(text.encode())) % 2**64
+        if self.trace is not None:
+            self.trace(text)
+
+    def route(self, *, by_front_end: bool) -> Route:
+        return self._routes[by_front_end]
+
+    @property
+    def _is_served(self) -> bool:
+        return self.world.step_loop.is_connected and not self.is_stopping
+
+    def kept(self, request: SimulatedRequest) -> Generation | None:
+        """The detached request, if the server has it."""
+        detached = self.world.detached
+        return detached.find(*request.key) if detached.has(*request.key) else None
+
+    def is_served(self, request: SimulatedRequest) -> bool:
+        return request.key in self.world.step_loop.state.groups
+
+    # What must be so
+
+    def must(self, is_so: bool, otherwise: str) -> None:
+        assert is_so, otherwise
+
+    def must_be_gone(self, request: SimulatedRequest) -> None:
+        """Nobody wants any more of a request: after a while it holds nothing."""
+        self.loop.call_later(_GONE_AFTER, self.guarded(self._check_gone), request)
+
+    def _check_gone(self, request: SimulatedRequest) -> None:
+        assert not self.is_served(request), f"S8: {request.key} goes on without its client"
+
+    def check_failure(
+        self,
+        route: Route,
+        request: SimulatedRequest | None,
+        failure: PagewireError,
+        before: Moment,
+        timeout: float | None = None,
+        *,
+        is_aborted: bool = False,
+    ) -> None:
+        """A failure has a cause. Without a request it is one of a whole call."""
+        code, scenario = failure.code, self.scenario
+        self.note("failed", request and request.name, code, failure)
+        self.reached[f"failed: {code.name}"] += 1
+        is_wide = request is not None and (request.n > 1 or request.beam_width is not None)
+        if code is StatusCode.UNAVAILABLE:
+            is_right = route.is_excused(before)
+        elif code is StatusCode.RESOURCE_EXHAUSTED:  # also of what no longer fits when a worker has come
+            is_right = scenario.options.max_waiting_requests < 100 or scenario.max_requests is not None or is_wide
+        elif code is StatusCode.DEADLINE_EXCEEDED:
+            is_right = timeout is not None and self.loop.time() >= before.time + timeout - 1e-6
+        elif code is StatusCode.INTERNAL:
+            is_right = request is not None and request.is_bad
+        elif code is StatusCode.INVALID_ARGUMENT:  # several samples may need more blocks than there are
+            is_right = request is not None and (request.is_invalid or is_wide)
+        else:
+            is_right = code is StatusCode.CANCELLED and is_aborted
+        assert is_right, f"{request and request.name} failed without a cause: {code.name}: {failure}"
+
+    def check_forgotten(self, request: SimulatedRequest) -> None:
+        """The server says that it knows no such result."""
+        assert request.key in self.ledger.forgotten, f"the result of {request.key} is lost"
+        self.reached["a result is forgotten"] += 1
+
+    def check_unread_failures(self) -> None:
+        """What fails for clients who do not read it is bounded: their next requests wait on the wire."""
+        scenario = self.scenario
+        window = max(scenario.client_weather.window, scenario.link_weather.window)
+        most = sum(scenario.max_unread_failures + window + len(slow.requests) for slow in scenario.slow_calls)
+        for service in (self.world.server, self.world.front_end):
+            assert service.servicer.num_unread_failures <= most, "more fails than is read"
+
+    def _check_idle(self) -> None:
+        stats = explain.stats(self.world.step_loop.state)
+        assert not self.world.step_loop.state.groups
+        assert (stats.num_held_blocks, stats.num_held_host_blocks) == (0, 0), f"S8: {stats}"
+        assert self.world.link.num_running == 0
+
+    async def _check_retention(self) -> None:
+        await asyncio.sleep(self.scenario.retention)
+        assert not self.world.detached.num_bytes
+        for task in self.scenario.tasks:
+            assert not self.world.detached.has(*task.request.key), "a result is kept for too long"

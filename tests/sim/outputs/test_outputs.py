@@ -1,0 +1,40 @@
+"""The simulator of outputs in `make test`: some seeds, known seeds, and that a seed is a history.
+
+The seeds are always the same. `make sim-outputs FIRST=n` tries others.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sim.outputs.campaign import command_for, run_campaign, run_seed, run_seeds
+from tests.sim.outputs.known_seeds import KNOWN_SEEDS
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_some_seeds():
+    summary = run_campaign(0, 200, num_jobs=1)
+    print(f"{summary.num_seeds} seeds, {summary.num_events} events that clients saw")
+    assert not summary.failures, "\n".join(
+        f"seed {seed}: {error}; {command_for(seed)}" for seed, error in summary.failures.items()
+    )
+
+
+@pytest.mark.parametrize("seed", KNOWN_SEEDS)
+def test_known_seeds(seed):
+    assert not run_seed(seed).failures
+
+
+def test_a_seed_is_a_history():
+    """The same in another process, where strings hash otherwise, and objects lie elsewhere."""
+    program = "from tests.sim.outputs.campaign import run_seeds; print(run_seeds(range(10)).log_hash)"
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    other = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(other.stdout) == run_seeds(range(10)).log_hash
+    assert run_seeds(range(10)).log_hash != run_seeds(range(1, 11)).log_hash

@@ -1,0 +1,151 @@
+"""The services of a simulation, put together as `server.py` and `front_end.py` do it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pagewire.common.messages import Pooling, SamplingParams
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.doors.entrance import Entrance
+from scheduler_service.doors.scheduler.report import encode_server
+from scheduler_service.doors.scheduler.request_servicer import FrontEndServicer, RequestServicer
+from scheduler_service.doors.scheduler.scheduler_servicer import SchedulerServicer
+from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice
+from scheduler_service.serving.detached import DetachedRequests
+from scheduler_service.serving.engine import Availability
+from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.prompt_text import TextLimits
+from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.tenants.quota import Quotas
+from scheduler_service.serving.tenants.tenant_file import Quota
+from tests.sim.outputs.network import Dialler, Network, Port
+from tests.sim.outputs.request import EOS
+from tests.sim.outputs.scenario import MAX_MODEL_LEN, Scenario
+from tests.sim.outputs.toy_tokenizer import ToyTokenizer
+from tests.sim.outputs.virtual_loop import LoopClock
+from tests.sim.outputs.worker import Worker
+from tests.sim.scenario import VOCAB_SIZE
+
+_CLOSE_TIMEOUT = 2.0
+MODEL = ModelInfo(
+    name="toy",
+    directory=Path(),
+    model_type="toy",
+    architectures=(),
+    digest=b"m",
+    vocab_size=VOCAB_SIZE,
+    max_model_len=MAX_MODEL_LEN,
+    eos_token_ids=(EOS,),
+    bos_token_id=None,
+    pad_token_id=None,
+    sampling_defaults=SamplingParams(),
+    ignored_settings="",
+    template_file=None,
+    chat_refusals=(),
+    special_tokens={},
+    tokenizer_path=Path("toy"),
+    is_as_gateways_read=True,
+    embedding=PoolingChoice(Pooling.LAST),
+)
+
+
+class Service:
+    """A port with its servicer and engine."""
+
+    def __init__(
+        self,
+        servicer: RequestServicer,
+        engine: StepLoop | SchedulerLink,
+        entrance: Entrance,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self.servicer = servicer
+        self._engine = engine
+        self.port = Port(entrance, on_error)
+        servicer.add_to(self.port)
+        self.is_stopping = False
+        self._tasks = [asyncio.create_task(self._follow(engine.availability)), asyncio.create_task(engine.run())]
+
+    async def _follow(self, availability: Availability) -> None:
+        while True:
+            await availability.changed.wait()
+            availability.changed.clear()
+            self.servicer.announce()
+
+    async def stop(self, patience: float) -> None:
+        """Take no more requests, and end those that are left after a while. What ran has not failed."""
+        self.is_stopping = True
+        try:
+            async with asyncio.timeout(patience):
+                await self._engine.drain()
+        except TimeoutError:
+            pass
+        self._engine.end_all("the service has shut down")
+        self.servicer.close()
+        await asyncio.sleep(_CLOSE_TIMEOUT)
+        self.port.stop()
+        for task in self._tasks:
+            assert not task.done(), task
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class World:
+    def __init__(self, scenario: Scenario, on_error: Callable[[BaseException], None]) -> None:
+        seed, clock = scenario.seed, LoopClock()
+        self.step_loop = StepLoop(
+            Scheduler(scenario.options),
+            (),
+            worker_timeout=120.0,
+            worker_grace=scenario.worker_grace,
+            clock=clock,
+        )
+        self.worker = Worker(self.step_loop, scenario.capacity, Random(f"worker {seed}"))
+        self.detached = DetachedRequests(
+            retention=scenario.retention, max_bytes=scenario.max_bytes, max_ended=scenario.max_ended
+        )
+        limits = TextLimits()
+        quota = Quota(max_requests=scenario.max_requests)
+        entrance = Entrance(None)
+        servicer = SchedulerServicer(
+            self.step_loop,
+            entrance,
+            MODEL,
+            ToyTokenizer(Random(f"tokenizer {seed}")),
+            encode_server(
+                MODEL,
+                version="0",
+                served_model_name="toy",
+                instance_id="i",
+                options=scenario.options,
+                has_tenants=False,
+            ),
+            self.detached,
+            lambda: 0.0,
+            max_pending_calls=100,
+            text_limits=limits,
+            grammars=GrammarChecks(MODEL, lambda seconds, is_good: None),
+            retention_limit=lambda tenant: 3600,
+            quotas=Quotas(lambda tenant: quota, lambda: self.step_loop.availability.capacity),
+        )
+        self.server = Service(servicer, self.step_loop, entrance, on_error)
+        self.direct = Network(self.server.port, scenario.client_weather, f"direct {seed}")
+        self.between = Network(self.server.port, scenario.link_weather, f"link {seed}")
+        dialler: Any = Dialler(self.between)
+        self.link = SchedulerLink(dialler, "scheduler", model_digest=b"m", eos_token_ids=(EOS,), clock=clock)
+        entrance = Entrance(None)
+        front_end = FrontEndServicer(
+            self.link,
+            self.link.server_info,
+            entrance,
+            "scheduler",
+            MODEL,
+            ToyTokenizer(Random(f"front end {seed}")),
+            text_limits=limits,
+        )
+        self.front_end = Service(front_end, self.link, entrance, on_error)
+        self.before = Network(self.front_end.port, scenario.client_weather, f"front end {seed}")
