@@ -38,27 +38,27 @@ class BeamGroup:
     def branch(self, group: SequenceGroup, children: list[Child], epoch: Epoch) -> None:
         """Let the group's rows hold the children: the first child of a beam stays in its row, the others move to rows
         whose beam has none."""
-        parents = self.beams
+        parents, rows = self.beams, {row.sequence: row for row in group.open_rows}
         used = {parents[child.parent] for child in children}
-        spare = [row for row in group.sequences if row not in used]
-        for row in spare:
-            epoch.active.pop(row, None)
-            epoch.cache.release(row.holding)
+        spare = [sequence for sequence in group.sequences if sequence not in used]
+        for sequence in spare:
+            epoch.cache.release(sequence.holding)
         self.beams = []
         for child in children:
-            parent = row = parents[child.parent]
+            parent = beam = parents[child.parent]
             if parent in self.beams:
-                row = spare.pop(0)
-                row.token_ids[:] = parent.token_ids
-                epoch.cache.branch(row.holding, parent.holding)
-                if row.slot < 0:
-                    epoch.take_slot(row)
-                    self.unborn_slots.add(row.slot)
-                self.forks.append((parent.slot, row.slot))
-            self.beams.append(row)
-        for row, child in zip(self.beams, children, strict=True):
+                beam = spare.pop(0)
+                beam.token_ids[:] = parent.token_ids
+                epoch.cache.branch(beam.holding, parent.holding)
+                if beam not in rows:
+                    rows[beam] = epoch.take_slot(beam)
+                    self.unborn_slots.add(rows[beam].slot)
+                self.forks.append((rows[parent].slot, rows[beam].slot))
+            self.beams.append(beam)
+        for beam, child in zip(self.beams, children, strict=True):
+            row = rows[beam]
             row.go_on_with(child.token_id)
-            row.cumulative_logprob = child.cumulative_logprob
+            beam.cumulative_logprob = child.cumulative_logprob
             self.appended.append((row.slot, child.token_id))
             epoch.active[row] = None
             epoch.publish(row)

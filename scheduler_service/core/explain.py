@@ -61,9 +61,9 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
         queue_position=position,
         num_prompt_tokens=len(group.request.prompt_token_ids),
         num_output_tokens=sum(sequence.num_output_tokens for sequence in sequences),
-        num_computed_tokens=sum(sequence.num_computed_tokens for sequence in sequences),
+        num_computed_tokens=sum(sequence.holding.num_computed_tokens for sequence in sequences),
         num_sequences=group.num_unfinished,
-        num_running_sequences=len(group.open_sequences) if group.state is GroupState.RUNNING else 0,
+        num_running_sequences=len(group.open_rows) if group.state is GroupState.RUNNING else 0,
         num_held_blocks=len({block for sequence in sequences for block in sequence.holding.block_table if block}),
         num_held_host_blocks=len({block for sequence in sequences for block in sequence.holding.host_table if block}),
         num_wanted_blocks=num_wanted,
@@ -105,7 +105,7 @@ def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
     """Count the blocks that a group lacks to run, or to run on."""
     cache = epoch.cache
     if group.state is GroupState.RUNNING:
-        lacking = [row for row in group.open_sequences if row in epoch.active]
+        lacking = [row for row in group.open_rows if row in epoch.active]
         return max(0, epoch.num_missing_blocks([(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))
     if group.state in SWAPPED:
         return cache.num_swapped_blocks(group.swapped_holdings)
@@ -130,7 +130,7 @@ def _reason(group: SequenceGroup, epoch: Epoch, position: int | None, num_wanted
     was = "it was preempted and " if group.num_preemptions else "it "
     if position is not None and position > 1:
         return f"{was}waits behind {position - 1} other requests{_cost(group)}"
-    if epoch.last_acknowledged_step < group.resume_step:
+    if epoch.last_acknowledged_step < group.planned_step:
         return f"{was}waits for a token that is on its way"
     if epoch.slots.num_free < group.num_first_slots:
         of_all = f"{group.num_first_slots} of {epoch.slots.num_slots}"

@@ -12,7 +12,7 @@ from scheduler_service.core.cache import BlockPool, Node
 from scheduler_service.core.cache_manager import CacheManager, Holding
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
-from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
+from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceGroup
 
 LiveGroups = list[tuple[SequenceGroup, list[Sequence]]]  # each with its live sequences
 
@@ -43,10 +43,10 @@ def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) ->
     assert len(epoch.unacknowledged) <= pipeline_depth, "S11"
     for dispatch in epoch.unacknowledged:
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
-    for sequence in epoch.active:
-        assert sequence.num_in_flight >= 0, f"S5: {sequence.sequence_id}"
-        num_positions = len(sequence.holding.block_table) * epoch.cache.block_size
-        assert sequence.num_computed_tokens <= num_positions, f"S5: {sequence.sequence_id}"
+    for row in epoch.active:
+        assert row.num_in_flight >= 0, f"S5: {row}"
+        num_positions = len(row.holding.block_table) * epoch.cache.block_size
+        assert row.holding.num_computed_tokens <= num_positions, f"S5: {row}"
 
 
 def _running(groups: LiveGroups) -> list[Sequence]:
@@ -97,9 +97,9 @@ def _check_group(group: SequenceGroup, epoch: Epoch) -> None:
     state = group.state
     for sequence in group.sequences:
         if state is GroupState.RUNNING:
-            assert sequence.slot >= 0 or not sequence.holding.block_table, "S8: a sequence without a row holds blocks"
+            assert sequence.open_row or not sequence.holding.block_table, "S8: a sequence without a row holds blocks"
         else:
-            assert sequence.slot < 0, f"S8: a sequence of a request that is {state.value} has a row"
+            assert sequence.open_row is None, f"S8: a sequence of a request that is {state.value} has a row"
             if sequence.holding.block_table:
                 assert state is GroupState.SWAPPING_IN, f"S8: a request that is {state.value} holds {sequence.holding}"
         if sequence.holding.host_table:
@@ -110,29 +110,29 @@ def _check_group(group: SequenceGroup, epoch: Epoch) -> None:
         assert group.moved_step <= epoch.last_moved_step, "S4: swapped before it was moved"
 
 
-def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]) -> None:
+def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Row, int]) -> None:
     block_size = epoch.cache.block_size
     slots = epoch.slots._free.copy()
     num_rows = 0
     for group, live in groups:
         slots += group.reserved_slots
-        for sequence in live:
-            num_in_flight = sequence.num_in_flight
-            assert num_in_flight == in_flight.get(sequence, 0), f"S5: {sequence}"
-            assert sequence.num_computed_tokens >= 0, f"S5: {sequence}"
-            if sequence.slot < 0:
+        assert all(sequence.holding.num_computed_tokens >= 0 for sequence in live), f"S5: {group}"
+        for row in [sequence.row for sequence in live if sequence.row is not None]:
+            sequence, num_in_flight, num_computed = row.sequence, row.num_in_flight, row.holding.num_computed_tokens
+            assert num_in_flight == in_flight.get(row, 0), f"S5: {row}"
+            if row.slot < 0:
                 continue
-            num_computed, num_expected = sequence.num_computed_tokens, len(sequence.token_ids) + num_in_flight
-            assert num_computed <= len(sequence.holding.block_table) * block_size, f"S5: {sequence}"
+            num_expected = len(sequence.token_ids) + num_in_flight
+            assert num_computed <= len(row.holding.block_table) * block_size, f"S5: {row}"
             max_expected = max(sequence.max_num_tokens, sequence.num_prompt_tokens + 1)  # an embedding is expected too
-            assert num_computed <= num_expected <= max_expected, f"S5, planned too far: {sequence}"
-            assert (sequence in epoch.active) == (not sequence.is_decoding and sequence.num_uncomputed_tokens > 0)
-            assert sequence.is_decoding == (epoch.decoding._rows.get(sequence.slot) is sequence)
-            if sequence.is_decoding:
-                assert num_computed == num_expected - 1, f"S5: a decoding row is not at its end: {sequence}"
-                assert sequence.due_step > epoch.num_steps, "a decoding row was not looked at when it was due"
+            assert num_computed <= num_expected <= max_expected, f"S5, planned too far: {row}"
+            assert (row in epoch.active) == (not row.is_decoding and row.num_uncomputed_tokens > 0)
+            assert row.is_decoding == (epoch.decoding._rows.get(row.slot) is row)
+            if row.is_decoding:
+                assert num_computed == num_expected - 1, f"S5: a decoding row is not at its end: {row}"
+                assert row.due_step > epoch.num_steps, "a decoding row was not looked at when it was due"
         if group.state is GroupState.RUNNING:
-            opened = [sequence.slot for sequence in group.open_sequences]
+            opened = [row.slot for row in group.open_rows]
             slots += opened
             num_rows += len(opened) - (0 if group.beam is None else len(group.beam.unborn_slots))
     assert num_rows == epoch.num_rows
@@ -140,20 +140,19 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]
     assert slots == list(range(epoch.slots.num_slots)), "a slot is lost, or has two owners"
 
 
-def _check_dispatches(epoch: Epoch, pipeline_depth: int, num_step_tokens: int) -> dict[Sequence, int]:
-    """Assert S11 of the plans under way. Returns how many samples on their way will count, by sequence."""
+def _check_dispatches(epoch: Epoch, pipeline_depth: int, num_step_tokens: int) -> dict[Row, int]:
+    """Assert S11 of the plans under way. Returns how many samples on their way will count, by row."""
     dispatches = epoch.unacknowledged
     assert len(dispatches) <= pipeline_depth, "S11"
-    in_flight: dict[Sequence, int] = {}
+    in_flight: Counter[Row] = Counter()
     for dispatch in dispatches:
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
-        slots = [*dispatch.columns.slots, *(row.slot for row in dispatch.rows)]
-        sampled = [*dispatch.columns.sequences, *(row.sequence for row in dispatch.rows if row.samples)]
-        assert dispatch.num_tokens == len(dispatch.columns.slots) + sum(row.num_tokens for row in dispatch.rows)
+        slots = [*dispatch.columns.slots, *(planned.slot for planned in dispatch.rows)]
+        sampled = [*dispatch.columns.rows, *(planned.row for planned in dispatch.rows if planned.samples)]
+        assert dispatch.num_tokens == len(dispatch.columns.slots) + sum(planned.num_tokens for planned in dispatch.rows)
         assert len(slots) == len(set(slots)), f"two rows of step {dispatch.step} share a slot"
-        for sequence in sampled:
-            if sequence.counts(dispatch.step):
-                in_flight[sequence] = in_flight.get(sequence, 0) + 1
+        in_flight.update(row for row in sampled if not row.is_dropped)
+    assert all(row.sequence.row is row for row in in_flight), "S5: a row that counts is not the last of its sequence"
     return in_flight
 
 
@@ -165,9 +164,8 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
             holders[block] += 1
         for block in holding.host_table:
             host_holders[block] += 1
-    for sequence in _running(groups):
-        if sequence.holding.block_table:
-            _check_writable(cache, sequence, holders)
+    for row in [row for group, _ in groups for row in group.open_rows]:
+        _check_writable(cache, row, holders)
     for move in cache.moves:
         assert move.step > epoch.last_moved_step, "S3: an acknowledged move is still pending"
         if move.is_out:
@@ -181,10 +179,10 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
         _check_pool(cache.host_pool, host_holders)
 
 
-def _check_writable(cache: CacheManager, sequence: Sequence, holders: list[int]) -> None:
+def _check_writable(cache: CacheManager, row: Row, holders: list[int]) -> None:
     """Assert S12. A beam's tail may be shared until the plan that writes it."""
-    is_beam = sequence.group.beam is not None
-    for block in sequence.holding.block_table[sequence.next_position // cache.block_size :]:
+    is_beam = row.sequence.group.beam is not None
+    for block in row.holding.block_table[row.next_position // cache.block_size :]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
         assert not cache.index.is_cached(block), f"S12: block {block} will be written and is published"
 

@@ -32,7 +32,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.retention import Expectation
-from scheduler_service.core.sequence import TRANSITIONS, DropCount, GroupState, Sequence, SequenceGroup
+from scheduler_service.core.sequence import TRANSITIONS, GroupState, Row, Sequence, SequenceGroup
 from scheduler_service.core.waiting import Standings, WaitingQueue
 
 # Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
@@ -79,8 +79,7 @@ class Lifecycle:
         self.groups: dict[tuple[str, str], SequenceGroup] = {}  # by tenant and request id
         self.samples: dict[int, Sequence] = {}  # by sequence id
         self.num_tenant_requests: Counter[str] = Counter()
-        self.drops = DropCount()
-        self.epoch = Epoch.without_worker(self.drops)
+        self.epoch = Epoch.without_worker()
         self.waiting = WaitingQueue(policy)
         self.standings = Standings(policy, self.waiting, new_expectation)
         self.running: list[SequenceGroup] = []  # in the order in which they are served
@@ -153,7 +152,7 @@ class Lifecycle:
 
     def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
         request, token_ids = group.request, list(group.request.prompt_token_ids)
-        sequence = Sequence(
+        return Sequence(
             sequence_id=next(self._sequence_ids),
             group=group,
             sample_index=sample_index,
@@ -163,11 +162,8 @@ class Lifecycle:
             holding=self._new_holding(request, token_ids),
             stop_token_ids=self._stop_set(tuple(sorted({*request.sampling.stop_token_ids, *group.end_token_ids}))),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
-            drops=self.drops,
             num_charged_tokens=len(request.prompt_token_ids),
         )
-        sequence.forget_in_flight()
-        return sequence
 
     # Grammars
 
@@ -200,7 +196,7 @@ class Lifecycle:
         if sequence.first_scheduled_at is not None:
             return
         sequence.first_scheduled_at = now
-        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        sequence.num_cached_tokens = min(sequence.holding.num_computed_tokens, sequence.num_prompt_tokens)
         self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_cached_prompt_tokens += sequence.num_cached_tokens
         self.counters.num_host_cached_prompt_tokens += num_host_tokens
@@ -250,7 +246,7 @@ class Lifecycle:
         """Take the blocks of a running group: it will be swapped in, or computed again, whichever is cheaper."""
         draft.has_preempted = True
         epoch.slide_wholly(group)
-        holdings = [sequence.holding for sequence in group.open_sequences]
+        holdings = [row.holding for row in group.open_rows]
         num_blocks, num_host_blocks = epoch.cache.num_swap_blocks(holdings)
         swaps = (
             num_blocks > 0
@@ -262,7 +258,7 @@ class Lifecycle:
             self.discard(group, epoch, draft.now)
             return
         self.counters.num_swap_preemptions += 1
-        self._interrupt(group, epoch, draft.now)
+        self._interrupt(group, draft.now)
         is_moving = epoch.cache.swap_out(holdings, draft.step)
         epoch.vacate_group(group)
         group.moved_step = draft.step if is_moving else 0
@@ -270,25 +266,24 @@ class Lifecycle:
 
     def discard(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
         """Take everything that a group has on the worker, in whatever state: it will be computed again."""
-        self._interrupt(group, epoch, now)
+        self._interrupt(group, now)
         epoch.forget(group)
         self._enter(group, GroupState.WAITING)
 
     def redo(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
         """Have a group computed again: what it has computed is bad, and so are its samples on their way."""
-        if group.state is GroupState.WAITING:
-            group.resume_step = epoch.num_steps
-        else:
+        if group.state is not GroupState.WAITING:
             self.discard(group, epoch, now)
-        for sequence in group.sequences:
-            sequence.drop(epoch.num_steps)
+        for row in group.rows:
+            row.drop()
 
-    def _interrupt(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
+    def _interrupt(self, group: SequenceGroup, now: float) -> None:
         self.counters.num_preemptions += 1
         group.num_preemptions += 1
         group.pause(now)
-        group.resume_step = epoch.num_steps
-        epoch.rewind(group)
+        for row in group.open_rows:
+            if row.is_gated:  # what it has reported, or is about to, is forgotten
+                row.rewind()
 
     def lost_its_swap(self, group: SequenceGroup) -> None:
         """Let the rest of a group wait as if it were new, because what was swapped of it has ended meanwhile."""
@@ -306,7 +301,7 @@ class Lifecycle:
         self.epoch = epoch
         for group in self.groups.values():
             for sequence in group.sequences:
-                sequence.holding = self._new_holding(group.request, sequence.token_ids)
+                sequence.begin_epoch(self._new_holding(group.request, sequence.token_ids))
             self._ask_for_grammar(group)
 
     def lose_worker(self, now: float) -> list[SequenceGroup]:
@@ -320,11 +315,10 @@ class Lifecycle:
         for group in self.groups.values():
             if group.state not in QUEUED:
                 group.pause(now)
-            group.moved_step = group.resume_step = 0
-            epoch.lose(group)
+            epoch.vacate_group(group)
             if group.state is not GroupState.WAITING:
                 self._enter(group, GroupState.WAITING)
-        self._begin(Epoch.without_worker(self.drops))
+        self._begin(Epoch.without_worker())
         dispatched = {group for dispatch in epoch.unacknowledged for group in dispatch.groups()}
         return self.quarantine.crashed((group for group in dispatched if not group.is_finished), preparing)
 
@@ -344,10 +338,11 @@ class Lifecycle:
         """A sample ends with its first so many tokens, by default all, and its request with the last sample. What is on
         its way no longer counts."""
         group, epoch = sequence.group, self.epoch
-        if sequence.slot >= 0:
+        row = sequence.open_row
+        if row is not None:
             if reason in _COMPLETE:
-                epoch.publish(sequence)
-            epoch.vacate(sequence)
+                epoch.publish(row)
+            epoch.vacate(row)
         sequence.finish()
         epoch.cache.release(sequence.holding)
         if num_output_tokens is not None:
@@ -424,13 +419,13 @@ class Lifecycle:
                     sequence.num_charged_tokens += num_new_tokens
             self._policy.charge(tenant, 0, num_tokens)
 
-    def charge_masks(self, times: Iterable[tuple[Sequence, int]], prefill_rate: float | None) -> None:
+    def charge_masks(self, times: Iterable[tuple[Row, int]], prefill_rate: float | None) -> None:
         """Tell the policy of the microseconds that masks have taken, as of the prompt tokens that the worker computes
         in that time, as far as that is known. What is less than a token is kept for the next time."""
         if prefill_rate is None or not self._policy.ranks_tenants:
             return
-        for sequence, us in times:
-            group = sequence.group
+        for row, us in times:
+            group = row.sequence.group
             if not group.is_finished:
                 num_tokens, group.uncharged_mask_tokens = divmod(
                     group.uncharged_mask_tokens + us * prefill_rate / 1e6, 1

@@ -5,7 +5,7 @@ from scheduler_service.core.cache_manager import Match
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import PlanDraft
-from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
+from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceGroup
 from scheduler_service.core.waiting import num_uncached_tokens
 
 
@@ -37,8 +37,8 @@ class Openings:
             if group not in state.unopened:  # it has just given way
                 continue
             for sequence in group.unopened_sequences:
-                relatives = [row for row in group.open_sequences if row.holding.forkable_from]
-                if group.open_sequences and not any(row.holding.forkable_from <= draft.step for row in relatives):
+                relatives = [row for row in group.open_rows if row.holding.forkable_from]
+                if group.open_rows and not any(row.holding.forkable_from <= draft.step for row in relatives):
                     break
                 while not self._open_sibling(sequence, relatives, draft):
                     # Groups that wait for siblings hold on to blocks: when nothing else happens, the last gives way.
@@ -49,7 +49,7 @@ class Openings:
                 state.opened(group)
         return True
 
-    def _open_sibling(self, sequence: Sequence, relatives: list[Sequence], draft: PlanDraft) -> bool:
+    def _open_sibling(self, sequence: Sequence, relatives: list[Row], draft: PlanDraft) -> bool:
         """Open a sample from the prompt of a relative, or from what is cached, whichever is more."""
         epoch, cache, group = self._epoch, self._epoch.cache, sequence.group
         has_slot = bool(group.reserved_slots) or epoch.slots.num_free > 0
@@ -62,7 +62,7 @@ class Openings:
             relative, num_blocks = None, cache.num_opening_blocks(sequence.holding, match)
         else:
             num_blocks = cache.num_fork_blocks(sequence.holding, relative.holding, num_forked)
-        is_alone = epoch.num_rows == len(group.open_sequences) and not self._state.loading
+        is_alone = epoch.num_rows == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (draft.is_empty and epoch.is_idle)
         if not cache.can_allocate(num_blocks, alone=is_alone):
             return False
@@ -79,7 +79,7 @@ class Openings:
     def admit(self, draft: PlanDraft) -> bool:
         """Start the next waiting group, or bring it back, if that is possible now."""
         state, group = self._state, self._state.next_waiting(draft.now)
-        if group is None or self._epoch.last_acknowledged_step < group.resume_step:
+        if group is None or self._epoch.last_acknowledged_step < group.planned_step:
             return False
         # Where nothing more can be computed, blocks may come in meanwhile, for one group ahead of its turn.
         if draft.num_free_tokens <= 0 and (state.loading or not state.standings.awaits_load(group)):

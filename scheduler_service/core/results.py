@@ -5,7 +5,7 @@ from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import Dispatch, PlannedRow, ResolvedResult, SampledRow
 from scheduler_service.core.request import EndReason, TokenLogprobs, TokenOutputs
-from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.sequence import Row, Sequence
 
 # How a request ends of which the worker could not compute a row.
 _FAILURES = {
@@ -44,26 +44,26 @@ class Results:
     def take(self, epoch: Epoch, dispatch: Dispatch, resolved: ResolvedResult, now: float) -> TokenOutputs:
         """Say what comes of a plan. Each row is asked whether it counts when its turn comes: what went before may have
         ended its sequence, or have it computed again."""
-        outputs, step = TokenOutputs(), dispatch.step
+        outputs = TokenOutputs()
         self._take_failures(epoch, dispatch, resolved.samples, outputs, now)
-        for row, entries in resolved.prompt_logprobs:
-            if not row.sequence.is_finished:
-                self._take_prompt_logprobs(row, entries, outputs)
+        for planned, entries in resolved.prompt_logprobs:
+            if not planned.row.sequence.is_finished:
+                self._take_prompt_logprobs(planned, entries, outputs)
         for sample in resolved.samples:
-            if not sample.sequence.counts(step):
+            if sample.row.is_dropped:
                 continue
             if sample.status is RowStatus.OK:
                 self._take_sample(epoch, sample, outputs, now)
             elif sample.status is RowStatus.LATE:
-                epoch.repeat(sample.sequence)
+                epoch.repeat(sample.row)
         if resolved.decoded:
             self._take_decoded(epoch, dispatch, resolved.decoded, outputs)
         return outputs
 
-    def _take_prompt_logprobs(self, row: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
+    def _take_prompt_logprobs(self, planned: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
         """Hand on those entries of a row that were not handed on yet."""
-        sequence = row.sequence
-        new = entries[max(0, sequence.num_prompt_logprobs_sent - row.start) :]
+        sequence = planned.row.sequence
+        new = entries[max(0, sequence.num_prompt_logprobs_sent - planned.start) :]
         if new:
             sequence.num_prompt_logprobs_sent += len(new)
             outputs.prompt_logprobs.setdefault(sequence.sequence_id, []).extend(new)
@@ -74,19 +74,20 @@ class Results:
         """End the requests whose rows were not computed, or whose logits are not numbers, and have whatever was
         computed on top of their blocks redone. Blocks are no better if the sequence has ended by itself meanwhile."""
         for sample in samples:
-            if sample.status in _GRAMMAR_FAILURES and sample.sequence.counts(dispatch.step):
+            if sample.status in _GRAMMAR_FAILURES and not sample.row.is_dropped:
                 reason, message = _GRAMMAR_FAILURES[sample.status]
-                self._state.end_group(sample.sequence.group, reason, outputs, message=message)
-        failed = {sample.sequence: sample.status for sample in samples if sample.status in _FAILURES}
+                self._state.end_group(sample.row.sequence.group, reason, outputs, message=message)
+        failed = {sample.row: sample.status for sample in samples if sample.status in _FAILURES}
         if not failed:
             return
         # Who wrote a shared block was planned before those who matched it: the cause is found before its consequences.
-        planned = {row.sequence: i for i, row in enumerate(dispatch.rows)}
-        for sequence in sorted(failed, key=lambda sequence: planned.get(sequence, -1)):
+        places = {planned.row: i for i, planned in enumerate(dispatch.rows)}
+        for row in sorted(failed, key=lambda row: places.get(row, -1)):
+            sequence = row.sequence
             if sequence.has_failed:
                 continue
             # One that was preempted, and computes this row again, may do better; what it wrote is bad all the same.
-            group, ends = sequence.group, sequence.counts(dispatch.step)
+            group, ends = sequence.group, not row.is_dropped
             written = group.sequences if ends else [sequence]
             for bad in written:
                 # Others may write the same content before its next row comes back.
@@ -94,21 +95,21 @@ class Results:
                 epoch.cache.unpublish(bad.holding)
             for other in list(self._state.groups.values()):
                 if (other is not group or not ends) and any(
-                    epoch.cache.stands_on(row.holding, bad.holding) for row in other.sequences for bad in written
+                    epoch.cache.stands_on(one.holding, bad.holding) for one in other.sequences for bad in written
                 ):
                     self._state.redo(other, epoch, now)
             if ends:
-                reason, message = _FAILURES[failed[sequence]]
+                reason, message = _FAILURES[failed[row]]
                 self._state.end_group(group, reason, outputs, message=message)
 
     def _take_sample(self, epoch: Epoch, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
         """Take the token, the candidates for one, or the embedding of a row that was planned by itself."""
-        sequence, token_id = sample.sequence, sample.token_id
+        row, sequence, token_id = sample.row, sample.row.sequence, sample.token_id
         self._state.quarantine.cleared(sequence.group)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
         if sample.candidates is not None:
-            self._take_candidates(epoch, sequence, sample.candidates, outputs)
+            self._take_candidates(epoch, row, sample.candidates, outputs)
             return
         if sample.embedding is not None:
             self._state.end(sequence, EndReason.STOP, outputs, embedding=sample.embedding)
@@ -123,19 +124,19 @@ class Results:
             self._state.end(sequence, EndReason.STOP, outputs, stop_token_id=token_id)
         elif sequence.num_tokens >= sequence.max_num_tokens:
             self._state.end(sequence, EndReason.LENGTH, outputs)
-        elif sequence.slot >= 0:
-            epoch.publish(sequence)
-            if sequence.is_gated:
-                epoch.active[sequence] = None
+        elif row.slot >= 0:
+            epoch.publish(row)
+            if row.is_gated:
+                epoch.active[row] = None
 
     def _take_candidates(
-        self, epoch: Epoch, sequence: Sequence, candidates: list[tuple[int, float]], outputs: TokenOutputs
+        self, epoch: Epoch, row: Row, candidates: list[tuple[int, float]], outputs: TokenOutputs
     ) -> None:
         """Take what a beam's row has reported. Once all have, the search goes on with the best, or is done."""
-        group, beam = sequence.group, sequence.group.beam
+        group, beam = row.sequence.group, row.sequence.group.beam
         assert beam is not None
-        sequence.forget_in_flight()
-        if not beam.report(sequence, candidates):
+        row.reported()
+        if not beam.report(row.sequence, candidates):
             return
         step = beam.select()
         if step.is_done:
@@ -149,9 +150,9 @@ class Results:
         token and its stop set, unless any sample was dropped, or a first one late, since the plan was sent."""
         columns, quarantine = dispatch.columns, self._state.quarantine
         if dispatch.num_drops != epoch.drops.num_drops or quarantine.charged:
-            kept = [i for i, row in enumerate(columns.sequences) if row.counts(dispatch.step)]
+            kept = [i for i, row in enumerate(columns.rows) if not row.is_dropped]
             columns, token_ids = columns.take(kept), [token_ids[i] for i in kept]
-            for sequence in columns.sequences:
+            for sequence in [row.sequence for row in columns.rows]:
                 quarantine.cleared(sequence.group)
                 if sequence.first_token_at is None:  # it was late before
                     sequence.first_token_at = self._state.now
@@ -163,8 +164,9 @@ class Results:
         if columns.any_stop.isdisjoint(token_ids):
             return
         for i in [i for i, stops in enumerate(columns.stop_sets) if token_ids[i] in stops]:
-            if _may_stop(columns.sequences[i], token_ids[i]):
-                self._state.end(columns.sequences[i], EndReason.STOP, outputs, stop_token_id=token_ids[i])
+            sequence, token_id = columns.rows[i].sequence, token_ids[i]
+            if _may_stop(sequence, token_id):
+                self._state.end(sequence, EndReason.STOP, outputs, stop_token_id=token_id)
 
 
 def _may_stop(sequence: Sequence, token_id: int) -> bool:

@@ -40,7 +40,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.results import Results
 from scheduler_service.core.retention import EXPECTATIONS, Expectation
-from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
+from scheduler_service.core.sequence import GroupState, Row, SequenceGroup
 
 
 class Scheduler:
@@ -116,12 +116,12 @@ class Scheduler:
             if group.beam is not None:
                 epoch.num_rows += group.beam.tell(draft)
             epoch.give_blocks(work, draft)
-            for sequence, num_tokens in work:
-                if sequence.is_decoding:
-                    epoch.decoding.got_block(sequence, draft.step)
-                    draft.began_block.append(sequence)
+            for row, num_tokens in work:
+                if row.is_decoding:
+                    epoch.decoding.got_block(row, draft.step)
+                    draft.began_block.append(row)
                 else:
-                    epoch.plan_row(sequence, num_tokens, draft)
+                    epoch.plan_row(row, num_tokens, draft)
         openings.open_loaded(draft)  # only now: what a plan opens is never its victim
         # What was preempted makes room for what runs, unless nothing does.
         if (draft.is_empty or not draft.has_preempted) and openings.open_siblings(draft):
@@ -149,10 +149,10 @@ class Scheduler:
         if not dispatch.has_moves:  # a worker may do them in the time of the step
             epoch.cost.observe_step(dispatch.num_tokens, dispatch.num_prompt_tokens, result.duration_us / 1e6)
         outputs = self._results.take(epoch, dispatch, resolved, now)
-        began_block = [row for row in dispatch.began_block if row.slot >= 0 and row.counts(dispatch.step)]
-        for sequence in began_block:
-            epoch.cache.publish(sequence.holding, sequence.num_settled_tokens)
-        state.charge(began_block)
+        began_block = [row for row in dispatch.began_block if row.slot >= 0]
+        for row in began_block:
+            epoch.cache.publish(row.holding, row.num_settled_tokens)
+        state.charge(row.sequence for row in began_block)
         state.charge_masks(resolved.mask_times, epoch.cost.prefill_rate)
         return outputs
 
@@ -192,9 +192,7 @@ class Scheduler:
             return num_step_tokens
         return min(num_step_tokens, len(epoch.decoding) + max_prompt_tokens)
 
-    def _make_room(
-        self, epoch: Epoch, draft: PlanDraft, group: SequenceGroup, work: list[tuple[Sequence, int]]
-    ) -> bool:
+    def _make_room(self, epoch: Epoch, draft: PlanDraft, group: SequenceGroup, work: list[tuple[Row, int]]) -> bool:
         """Have the blocks for a group's work free, if need be by preempting the last groups, which first give what
         their windows have passed. False: it waits.
 
@@ -213,9 +211,9 @@ class Scheduler:
                 state.preempt(state.running[-1], epoch, draft)
         if num_missing <= pool.num_free and group.state is GroupState.RUNNING:
             return True
-        for sequence, _ in work:
-            if sequence.is_decoding:
-                epoch.pause(sequence)
+        for row, _ in work:
+            if row.is_decoding:
+                epoch.pause(row)
         return False
 
     def _may_prepare(self, grammar: Grammar) -> bool:
@@ -250,7 +248,7 @@ class Scheduler:
             watermark=self._options.watermark,
         )
         cost = CostModel(PreemptionMode(self._options.preemption), capacity.block_bytes, capacity.swap_bandwidth)
-        joined = Epoch(epoch, capacity, cache, self._admission.num_slots(capacity), cost, self._state.drops)
+        joined = Epoch(epoch, capacity, cache, self._admission.num_slots(capacity), cost)
         self._admission.join(joined)
         self._state.join_worker(joined)
         self._openings = Openings(self._state, joined)

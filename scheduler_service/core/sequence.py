@@ -58,7 +58,7 @@ TRANSITIONS = {
 
 @dataclass(slots=True)
 class DropCount:
-    """How often samples on their way were dropped, of any sequence. While it stands still, all of them count."""
+    """How often samples on their way were dropped, of any row. While it stands still, all of them count."""
 
     num_drops: int = 0
 
@@ -80,7 +80,6 @@ class SequenceGroup:
     # those that it will need.
     reserved_slots: list[int] = field(default_factory=list)
     moved_step: int = 0  # what it waits for while swapping: the acknowledgement of this step's moves
-    resume_step: int = 0  # what it waits for before it is resumed: the result of this step
     num_preemptions: int = 0
     # In turn when it was preempted, or lost its worker, and when it ran again.
     pauses: tuple[float, ...] = ()
@@ -130,14 +129,24 @@ class SequenceGroup:
         return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
-    def open_sequences(self) -> list[Sequence]:
-        """The sequences that have a slot."""
-        return [sequence for sequence in self.sequences if sequence.slot >= 0]
+    def rows(self) -> list[Row]:
+        """The rows that its sequences have, or had last."""
+        return [sequence.row for sequence in self.sequences if sequence.row is not None]
+
+    @property
+    def open_rows(self) -> list[Row]:
+        """Those of them that have a slot."""
+        return [row for row in self.rows if row.slot >= 0]
+
+    @property
+    def planned_step(self) -> int:
+        """The last plan that has any of its rows: before the result of it is here, no other row takes its place."""
+        return max((row.planned_step for row in self.rows), default=0)
 
     @property
     def unopened_sequences(self) -> list[Sequence]:
         """The sequences that go on and have no slot yet."""
-        return [sequence for sequence in self.live_sequences if sequence.slot < 0]
+        return [sequence for sequence in self.live_sequences if sequence.open_row is None]
 
     @property
     def swapped_holdings(self) -> list[Holding]:
@@ -185,29 +194,15 @@ class Sequence:
     holding: Holding  # of what it has on the worker that is there
     stop_token_ids: frozenset[int]
     num_prompt_logprobs: int | None
-    drops: DropCount  # of all sequences
     is_finished: bool = False  # once and for ever: by `finish`
     has_failed: bool = False  # a row of it had bad logits, and what it wrote was unpublished
-    slot: int = -1  # -1: no row on the worker
-    # Its next token is not known when its row, or the last one it had, has sampled: the row rests until it is told what
-    # it goes on with.
-    is_gated: bool = False
+    row: Row | None = None  # on the worker that is there, or the last that it had on that
     cumulative_logprob: float = 0.0  # of a beam
     num_cached_tokens: int = 0
     num_charged_tokens: int = 0  # of its tokens, those that the policy need not be told of: its prompt, to begin with
     num_prompt_logprobs_sent: int = 0
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
-    _first_step: int = 0  # the first step of the epoch whose sample counts; earlier ones were dropped
-    # Tokens known and in flight. A row that decodes, in every plan one token, is not visited: it has one more than are
-    # computed.
-    _num_expected: int = 0
-    due_step: int = 0  # the plan that must look at it, for a block or for its last token; 0: it does not decode
-    last_step: int = 0  # the plan that samples its last token
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        return (self.group.order, self.sample_index)
 
     @property
     def num_tokens(self) -> int:
@@ -223,29 +218,69 @@ class Sequence:
         return not self.wants_prompt_logprobs and not self.group.begins_anew
 
     @property
-    def num_settled_tokens(self) -> int:
-        """Count the positions that are planned, whose tokens are known, and that are not computed again: the block of
-        such a one is still its own."""
-        return min(self.num_computed_tokens, len(self.token_ids) - self.may_repeat)
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt positions are still to be computed for their log-probabilities, cached or not."""
+        return self.num_prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
 
     @property
-    def may_repeat(self) -> bool:
-        """Whether its last known token may be computed again: by a gated row that was preempted, and by one with a
-        grammar that was late. What that reads and writes must still be its own."""
-        return self.is_gated or self.group.request.grammar is not None
+    def open_row(self) -> Row | None:
+        """Its row, if it has a slot."""
+        return self.row if self.row is not None and self.row.slot >= 0 else None
+
+    def take_slot(self, slot: int, drops: DropCount, *, is_gated: bool) -> Row:
+        """Have a row. Nothing of one that it had before is on its way."""
+        self.row = Row(self, self.holding, slot, drops, is_gated, len(self.token_ids))
+        return self.row
+
+    def finish(self) -> None:
+        """End: nothing that any plan computes of it is told from now on."""
+        self.is_finished = True
+        if self.row is not None:
+            self.row.drop()
+        self.row = None
+
+    def begin_epoch(self, holding: Holding) -> None:
+        """Have nothing of a worker that is lost, but this of the one that is there."""
+        self.holding, self.row = holding, None
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """What a sequence has on the worker from taking a slot to vacating it. What the plans under way compute of it still
+    comes after that, unless it is dropped."""
+
+    sequence: Sequence
+    holding: Holding  # the sequence's own
+    slot: int  # -1: it was vacated
+    drops: DropCount  # of all rows
+    is_gated: bool  # its next token is not known when it has sampled: it rests until it is told what it goes on with
+    # Tokens known and in flight. A row that decodes, in every plan one token, is not visited: it has one more than are
+    # computed.
+    _num_expected: int
+    is_dropped: bool = False  # once and for ever: nothing that a plan computes of it counts
+    planned_step: int = 0  # the last plan that has it; while it decodes all have, from this one on
+    due_step: int = 0  # the plan that must look at it, for a block or for its last token; 0: it does not decode
+    last_step: int = 0  # the plan that samples its last token, if it decodes
+
+    def __str__(self) -> str:
+        marks = {
+            "vacated": self.slot < 0,
+            "gated": self.is_gated,
+            "decodes": self.is_decoding,
+            "dropped": self.is_dropped,
+        }
+        return (
+            f"slot {self.slot} of sequence {self.sequence.sequence_id}: {self.holding.num_computed_tokens} of "
+            f"{self.num_expected_tokens} tokens computed, {' '.join(filter(marks.get, marks))}"
+        )
 
     @property
-    def next_position(self) -> int:
-        """The first position that may be computed from now on."""
-        return min(self.num_computed_tokens, self.num_tokens - 1) if self.may_repeat else self.num_computed_tokens
+    def order(self) -> tuple[Any, ...]:
+        return (self.sequence.group.order, self.sequence.sample_index)
 
     @property
     def is_decoding(self) -> bool:
         return self.due_step > 0
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return self.holding.num_computed_tokens
 
     @property
     def num_expected_tokens(self) -> int:
@@ -253,67 +288,73 @@ class Sequence:
 
     @property
     def num_in_flight(self) -> int:
-        return self.num_expected_tokens - len(self.token_ids)
+        """Count the samples on their way that will count."""
+        return 0 if self.is_dropped else self.num_expected_tokens - len(self.holding.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Count the positions to plan: computed chases known plus in flight, and stops where the length limit will end
         it."""
         if self.is_gated:
-            return len(self.token_ids) - self.num_computed_tokens
+            return len(self.holding.token_ids) - self.holding.num_computed_tokens
         num_expected = self.num_expected_tokens
-        return num_expected - self.num_computed_tokens if num_expected < self.max_num_tokens else 0
+        return num_expected - self.holding.num_computed_tokens if num_expected < self.sequence.max_num_tokens else 0
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt positions are still to be computed for their log-probabilities, cached or not."""
-        return self.num_prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
+    def num_settled_tokens(self) -> int:
+        """Count the positions that are planned, whose tokens are known, and that are not computed again: the block of
+        such a one is still its own."""
+        return min(self.holding.num_computed_tokens, len(self.holding.token_ids) - self.may_repeat)
 
-    def plan(self, num_tokens: int, *, samples: bool) -> None:
-        """Count what a plan computes: this many more positions, and a sample or none."""
+    @property
+    def may_repeat(self) -> bool:
+        """Whether its last known token may be computed again: by a gated row that was preempted, and by one with a
+        grammar that was late. What that reads and writes must still be its own."""
+        return self.is_gated or self.sequence.group.request.grammar is not None
+
+    @property
+    def next_position(self) -> int:
+        """The first position that may be computed from now on."""
+        num_computed = self.holding.num_computed_tokens
+        return min(num_computed, len(self.holding.token_ids) - 1) if self.may_repeat else num_computed
+
+    def plan(self, step: int, num_tokens: int, *, samples: bool) -> None:
+        """Count what the plan of `step` computes: this many more positions, and a sample or none."""
+        self.planned_step = step
         self.holding.compute(num_tokens)
         self._num_expected += samples
 
+    def reported(self) -> None:
+        """The candidates of a beam are here: no sample is on its way."""
+        self._num_expected = len(self.holding.token_ids)
+
     def go_on_with(self, token_id: int) -> None:
         """Give a gated row its next token."""
-        self.token_ids.append(token_id)
-        self._num_expected = len(self.token_ids)
+        self.holding.token_ids.append(token_id)
+        self._num_expected = len(self.holding.token_ids)
 
     def repeat(self) -> None:
         """A sample that was on its way does not come: the position before it is computed again, unless all are."""
         self._num_expected -= 1
         self.holding.compute_again(self._num_expected - 1)
 
-    def counts(self, step: int) -> bool:
-        """Whether what its row sampled in the plan of `step` continues it."""
-        return step >= self._first_step and not self.is_finished
+    def rewind(self) -> None:
+        """Forget what it is about to report: the next row computes its last token again."""
+        self.drop()
+        self.holding.compute_again(len(self.holding.token_ids) - 1)
 
-    def drop(self, step: int) -> None:
-        """Let no sample of plans up to that of `step` count: it is computed again."""
+    def drop(self) -> None:
+        """Let no sample that is on its way count."""
         self.drops.num_drops += self.num_in_flight > 0
-        self._first_step = step + 1
-        self.forget_in_flight()
+        self.is_dropped = True
 
-    def finish(self) -> None:
-        """Let it end: nothing that any plan computes of it is told from now on."""
-        if not self.is_finished:
-            self.drops.num_drops += self.num_in_flight > 0
-            self.is_finished = True
-            self.forget_in_flight()
-
-    def forget_in_flight(self) -> None:
-        """Expect no more samples that are on their way."""
-        self._num_expected = len(self.token_ids)
-
-    def forget_epoch(self) -> None:
-        """Let samples count from the first step of the next epoch on, for which nothing is computed."""
-        self.leave_decoding()
-        self._first_step = 0
-        self.forget_in_flight()
+    def vacate(self) -> None:
+        """Give the slot up. Samples on their way still count."""
+        self.slot = -1
 
     def join_decoding(self, steps: StepCount) -> None:
         """Count one token and one sample for every plan from the next one on."""
-        self.last_step = steps.num_steps + self.max_num_tokens - self.num_expected_tokens
+        self.last_step = steps.num_steps + self.sequence.max_num_tokens - self._num_expected
         self.holding.join_decoding(steps)
 
     def due_by(self, block_step: int) -> int:
@@ -321,7 +362,7 @@ class Sequence:
         self.due_step = min(block_step, self.last_step)
         return self.due_step
 
-    def leave_decoding(self) -> None:
+    def leave_decoding(self, steps: StepCount) -> None:
         """Count what plans compute of it one by one again."""
-        self._num_expected, self.due_step = self.num_expected_tokens, 0
+        self.planned_step, self._num_expected, self.due_step = steps.num_steps, self.num_expected_tokens, 0
         self.holding.leave_decoding()

@@ -12,7 +12,7 @@ from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.retention import Expectation
-from scheduler_service.core.sequence import TRANSITIONS, GroupState, Sequence, SequenceGroup
+from scheduler_service.core.sequence import TRANSITIONS, GroupState, Row, Sequence, SequenceGroup
 
 CORE = Path(__file__).parents[2] / "scheduler_service" / "core"
 
@@ -36,12 +36,10 @@ def writes(name, owner):
 
 def test_a_groups_state_is_changed_in_one_function():
     assert writes("state", "SequenceGroup") == {"lifecycle.py": ["_enter"]}
-    assert "lose_worker" in writes("moved_step", "SequenceGroup")["lifecycle.py"], (
-        "an assignment of several is not seen"
-    )
+    assert "begin_epoch" in writes("row", "Sequence")["sequence.py"], "an assignment of several is not seen"
 
 
-@pytest.mark.parametrize("record", [SequenceGroup, Sequence, Holding])
+@pytest.mark.parametrize("record", [SequenceGroup, Sequence, Holding, Row])
 def test_no_field_is_written_by_two_modules(record):
     written = {field.name: writes(field.name, record.__name__) for field in fields(record)}
     assert sum(map(bool, written.values())) > 4

@@ -429,7 +429,9 @@ def test_a_poison_request_among_64_fails_alone():
             break
         plan = system.scheduler.schedule(0.0)
         if plan is not None:
-            dispatched = {row.sequence.sequence_id for row in system.scheduler.state.epoch.unacknowledged[-1].rows}
+            dispatched = {
+                planned.row.sequence.sequence_id for planned in system.scheduler.state.epoch.unacknowledged[-1].rows
+            }
             columns = system.scheduler.state.epoch.unacknowledged[-1].columns
             dispatched |= set(columns.sequence_ids)
             if poison in dispatched:

@@ -139,8 +139,8 @@ MUTANTS = (
     _mutant(
         "a block is published before its tokens are known",
         "num_settled_tokens",
-        "len(self.token_ids) - self.may_repeat",
-        "len(self.token_ids) + self.num_in_flight - self.may_repeat",
+        "len(self.holding.token_ids) - self.may_repeat",
+        "len(self.holding.token_ids) + self.num_in_flight - self.may_repeat",
     ),
     _mutant("a reused block is still found by its old content", "_allocate", "self.index.forget(block)", ""),
     _mutant(
@@ -162,7 +162,7 @@ MUTANTS = (
         "a preempted beam's bad blocks stay published",
         "_take_failures",
         "sequence.has_failed",
-        "sequence.has_failed or not (sequence.counts(dispatch.step) or sequence.is_finished)",
+        "sequence.has_failed or row.is_dropped and not sequence.is_finished",
     ),
     Mutant(
         "a second bad row unpublishes what others wrote since the first",
@@ -279,37 +279,41 @@ MUTANTS = (
     _mutant(
         "a victim is resumed with a token in flight",
         "admit",
-        "self._epoch.last_acknowledged_step < group.resume_step",
+        "self._epoch.last_acknowledged_step < group.planned_step",
         "False",
     ),
-    _mutant("a row that ended is not told", "vacate", "self.slots.end_row(sequence.slot)", ""),
+    _mutant("a row that ended is not told", "vacate", "self.slots.end_row(row.slot)", ""),
     _mutant("all samples draw as the first", "_opening", "sequence.sample_index", "0"),
     _mutant(
         "a swapped beam is opened with nothing to compute",
         "rewind",
-        "sequence.holding.compute_again(sequence.num_tokens - 1)",
+        "self.holding.compute_again(len(self.holding.token_ids) - 1)",
         "",
     ),
     _mutant(
         "a plan computes more than its budget", "share_tokens", "num_free -= num_tokens", "num_free -= num_tokens // 2"
     ),
-    _mutant("tokens in flight outlive the end of their sequence", "take", "not sample.sequence.counts(step)", "False"),
+    _mutant("tokens in flight outlive the end of their sequence", "take", "sample.row.is_dropped", "False"),
     _mutant(
-        "prompt log-probabilities outlive the end of their request", "take", "not row.sequence.is_finished", "True"
+        "prompt log-probabilities outlive the end of their request",
+        "take",
+        "not planned.row.sequence.is_finished",
+        "True",
     ),
-    _mutant("a sample that is made again counts twice", "drop", "self._first_step = step + 1", ""),
+    _mutant("a sample that is made again counts twice", "drop", "self.is_dropped = True", ""),
     _mutant(
-        "samples of the next epoch are taken for those of the last",
-        "forget_epoch",
-        "self._first_step = 0",
-        "",
+        "samples of a row are taken for those of the row before",
+        "Sequence.take_slot",
+        "self.row = Row(self, self.holding, slot, drops, is_gated, len(self.token_ids))",
+        "is_dropped = self.row is not None and self.row.is_dropped\n"
+        "self.row = Row(self, self.holding, slot, drops, is_gated, len(self.token_ids), is_dropped)",
     ),
     _mutant(
         "what a row matched in the last epoch is taken for bad with what is bad in this one",
         "_begin",
-        "sequence.holding = self._new_holding(group.request, sequence.token_ids)",
+        "sequence.begin_epoch(self._new_holding(group.request, sequence.token_ids))",
         "num_matched_blocks = sequence.holding.num_matched_blocks\n"
-        "sequence.holding = self._new_holding(group.request, sequence.token_ids)\n"
+        "sequence.begin_epoch(self._new_holding(group.request, sequence.token_ids))\n"
         "sequence.holding.num_matched_blocks = num_matched_blocks",
     ),
     _mutant(
@@ -332,9 +336,9 @@ MUTANTS = (
     ),
     _mutant(
         "what was in flight is still awaited in the next epoch",
-        "forget_epoch",
-        "self.forget_in_flight()",
-        "",
+        "begin_epoch",
+        "self.holding, self.row = holding, None",
+        "self.holding = holding",
     ),
     _mutant(
         "a beam's score forgets the length penalty",
@@ -342,7 +346,7 @@ MUTANTS = (
         "-self._params.length_penalty * math.log(num_tokens)",
         "-math.log(num_tokens)",
     ),
-    _mutant("a beam that forks keeps the tokens of the old one", "branch", "row.token_ids[:] = parent.token_ids", ""),
+    _mutant("a beam that forks keeps the tokens of the old one", "branch", "beam.token_ids[:] = parent.token_ids", ""),
     # Who is served
     _mutant(
         "the first is the victim, not the last",
@@ -428,12 +432,13 @@ MUTANTS = (
     ),
     _mutant("an end token is ignored below min_tokens", "_may_stop", "token_id in group.end_token_ids", "False"),
     _mutant("a beam dies at an end token below min_tokens", "_ranked", "not self._end_token_ids", "True"),
-    _mutant("a gated row with a grammar is planned once", "_take_sample", "epoch.active[sequence] = None", ""),
+    _mutant("a gated row with a grammar is planned once", "_take_sample", "epoch.active[row] = None", ""),
     _mutant(
         "a row is gated as by the worker before",
         "take_slot",
-        "gates or not request.sampling.chooses_tokens",
-        "sequence.is_gated if sequence.group.pauses else gates or not request.sampling.chooses_tokens",
+        "gates = request.grammar is not None and self.capacity.gates_grammars",
+        "Epoch.kept = vars(Epoch).get('kept') or {}\n"
+        "gates = request.grammar is not None and Epoch.kept.setdefault(sequence, self.capacity.gates_grammars)",
     ),
     Mutant(
         "a grammar that cannot be read is taken for ready",
@@ -466,20 +471,14 @@ MUTANTS = (
     _mutant(
         "a late row that is planned by itself never goes on",
         "repeat",
-        "sequence.slot >= 0 and sequence.num_uncomputed_tokens",
+        "row.slot >= 0 and row.num_uncomputed_tokens",
         "False",
     ),
-    Mutant(
-        "a late row that no longer counts is counted",
-        (
-            Patch("take", "sample.status is RowStatus.LATE", "False"),
-            Patch(
-                "take",
-                "if not sample.sequence.counts(step):\n    continue",
-                "if sample.status is RowStatus.LATE:\n    epoch.repeat(sample.sequence)\n"
-                "if not sample.sequence.counts(step):\n    continue",
-            ),
-        ),
+    _mutant(
+        "a late row that was dropped is awaited",
+        "num_in_flight",
+        "0 if self.is_dropped else self.num_expected_tokens - len(self.holding.token_ids)",
+        "self.num_expected_tokens - len(self.holding.token_ids)",
     ),
     _mutant(
         "a sample shares what its late relative writes again",
@@ -490,7 +489,7 @@ MUTANTS = (
     _mutant(
         "what a late row writes again is published",
         "may_repeat",
-        "self.group.request.grammar is not None",
+        "self.sequence.group.request.grammar is not None",
         "False",
     ),
     # Without a worker

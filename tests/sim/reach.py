@@ -146,7 +146,7 @@ class Reach:
             count["aborted while its prefix is loaded"] += 1
         elif group.state is GroupState.SWAPPING_IN:
             count["aborted while it is swapped in"] += 1
-        if any(sequence.num_in_flight > 0 for sequence in group.sequences):
+        if any(row.num_in_flight > 0 for row in group.rows):
             count["aborted with a token in flight"] += 1
 
     def _loads(self, group: SequenceGroup) -> bool:
@@ -160,7 +160,8 @@ class Reach:
             count["stopped while it is swapped out"] += 1
         elif group.state is GroupState.SWAPPED:
             count["stopped while it is swapped"] += 1
-        if self._simulation.scheduler.state.samples[sequence_id].num_in_flight > 0:
+        row = self._simulation.scheduler.state.samples[sequence_id].row
+        if row is not None and row.num_in_flight > 0:
             count["stopped with a token in flight"] += 1
 
     def planned(self, plan: StepPlan) -> None:
@@ -222,7 +223,7 @@ class Reach:
 
     def _see_preemption(self, epoch: Epoch, plan: StepPlan, group: SequenceGroup) -> None:
         count = self._count
-        if any(sequence.num_in_flight > 0 for sequence in group.sequences):
+        if any(row.num_in_flight > 0 for row in group.rows):
             count["preempted with a token in flight"] += 1
         size = epoch.cache.block_size
         if any(sequence.num_tokens > epoch.cache.pool.num_blocks * size for sequence in group.sequences):
@@ -246,7 +247,7 @@ class Reach:
         if not set(host_blocks) <= set(plan.swap_out_host_blocks):
             count["a swap finds a block on the host already"] += 1
         first = group.sequences[0]
-        if first.num_computed_tokens < first.num_prompt_tokens:
+        if first.holding.num_computed_tokens < first.num_prompt_tokens:
             count["preempted in the middle of its prompt"] += 1
 
     def before_result(self, result: StepResult) -> None:
@@ -254,8 +255,8 @@ class Reach:
         if not epoch.has_worker:
             return
         for dispatch in epoch.unacknowledged[:1]:
-            sequences = [*dispatch.columns.sequences, *(row.sequence for row in dispatch.rows)]
-            is_partial = any(not sequence.counts(dispatch.step) for sequence in sequences)
+            rows = [*dispatch.columns.rows, *(planned.row for planned in dispatch.rows)]
+            is_partial = any(row.is_dropped for row in rows)
             count["a result has rows that no longer count"] += is_partial
         if RowStatus.LATE in result.statuses:
             self._see_late_rows(epoch, result)
@@ -265,22 +266,21 @@ class Reach:
 
     def _see_late_rows(self, epoch: Epoch, result: StepResult) -> None:
         count, dispatch = self._count, epoch.unacknowledged[0]
-        rows = {row.slot: row.sequence for row in dispatch.sampling_rows()}
-        rows |= zip(dispatch.columns.slots, dispatch.columns.sequences, strict=True)
+        rows = {planned.slot: planned.row for planned in dispatch.sampling_rows()}
+        rows |= zip(dispatch.columns.slots, dispatch.columns.rows, strict=True)
         for slot, status in zip(sorted(rows), result.statuses, strict=True):
-            sequence = rows[slot]
+            row, sequence = rows[slot], rows[slot].sequence
             if status is not RowStatus.LATE:
                 self._late.discard(sequence)
                 continue
             count["a row is late"] += 1
             count["a row is late twice"] += sequence in self._late
             count["a beam is late"] += sequence.group.beam is not None
-            count["a late row decodes"] += sequence.is_decoding
-            is_last = not sequence.num_uncomputed_tokens and sequence.num_in_flight > 1
+            count["a late row decodes"] += row.is_decoding
+            is_last = not row.num_uncomputed_tokens and row.num_in_flight > 1
             count["a late row has its last token planned"] += is_last
-            is_dropped = not sequence.counts(dispatch.step)
-            count["a late row no longer counts"] += is_dropped
-            count["a late row has been preempted"] += not is_dropped and sequence.slot < 0
+            count["a late row no longer counts"] += row.is_dropped
+            count["a late row has been preempted"] += not row.is_dropped and row.slot < 0
             count["a late row has a window"] += bool(epoch.cache.window)
             self._late.add(sequence)
 

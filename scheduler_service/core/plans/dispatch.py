@@ -14,14 +14,14 @@ from typing import NamedTuple
 from pagewire.common.messages import Candidates, Logprobs, Pooling, RowStatus, StepResult, WorkerProtocolError
 from scheduler_service.core.plans.decode_batch import DecodeColumns
 from scheduler_service.core.request import TokenLogprobs
-from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.sequence import Row, SequenceGroup
 
 
 class PlannedRow(NamedTuple):
-    """A row that was planned by itself: `sequence` computes positions [start, start + num_tokens) in `slot`."""
+    """A row that was planned by itself: it computes positions [start, start + num_tokens) in `slot`."""
 
     slot: int
-    sequence: Sequence
+    row: Row
     start: int
     num_tokens: int
     samples: bool
@@ -34,13 +34,13 @@ _slot = attrgetter("slot")
 
 @dataclass(slots=True)
 class Dispatch:
-    """A plan whose result is not here yet. Which of its rows still count, their sequences say."""
+    """A plan whose result is not here yet. Which of its rows still count, they say."""
 
     step: int
     rows: tuple[PlannedRow, ...]  # in the order they were planned: producers of shared blocks before consumers
     columns: DecodeColumns
-    began_block: tuple[Sequence, ...]  # decoding rows whose block before is full when the result is here
-    num_drops: int  # of any sequence's samples, until it was sent
+    began_block: tuple[Row, ...]  # decoding rows whose block before is full when the result is here
+    num_drops: int  # of any row's samples, until it was sent
     num_tokens: int
     num_prompt_tokens: int
     has_moves: bool
@@ -51,13 +51,13 @@ class Dispatch:
 
     def groups(self) -> set[SequenceGroup]:
         """The groups that compute something in it."""
-        return {row.sequence.group for row in self.rows} | {sequence.group for sequence in self.columns.sequences}
+        return {row.sequence.group for row in [*self.columns.rows, *(planned.row for planned in self.rows)]}
 
 
 class SampledRow(NamedTuple):
     """The result of a row that samples. A row that is OK has a token, candidates for one, or an embedding."""
 
-    sequence: Sequence
+    row: Row
     status: RowStatus
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
@@ -72,7 +72,7 @@ class ResolvedResult(NamedTuple):
     samples: list[SampledRow]
     decoded: list[int]  # token ids of the columns' rows; empty if these stand in samples
     prompt_logprobs: list[tuple[PlannedRow, list[TokenLogprobs]]]
-    mask_times: list[tuple[Sequence, int]]  # microseconds that masks of rows took
+    mask_times: list[tuple[Row, int]]  # microseconds that masks of rows took
 
 
 def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> ResolvedResult:
@@ -89,26 +89,26 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise WorkerProtocolError(f"step {dispatch.step} yields a token outside the vocabulary of {vocab_size}")
     if result.statuses or dispatch.columns.has_logprobs:
-        everybody = [sequence for _, sequence in _merge(rows, dispatch.columns)]
+        everybody = [row for _, row in _merge(rows, dispatch.columns)]
         samples = _read_samples(dispatch, everybody, token_ids, result, vocab_size)
         return ResolvedResult(samples, [], prompt_logprobs, mask_times)
-    choosing = [row for row in rows if row.sequence.group.request.sampling.chooses_tokens]
-    positions = [bisect_left(dispatch.columns.slots, row.slot) + i for i, row in enumerate(choosing)]
+    choosing = [planned for planned in rows if planned.row.sequence.group.request.sampling.chooses_tokens]
+    positions = [bisect_left(dispatch.columns.slots, planned.slot) + i for i, planned in enumerate(choosing)]
     _check_count(dispatch.step, len(dispatch.columns.slots) + len(positions), len(token_ids))
     decoded = list(token_ids)
     chosen = tuple(reversed([decoded.pop(position) for position in reversed(positions)]))
-    samples = _read_samples(dispatch, [row.sequence for row in rows], chosen, result, vocab_size)
+    samples = _read_samples(dispatch, [planned.row for planned in rows], chosen, result, vocab_size)
     return ResolvedResult(samples, decoded, prompt_logprobs, mask_times)
 
 
-def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[tuple[int, Sequence]]:
+def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[tuple[int, Row]]:
     """Put both kinds of rows in slot order."""
-    pairs = [(row.slot, row.sequence) for row in rows]
-    pairs.extend(zip(columns.slots, columns.sequences, strict=True))
+    pairs = [(planned.slot, planned.row) for planned in rows]
+    pairs.extend(zip(columns.slots, columns.rows, strict=True))
     return sorted(pairs, key=itemgetter(0))
 
 
-def _read_mask_times(step: int, result: StepResult, rows: list[tuple[int, Sequence]]) -> list[tuple[Sequence, int]]:
+def _read_mask_times(step: int, result: StepResult, rows: list[tuple[int, Row]]) -> list[tuple[Row, int]]:
     by_slot = dict(rows)
     slots = result.mask_slots
     if len(slots) != len(result.mask_us) or len(set(slots)) != len(slots) or not by_slot.keys() >= set(slots):
@@ -125,13 +125,12 @@ def _check_count(step: int, num_expected: int, num_tokens: int) -> None:
 
 
 def _read_samples(
-    dispatch: Dispatch, sequences: list[Sequence], token_ids: tuple[int, ...], result: StepResult, vocab_size: int
+    dispatch: Dispatch, rows: list[Row], token_ids: tuple[int, ...], result: StepResult, vocab_size: int
 ) -> list[SampledRow]:
-    """Cut the columns into rows: `sequences` are those of the rows in slot order, `token_ids` and the other columns of
-    the result are theirs."""
-    statuses = result.statuses or (RowStatus.OK,) * len(sequences)
-    pairs = list(zip(sequences, statuses, strict=True))
-    wanted = [sequence.group.request.sampling for sequence, status in pairs if status is RowStatus.OK]
+    """Cut the columns into `rows`, in slot order: `token_ids` and the other columns of the result are theirs."""
+    statuses = result.statuses or (RowStatus.OK,) * len(rows)
+    pairs = list(zip(rows, statuses, strict=True))
+    wanted = [row.sequence.group.request.sampling for row, status in pairs if status is RowStatus.OK]
     choosing = [sampling.num_logprobs for sampling in wanted if sampling.chooses_tokens]
     _check_count(dispatch.step, len(choosing), len(token_ids))
     tokens = iter(token_ids)
@@ -142,17 +141,17 @@ def _read_samples(
     num_pooled = sum(sampling.pooling is not Pooling.NONE for sampling in wanted)
     embeddings = iter(_read_embeddings(dispatch.step, result.embeddings, num_pooled))
     samples = []
-    for sequence, status in pairs:
-        sampling = sequence.group.request.sampling
+    for row, status in pairs:
+        sampling = row.sequence.group.request.sampling
         if status is not RowStatus.OK:
-            samples.append(SampledRow(sequence, status))
+            samples.append(SampledRow(row, status))
         elif sampling.num_candidates is not None:
-            samples.append(SampledRow(sequence, status, candidates=next(candidates)))
+            samples.append(SampledRow(row, status, candidates=next(candidates)))
         elif sampling.pooling is not Pooling.NONE:
-            samples.append(SampledRow(sequence, status, embedding=next(embeddings)))
+            samples.append(SampledRow(row, status, embedding=next(embeddings)))
         else:
             entry = None if sampling.num_logprobs is None else next(logprobs)
-            samples.append(SampledRow(sequence, status, next(tokens), entry))
+            samples.append(SampledRow(row, status, next(tokens), entry))
     return samples
 
 
@@ -161,23 +160,23 @@ def _read_prompt_logprobs(
 ) -> Iterator[tuple[PlannedRow, list[TokenLogprobs]]]:
     """Find the rows whose step computed prompt log-probabilities, each with one entry per position from its start
     on."""
-    expected = sorted((row for row in dispatch.rows if row.num_prompt_logprobs > 0), key=_slot)
+    expected = sorted((planned for planned in dispatch.rows if planned.num_prompt_logprobs > 0), key=_slot)
     if len(expected) != len(result.prompt_logprobs):
         raise WorkerProtocolError(
             f"step {dispatch.step} owes prompt log-probabilities of {len(expected)} rows, not "
             f"{len(result.prompt_logprobs)}"
         )
-    for row, chunk in zip(expected, result.prompt_logprobs, strict=True):
-        if (chunk.slot, chunk.first_position) != (row.slot, row.start + 1):
+    for planned, chunk in zip(expected, result.prompt_logprobs, strict=True):
+        if (chunk.slot, chunk.first_position) != (planned.slot, planned.start + 1):
             raise WorkerProtocolError(
                 f"prompt log-probabilities are of slot {chunk.slot} from {chunk.first_position}, not of slot "
-                f"{row.slot} from {row.start + 1}"
+                f"{planned.slot} from {planned.start + 1}"
             )
-        num_top = row.sequence.num_prompt_logprobs
+        num_top = planned.row.sequence.num_prompt_logprobs
         assert num_top is not None
-        first = row.start + 1
-        token_ids = row.sequence.token_ids[first : first + row.num_prompt_logprobs]
-        yield row, _read_logprobs(chunk.logprobs, [(token_id, num_top) for token_id in token_ids], vocab_size)
+        first = planned.start + 1
+        token_ids = planned.row.sequence.token_ids[first : first + planned.num_prompt_logprobs]
+        yield planned, _read_logprobs(chunk.logprobs, [(token_id, num_top) for token_id in token_ids], vocab_size)
 
 
 def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size: int) -> list[TokenLogprobs]:

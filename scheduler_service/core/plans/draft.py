@@ -10,7 +10,7 @@ from pagewire.common.messages import PHASES, AddedGrammar, RowOpening, StepPlan
 from scheduler_service.core.cache import MoveLedger
 from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import PlannedRow
-from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.sequence import Row, Sequence
 
 # Tokens and block ids that the openings of one plan may carry: at most 4 bytes each, 8 MiB together.
 _MAX_OPENING_VALUES = 2 * 1024 * 1024
@@ -29,7 +29,7 @@ class PlanDraft:
     num_row_tokens: int = 0  # of the rows that are planned one by one
     num_opening_values: int = 0
     # Tokens that rows which do not decode may compute; None: each takes what those before it leave.
-    shares: dict[Sequence, int] | None = None
+    shares: dict[Row, int] | None = None
     has_preempted: bool = False
     copies: list[tuple[int, int]] = field(default_factory=list)  # source, target
     added_grammars: list[AddedGrammar] = field(default_factory=list)
@@ -39,7 +39,7 @@ class PlanDraft:
     set_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, index, block
     appended_tokens: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
     rows: list[PlannedRow] = field(default_factory=list)
-    began_block: list[Sequence] = field(default_factory=list)  # decoding rows that got one
+    began_block: list[Row] = field(default_factory=list)  # decoding rows that got one
 
     @property
     def num_tokens(self) -> int:
