@@ -36,7 +36,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.serving.activity import share
 from scheduler_service.serving.observer import ENDED_WELL, Observer
-from scheduler_service.serving.token_stream import TokenCounts
+from scheduler_service.serving.output import TokenCounts
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip  # noqa: E501
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)

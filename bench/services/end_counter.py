@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
-from scheduler_service.core.request import EndReason
-from scheduler_service.serving.refusal import RefusedError
-from scheduler_service.serving.token_stream import Delta
+from scheduler_service.core.request import EndReason, Request
+from scheduler_service.serving.active_request import ActiveRequest, RequestEngine
+from scheduler_service.serving.output import SampleRecord
 
 Result = TypeVar("Result")
 
@@ -24,27 +25,25 @@ async def while_running(work: Coroutine[Any, Any, Result], *beside: asyncio.Futu
 
 
 class EndCounter:
-    """Receives what comes of many requests, and waits for their ends alone."""
+    """Has many requests carried out, and waits for their ends alone."""
 
-    ready_list = None
-    label = 0
-    keeps_all = True
-
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, engine: RequestEngine, num_requests: int) -> None:
+        self._engine = engine
         self._num_open = num_requests
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def deliver(self, delta: Delta) -> None:
-        if delta.end is None:
-            return
-        if delta.end.reason is not EndReason.LENGTH:
-            self._fail(f"a request ended with {delta.end.reason.value}")
+    def submit(self, request: Request) -> None:
+        output = SampleRecord(0)
+        active = ActiveRequest(request, [output], self._engine)
+        active.on_end = partial(self._take_end, output)
+        self._engine.submit(active, {})
+
+    def _take_end(self, output: SampleRecord) -> None:
+        if output.published_end.reason is not EndReason.LENGTH:
+            self._fail(f"a request ended with {output.published_end.reason.value}")
         self._num_open -= 1
         if not self._num_open and not self._ended.done():
             self._ended.set_result(None)
-
-    def fail(self, refusal: RefusedError) -> None:
-        self._fail(f"a step loop refuses at once: {refusal}")
 
     async def wait(self) -> None:
         """Returns when all requests have ended. Raises RuntimeError where one did not reach its length."""

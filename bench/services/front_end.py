@@ -192,10 +192,10 @@ async def run_steps(worker: str) -> None:
     print("ready on -", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         num_streams, num_tokens = map(int, line.split())
-        receiver = EndCounter(num_streams)
+        counter = EndCounter(step_loop, num_streams)
         for i in range(num_streams):
-            step_loop.submit(Request(str(i), "", PROMPT, SamplingParams(), num_tokens), receiver)
-        await while_running(receiver.wait(), *running)
+            counter.submit(Request(str(i), "", PROMPT, SamplingParams(), num_tokens))
+        await while_running(counter.wait(), *running)
         print("done", flush=True)
     for task in running:
         task.cancel()

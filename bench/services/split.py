@@ -162,10 +162,10 @@ async def run_injected(arguments, arm) -> None:
     async with (one_process if arm == ARMS[0] else two_processes)(arguments, step_loop) as linked:
 
         async def round_of(index: int) -> None:
-            receiver = EndCounter(arguments.num_seqs)
+            counter = EndCounter(step_loop, arguments.num_seqs)
             for i, prompt in enumerate(prompts(arguments, index)):
-                step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), receiver)
-            await while_running(receiver.wait(), linked, stepping)
+                counter.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len))
+            await while_running(counter.wait(), linked, stepping)
 
         await answer_rounds(arguments, round_of, own_cpu_seconds)
     stepping.cancel()

@@ -1,7 +1,7 @@
 """A front end's way to its scheduler: one GenerateMany call, and the next when that is lost.
 
-It is the front end's engine, as the step loop is the scheduler's. Tokens come back in columns, and go to the receivers
-of their requests.
+It is the front end's engine, as the step loop is the scheduler's. Tokens come back in columns, and go to the outputs of
+their requests. A stream's id is the id of its sequence here.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -19,13 +20,14 @@ from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
+from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import FINISH_REASONS, encode_embedding
 from scheduler_service.links.waiting import Ended, Outdated, Waiting, ends
+from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.clock import Clock
+from scheduler_service.serving.output import SampleRecord, TokenCounts
 from scheduler_service.serving.refusal import REASONS, Reason, RefusedError, invalid
-from scheduler_service.serving.token_stream import Delta, Receiver, TokenCounts
 
 logger = logging.getLogger(__name__)
 
@@ -48,39 +50,6 @@ _PORT = RightPort.of_link(
 # What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
 _FAILED_WRITE = "Internal error from Core"
 _END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINISH_REASONS.items()}
-
-
-class _Sent:
-    """A request that the scheduler has. Its samples' streams count up from `stream_id`."""
-
-    def __init__(self, stream_id: int, request: Request, receiver: Receiver, counts: TokenCounts) -> None:
-        self.stream_id = stream_id
-        self.stream_ids = list(range(stream_id, stream_id + request.n))
-        self.key = (request.tenant, request.request_id)
-        self.is_beam_search = request.beam is not None
-        self.receiver = receiver
-        self._counts = counts
-        self._num_tokens = [0] * request.n  # that came of each sample
-
-    def deliver(
-        self,
-        stream_id: int,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
-        prompt_logprobs: list[TokenLogprobs],
-        end: SequenceEnd | None = None,
-        cumulative_logprob: float | None = None,
-    ) -> None:
-        """Hand on what a stream got."""
-        index = stream_id - self.stream_id
-        first_token = self._num_tokens[index]
-        self._num_tokens[index] += len(token_ids)
-        if self.receiver.keeps_all:
-            self._counts.num_kept += len(token_ids)
-        num_computed = self._num_tokens[index] if end is not None else 0
-        self.receiver.deliver(
-            Delta(index, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob, num_computed)
-        )
 
 
 class SchedulerLink:
@@ -112,8 +81,8 @@ class SchedulerLink:
         self._connected = asyncio.Event()  # for the first time, or no caller waits for it any more
         self._idle = asyncio.Event()
         self._idle.set()
-        self._streams: dict[int, _Sent] = {}  # requests by each of their streams that has not ended
-        self._requests: dict[tuple[str, str], _Sent] = {}  # by tenant and request id
+        self._streams: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # those that have not ended
+        self._requests: dict[tuple[str, str], ActiveRequest] = {}  # by tenant and request id
         self._next_stream_id = 0  # never used twice, whatever the call
         self.counts = TokenCounts()  # of the clients here
         self.num_ended: Counter[EndReason] = Counter()  # samples
@@ -173,56 +142,55 @@ class SchedulerLink:
         """Return when the scheduler has answered: before, it is not known what fits. It waits for its worker itself."""
         await self._connected.wait()
 
-    def submit(self, request: Request, receiver: Receiver, trace: Mapping[str, str]) -> list[int]:
-        """Send a request on its way; the ids of its sequences. The receiver hears of the scheduler's refusals, and gets
-        all deltas one by one, with a ready list too. Raises RefusedError."""
+    def submit(self, request: ActiveRequest, trace: Mapping[str, str]) -> None:
+        """Send a request on its way. It hears of the scheduler's refusals, and takes in all that comes one by one, with
+        a ready list too. Raises RefusedError."""
         if self._outbox is None or self._is_draining:
             raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
-        timeout = None if request.deadline is None else max(0.0, request.deadline - self.clock.now())
+        asked = request.request
+        timeout = None if asked.deadline is None else max(0.0, asked.deadline - self.clock.now())
         submission = scheduler_pb2.Submission(
             stream_id=self._next_stream_id,
-            request=encode_request(request, self._eos_token_ids, self.max_sequence_tokens),
+            request=encode_request(asked, self._eos_token_ids, self.max_sequence_tokens),
             timeout_seconds=timeout,
             token_only=True,
             traceparent=trace.get("traceparent"),
             tenants_revision=self._tenants_revision() if self._tenants_revision is not None else "",
-            read_whole=request.output_mode is OutputMode.WHOLE,
-            tells_kept=not receiver.keeps_all,
+            read_whole=asked.output_mode is OutputMode.WHOLE,
+            tells_kept=not request.keeps_all,
         )
         message = scheduler_pb2.GenerateManyRequest(submit=submission)
         if message.ByteSize() > MAX_MESSAGE_BYTES:  # the scheduler would end the call, with all that share it
             raise invalid("", too_large(message.ByteSize(), MAX_MESSAGE_BYTES))
-        sent = _Sent(self._next_stream_id, request, receiver, self.counts)
-        self._next_stream_id += request.n
-        self._streams.update(dict.fromkeys(sent.stream_ids, sent))
-        self._requests.setdefault(sent.key, sent)
+        first, self._next_stream_id = self._next_stream_id, self._next_stream_id + asked.n
+        request.queued(asked, range(first, self._next_stream_id), self.clock.now())
+        self._streams.update((output.sequence_id, (output, request)) for output in request.outputs)
+        self._requests.setdefault((asked.tenant, asked.request_id), request)
         self._idle.clear()
         self._outbox.put_nowait(message)
-        return sent.stream_ids
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Let a request end with ABORT. Raises KeyError if there is none of that name here."""
         self._send_abort(self._requests[tenant, request_id])
 
-    def cancel(self, sequence_ids: list[int]) -> None:
+    def cancel(self, request: ActiveRequest) -> None:
         """End what is left of a request. Its samples end when the scheduler says so, but its name is free at once."""
-        sent = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
-        if sent is not None:
-            self._send_abort(sent)
-            self._free_name(sent)
+        if any(output.sequence_id in self._streams for output in request.outputs):
+            self._send_abort(request)
+            self._free_name(request)
 
-    def stop(self, sequence_id: int, num_output_tokens: int) -> None:
-        """Tell the scheduler that a stop text ended a sequence after this many tokens."""
-        if sequence_id in self._streams:
-            self._send_stop(sequence_id, num_output_tokens)
+    def stop(self, output: SampleRecord, num_tokens: int) -> None:
+        """Tell the scheduler that a stop text ended a sample after this many tokens."""
+        if output.sequence_id in self._streams:
+            self._send_stop(output, num_tokens)
 
-    def settle(self, sequence_id: int, num_computed: int, num_kept: int) -> None:
+    def settle(self, output: SampleRecord, num_kept: int) -> None:
         """Count what a client here got of a sample, and tell the scheduler."""
-        self.counts.settle(num_computed, num_kept)
-        self._send_stop(sequence_id, num_kept)
+        self.counts.settle(output, num_kept)
+        self._send_stop(output, num_kept)
 
-    def _send_stop(self, stream_id: int, num_tokens: int) -> None:
-        self._command(stop=scheduler_pb2.StreamStop(stream_id=stream_id, num_tokens=num_tokens))
+    def _send_stop(self, output: SampleRecord, num_tokens: int) -> None:
+        self._command(stop=scheduler_pb2.StreamStop(stream_id=output.sequence_id, num_tokens=num_tokens))
 
     def _command(self, **command: Message) -> None:
         """Send a command about what the scheduler has, unless it is gone."""
@@ -267,8 +235,8 @@ class SchedulerLink:
     def end_all(self, message: str) -> None:
         """End every request with UNAVAILABLE and this message."""
         self._is_draining = True
-        for sent in set(self._streams.values()):
-            self._send_abort(sent)
+        for request in {request for _, request in self._streams.values()}:
+            self._send_abort(request)
         self._fail_all(message)
 
     async def _hold(self) -> Ended:
@@ -323,55 +291,53 @@ class SchedulerLink:
         counts = message.num_tokens or [1] * len(message.stream_ids)
         token_ids, start = list(message.token_ids), 0
         for stream_id, count in zip(message.stream_ids, counts, strict=True):
-            sent = self._streams.get(stream_id)
-            if sent is not None:
-                sent.deliver(stream_id, token_ids[start : start + count], [], [])
+            if stream := self._streams.get(stream_id):
+                self._deliver(*stream, token_ids[start : start + count])
             start += count
         for entry in message.deltas:
-            sent = self._streams.get(entry.stream_id)
-            if sent is not None:
-                self._take_delta(entry.stream_id, sent, entry.delta)
+            if stream := self._streams.get(entry.stream_id):
+                self._take_delta(*stream, entry.delta)
         for failure in message.failures:
             # Its first samples may have ended.
             samples = map(self._streams.get, range(failure.stream_id, failure.stream_id + MAX_SAMPLES))
-            if sent := next((each for each in samples if each and each.stream_id == failure.stream_id), None):
-                self._forget(sent)
+            requests = (stream[1] for stream in samples if stream)
+            if request := next((each for each in requests if each.outputs[0].sequence_id == failure.stream_id), None):
+                self._forget(request)
                 self.num_failed += 1
-                sent.receiver.fail(
-                    RefusedError(REASONS.get(failure.code, Reason.INTERNAL), failure.message, failure.field)
-                )
+                request.fail(RefusedError(REASONS.get(failure.code, Reason.INTERNAL), failure.message, failure.field))
 
-    def _take_delta(self, stream_id: int, sent: _Sent, delta: scheduler_pb2.GenerateResponse) -> None:
-        end = None
+    def _take_delta(self, output: SampleRecord, request: ActiveRequest, delta: scheduler_pb2.GenerateResponse) -> None:
+        end = cumulative_logprob = None
         if delta.HasField("usage"):
-            end = _decode_end(stream_id, delta)
-            self.num_ended[end.reason] += 1
-            del self._streams[stream_id]
-            if self._streams.keys().isdisjoint(sent.stream_ids):
-                self._forget(sent)
-        sent.deliver(
-            stream_id,
-            list(delta.token_ids),
-            [_decode_logprobs(entry) for entry in delta.logprobs],
-            [_decode_logprobs(entry) for entry in delta.prompt_logprobs],
-            end,
+            end = _decode_end(output.sequence_id, delta)
             # That of a hypothesis; a sample's follows from its log-probabilities.
-            delta.cumulative_logprob if end is not None and sent.is_beam_search else None,
-        )
+            cumulative_logprob = delta.cumulative_logprob if request.request.beam is not None else None
+            self.num_ended[end.reason] += 1
+            del self._streams[output.sequence_id]
+            if not any(each.sequence_id in self._streams for each in request.outputs):
+                self._forget(request)
+        logprobs, prompt_logprobs = map(_decode_logprobs, delta.logprobs), map(_decode_logprobs, delta.prompt_logprobs)
+        self._deliver(output, request, list(delta.token_ids), logprobs, prompt_logprobs, cumulative_logprob, end)
 
-    def _send_abort(self, sent: _Sent) -> None:
-        self._command(abort=scheduler_pb2.StreamAbort(stream_id=sent.stream_id))
+    def _deliver(self, output: SampleRecord, request: ActiveRequest, token_ids: list[int], *more: Any) -> None:
+        if request.keeps_all:
+            self.counts.num_kept += len(token_ids)
+        request.take_in(output, token_ids, *more)
 
-    def _forget(self, sent: _Sent) -> None:
-        for stream_id in sent.stream_ids:
-            self._streams.pop(stream_id, None)
-        self._free_name(sent)
+    def _send_abort(self, request: ActiveRequest) -> None:
+        self._command(abort=scheduler_pb2.StreamAbort(stream_id=request.outputs[0].sequence_id))
+
+    def _forget(self, request: ActiveRequest) -> None:
+        for output in request.outputs:
+            self._streams.pop(output.sequence_id, None)
+        self._free_name(request)
         if not self._streams:
             self._idle.set()
 
-    def _free_name(self, sent: _Sent) -> None:
-        if self._requests.get(sent.key) is sent:
-            del self._requests[sent.key]
+    def _free_name(self, request: ActiveRequest) -> None:
+        name = (request.request.tenant, request.request.request_id)
+        if self._requests.get(name) is request:
+            del self._requests[name]
 
     def _fail_all(self, message: str) -> None:
         if self._loads is not None:
@@ -379,10 +345,10 @@ class SchedulerLink:
             self._loads.exception()  # the caller may have gone
             self._loads = None
         while self._streams:
-            sent = next(iter(self._streams.values()))
-            self._forget(sent)
+            _, request = next(iter(self._streams.values()))
+            self._forget(request)
             self.num_failed += 1
-            sent.receiver.fail(RefusedError(Reason.UNAVAILABLE, message))
+            request.fail(RefusedError(Reason.UNAVAILABLE, message))
 
 
 async def _send(call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest]) -> None:

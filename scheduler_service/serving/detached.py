@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from functools import partial
 
-from scheduler_service.serving.generation import Generation
+from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.refusal import Reason, RefusedError
 
 MAX_ENDED = 4096
@@ -18,26 +18,26 @@ class DetachedRequests:
         self._retention = retention
         self._max_ended = max_ended
         self._max_bytes = max_bytes
-        self._generations: dict[tuple[str, str], Generation] = {}  # by tenant and request id
+        self._requests: dict[tuple[str, str], ActiveRequest] = {}  # by tenant and request id
         self._ended: dict[tuple[str, str], tuple[asyncio.TimerHandle, int]] = {}  # and bytes; oldest first
         self._num_ended: Counter[str] = Counter()  # by tenant; none is 0
         self._ended_bytes: Counter[str] = Counter()  # by tenant; none is 0
         self.num_bytes = 0  # of all that have ended
 
-    def add(self, generation: Generation) -> None:
+    def add(self, active: ActiveRequest) -> None:
         """Take a request that runs, of a name that is not here."""
-        key = (generation.request.tenant, generation.request.request_id)
-        self._generations[key] = generation
-        generation.on_end = partial(self._keep, key)
+        key = (active.request.tenant, active.request.request_id)
+        self._requests[key] = active
+        active.on_end = partial(self._keep, key)
 
     def has(self, tenant: str, request_id: str) -> bool:
-        return (tenant, request_id) in self._generations
+        return (tenant, request_id) in self._requests
 
-    def find(self, tenant: str, request_id: str) -> Generation:
+    def find(self, tenant: str, request_id: str) -> ActiveRequest:
         """Return the request of that name. Raises RefusedError if there is none, but not whether it never was, is
         another tenant's or has expired."""
         try:
-            return self._generations[tenant, request_id]
+            return self._requests[tenant, request_id]
         except KeyError:
             raise RefusedError(
                 Reason.NOT_FOUND,
@@ -47,9 +47,9 @@ class DetachedRequests:
 
     def _keep(self, key: tuple[str, str]) -> None:
         """Keep a request for a while that has ended, or that has failed: then what is left of it ends now."""
-        generation = self._generations[key]
-        generation.cancel()
-        num_bytes = sum(output.num_bytes for output in generation.outputs)
+        active = self._requests[key]
+        active.cancel()
+        num_bytes = sum(output.num_bytes for output in active.outputs)
         timer = asyncio.get_running_loop().call_later(self._retention, self._forget, key)
         self._ended[key] = timer, num_bytes
         self._num_ended[key[0]] += 1
@@ -68,7 +68,7 @@ class DetachedRequests:
     def _forget(self, key: tuple[str, str]) -> None:
         timer, num_bytes = self._ended.pop(key)
         timer.cancel()
-        del self._generations[key]
+        del self._requests[key]
         self.num_bytes -= num_bytes
         for amounts, amount in ((self._num_ended, 1), (self._ended_bytes, num_bytes)):
             amounts[key[0]] -= amount

@@ -1,12 +1,9 @@
-"""The contract of whatever carries requests out: the step loop, or a front end's link to its scheduler."""
+"""What those that take calls know of what carries requests out."""
 
 import asyncio
-from collections.abc import Mapping
 from typing import Protocol
 
-from scheduler_service.core.request import OutputMode, Request
-from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.token_stream import Receiver
+from scheduler_service.core.request import OutputMode
 
 
 class DescribedWorker(Protocol):
@@ -57,33 +54,3 @@ class Availability(Protocol):
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
         """Return when it is known what fits, or when requests of this kind are refused."""
-
-
-class RequestEngine(Protocol):
-    """Whatever carries requests out; those that take calls know nothing else of it."""
-
-    @property
-    def clock(self) -> Clock:
-        """The clock of which the deadlines of requests are."""
-
-    @property
-    def availability(self) -> Availability:
-        """Whether requests are taken now, and what fits."""
-
-    def submit(self, request: Request, receiver: Receiver, trace: Mapping[str, str]) -> list[int]:
-        """Queue a request that is part of the trace which these headers tell; the ids of its sequences. Raises
-        AdmissionError or RefusedError if it is refused at once; a link hears of some refusals later, and tells the
-        receiver."""
-
-    def abort(self, tenant: str, request_id: str) -> None:
-        """Let a request end with ABORT. Raises KeyError if there is none of that name."""
-
-    def cancel(self, sequence_ids: list[int]) -> None:
-        """Let what is left of a request end with ABORT, even if another uses its name by now."""
-
-    def settle(self, sequence_id: int, num_computed: int, num_kept: int) -> None:
-        """Take note of how many tokens of a sample its client got, of those that it was given. For samples whose
-        receiver does not keep all."""
-
-    def stop(self, sequence_id: int, num_output_tokens: int) -> None:
-        """End a sequence after this many tokens, since a stop text was found in them."""

@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from scheduler_service.core.request import AdmissionError, OutputMode, Request, SequenceEnd
+from scheduler_service.serving.active_request import ActiveRequest, RequestEngine
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
-from scheduler_service.serving.engine import RequestEngine
-from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.grammars import GrammarChecks
-from scheduler_service.serving.output import OutputBuffer
+from scheduler_service.serving.output import ReadyList, SampleRecord
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.prompt_text import PromptTexts, TextLimits
 from scheduler_service.serving.refusal import OF_ADMISSION, Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
-from scheduler_service.serving.token_stream import ReadyList
 
 
 class Intake:
@@ -48,7 +46,7 @@ class Intake:
         self._grammars = grammars
         self._retention_limit = retention_limit
         self._num_pending = 0  # calls whose request is not in the engine yet
-        self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()  # those that were queued, and are not freed
+        self._active: weakref.WeakSet[ActiveRequest] = weakref.WeakSet()  # those that were queued, and are not freed
 
     async def begin(
         self,
@@ -60,7 +58,7 @@ class Intake:
         ready_list: ReadyList | None = None,
         label: int = 0,
         is_relayed: bool = False,
-    ) -> Generation:
+    ) -> ActiveRequest:
         """Queue what a request asks for that came with a call, which says how long it may take.
 
         Without text there is nothing to watch for stop texts in either. If there are only tokens to tell, they wait in
@@ -69,48 +67,42 @@ class Intake:
         kept. Raises RefusedError.
         """
         request = await self._resolve(parsed, call, output_mode)
-        outputs = self._outputs(parsed, request, with_text=with_text)
-        generation = Generation(
+        active = ActiveRequest(
             request,
-            outputs,
+            self._outputs(parsed, request, label, with_text=with_text),
             self.engine,
             ready_list if _is_plain(request) else None,
-            label,
             keeps_all=request.beam is not None or not parsed.stop,
             is_relayed=is_relayed and request.beam is None,
         )
-        self._submit(generation, call.trace)
-        return generation
+        self._submit(active, call.trace)
+        return active
 
     async def embed(self, parsed: ParsedRequest, call: Call) -> tuple[str, SequenceEnd]:
         """Return the id of a request for an embedding, and its end, which has what is made of its prompt. Leaving early
         aborts the request. Raises RefusedError."""
-        generation = await self.begin(parsed, call, OutputMode.WHOLE, with_text=False)
+        active = await self.begin(parsed, call, OutputMode.WHOLE, with_text=False)
         try:
-            await generation.wait_for_end()
-            end = generation.outputs[0].end
+            await active.wait_for_end()
+            end = active.outputs[0].end
         finally:
-            generation.cancel()
+            active.cancel()
         if end is None or not end.embedding:
             raise RefusedError(Reason.CANCELLED, "the request was aborted before its embedding was made")
-        return generation.request.request_id, end
-
-    def settle(self, stream_id: int, num_computed: int, num_kept: int) -> None:
-        """Take note of how much of a relayed sample its client got."""
-        self.engine.settle(stream_id, num_computed, min(num_kept, num_computed))
+        return active.request.request_id, end
 
     def revoke(self, tenants: frozenset[str]) -> None:
         """End what runs for tenants that are none any more, also for front ends and for clients that have
         left."""
-        for generation in list(self._generations):
-            tenant = generation.request.tenant
-            if tenant in tenants and not generation.has_ended:
-                generation.fail(
+        for active in list(self._active):
+            tenant = active.request.tenant
+            if tenant in tenants and not active.has_ended:
+                active.fail(
                     RefusedError(
                         Reason.UNAUTHENTICATED, f"tenant {tenant!r} is no longer in the server's file of tenants"
                     )
                 )
-                generation.abort()
+                active.abort()
 
     async def _resolve(self, parsed: ParsedRequest, call: Call, output_mode: OutputMode) -> Request:
         """Make the request in full, in which every value is set. Raises RefusedError."""
@@ -153,7 +145,7 @@ class Intake:
         limit = self.engine.availability.max_sequence_tokens
         return await self.texts.encode(parsed.prompt, parsed.request.tenant, limit)
 
-    def _outputs(self, parsed: ParsedRequest, request: Request, *, with_text: bool) -> list[OutputBuffer]:
+    def _outputs(self, parsed: ParsedRequest, request: Request, label: int, *, with_text: bool) -> list[SampleRecord]:
         """Make an output for each sample. The outputs of a detached request are kept."""
         outputs = []
         for index in range(request.n):
@@ -167,20 +159,22 @@ class Intake:
                     skip_special_tokens=parsed.skip_special_tokens,
                 )
             outputs.append(
-                OutputBuffer(
+                SampleRecord(
                     index,
                     decoder,
+                    label=label + index,
                     with_logprobs=request.sampling.num_logprobs is not None,
+                    is_hypothesis=request.beam is not None,
                     keep_stop_token_text=parsed.include_stop_text,
                     is_kept=request.output_mode is OutputMode.DETACHED,
                 )
             )
         return outputs
 
-    def _submit(self, generation: Generation, trace: Mapping[str, str]) -> None:
+    def _submit(self, active: ActiveRequest, trace: Mapping[str, str]) -> None:
         """Hold the request against what is kept, its tenant's quota and the engine, and queue it. Raises
         RefusedError."""
-        request = generation.request
+        request = active.request
         if request.grammar is not None and self._grammars is not None:
             self._grammars.check_served(request.grammar)  # another worker may have come since
         if self._detached is not None and self._detached.has(request.tenant, request.request_id):
@@ -191,15 +185,15 @@ class Intake:
             )
         claim = self._quotas.claim(request) if self._quotas is not None else None
         if claim is not None:
-            # What waits in a ready list is not delivered, and would not be counted.
-            generation.claim, generation.ready_list = claim, None
+            # What waits in a ready list is not taken in, and would not be counted.
+            active.on_news, active.ready_list = claim.take_news, None
         try:
-            generation.sequence_ids = self.engine.submit(request, generation, trace)
+            self.engine.submit(active, trace)
         except AdmissionError as error:
             if claim is not None:
                 claim.release()
             raise RefusedError(OF_ADMISSION[error.reason], str(error), error.field) from error
-        self._generations.add(generation)
+        self._active.add(active)
 
 
 def _is_plain(request: Request) -> bool:

@@ -1,5 +1,8 @@
 """All that one sample has got, its tokens, text and log-probabilities, and how it ended; and a reader's place in it.
 
+Publishing a token is an append, whatever the readers do. What was published is taken in later, when its turn comes:
+then text is made of it, and stop texts are looked for.
+
 An output that is not kept has one reader, and what that one has read is forgotten: deltas that come before it reads
 again wait here together, so that a slow reader gets longer responses, and what waits is at most the sample itself. An
 output that is kept can be read from any token on, any number of times: its tokens are decoded one by one, so that each
@@ -10,18 +13,45 @@ the last.
 import io
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, MutableSequence, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.serving.checkpoint.tokenizer import TextDecoder
 from scheduler_service.serving.observer import ENDED_WELL
-from scheduler_service.serving.token_stream import Delta
 
 # Tokens, or prompt log-probabilities, of one delta: keeps a message of it far below a client's limit of 4 MiB.
 MAX_DELTA_TOKENS = 2048
 _BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
 _MAX_TEXTS = 256  # tokens after which texts are joined: Python 3.11 keeps each as it was written until it is asked
+
+
+class Delta(NamedTuple):
+    """What one sample got since the last delta. The last one of an output that ended well has `end`.
+
+    A tuple, because there is one for every token, and a frozen dataclass takes four times as long to make.
+    """
+
+    sample_index: int
+    first_token: int  # index in the output of the first of token_ids
+    token_ids: Sequence[int]
+    text: str = ""
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    cumulative_logprob: float | None = None  # up to the last token
+    end: SequenceEnd | None = None
+    stop_text: str | None = None  # with its end, which it is the reason for
+
+
+class OutputDecoder(Protocol):
+    """Makes the text of one output."""
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, str | None, int]:
+        """Return the text that is certain to stay, the stop text that ended the output, and how many of the tokens
+        belong to it."""
+
+    def flush(self) -> tuple[str, str | None, int]:
+        """Return the text that was held back, and a stop text in it."""
 
 
 class LogprobColumns:
@@ -60,41 +90,56 @@ class LogprobColumns:
         return TokenLogprobs(token_id, logprob, self._ranks[position], top)
 
 
-class OutputBuffer:
-    """The output of one sample so far. A token that is kept takes some 16 bytes; with log-probabilities 20 more, and 12
-    for each of the most likely tokens."""
+class SampleRecord:
+    """The output of one sample so far: each token once, in order, and exactly one end (S6). A token that is kept takes
+    some 16 bytes; with log-probabilities 20 more, and 12 for each of the most likely tokens."""
 
     def __init__(
         self,
-        sample_index: int,
-        decoder: TextDecoder | None,
+        index: int,
+        decoder: OutputDecoder | None = None,
         *,
-        with_logprobs: bool,
+        label: int = 0,
+        with_logprobs: bool = False,
+        is_hypothesis: bool = False,
         keep_stop_token_text: bool = False,
         is_kept: bool = False,
     ) -> None:
-        """Without a `decoder` all text is empty. `keep_stop_token_text`: the token that ends the output leaves text."""
-        self._sample_index = sample_index
+        """Without a `decoder` all text is empty. `label` is its name in a ready list. `keep_stop_token_text`: the token
+        that ends the output leaves text."""
+        self.index = index
+        self.label = label
+        self.sequence_id = -1  # in the engine, once the request is queued
         self._decoder = decoder
         self._with_logprobs = with_logprobs
         self._keep_stop_token_text = keep_stop_token_text
         self._is_kept = is_kept
+        # What was published, and is to be taken in.
+        self.is_queued = False  # it waits for that
+        self.num_published = 0
+        self.last_token_at: float | None = None
+        self._new_token_ids: list[int] = []
+        self.new_logprobs: list[TokenLogprobs] = []
+        self.new_prompt_logprobs: list[TokenLogprobs] = []
+        self.published_end: SequenceEnd | None = None
+        self._num_passed = 0  # tokens that went to the client past all readers
+        # What was taken in.
         self.stop_text: str | None = None  # that ended the output
         self.num_tokens = 0
         self.end: SequenceEnd | None = None  # the output ended well
         self.failure: SequenceEnd | None = None  # the output ended, but not well
-        self.is_over = False  # one of them
+        self.is_over = False  # one of them, or its text could not be made
         self.num_prompt_logprobs = 0
         # What was forgotten is in none of the columns below, which begin with this token and prompt log-probability.
         # Lists are faster where little is in them, arrays smaller.
-        self._first_token = self._first_prompt_logprob = 0
+        self.first_token = self._first_prompt_logprob = 0
         self._token_ids: MutableSequence[int] = array("I") if is_kept else []
         self._text = io.StringIO()
         self._num_chars = 0
         self._text_ends: MutableSequence[int] = array("I") if is_kept else []  # where in the text each token's own ends
         self._logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
         self._cumulative_logprobs: MutableSequence[float] = array("d") if is_kept else []  # up to each token
-        self._cumulative_logprob: float | None = 0.0 if with_logprobs else None
+        self._cumulative_logprob: float | None = 0.0 if with_logprobs or is_hypothesis else None
         self._prompt_logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
 
     @property
@@ -104,24 +149,82 @@ class OutputBuffer:
         in_columns = sum(each.num_bytes for each in columns if isinstance(each, LogprobColumns))
         return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._text.getvalue()) + in_columns
 
-    def add(self, delta: Delta) -> None:
-        """Take what the sequence got. The end comes with the last token, or alone; with it comes all text there is."""
-        _, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob, *_ = delta
-        if prompt_logprobs and self._sample_index == 0:
-            self._prompt_logprobs.extend(prompt_logprobs)
-            self.num_prompt_logprobs += len(prompt_logprobs)
+    # Publishing
+
+    def publish(self, token_id: int, now: float) -> None:
+        if self.published_end is not None:
+            raise RuntimeError(f"a token for sequence {self.sequence_id} after its end")
+        self._new_token_ids.append(token_id)
+        self.num_published += 1
+        self.last_token_at = now
+
+    def finish(self, end: SequenceEnd) -> None:
+        """Take the end, which says how many tokens the output has; those published past a stop text are dropped."""
+        if self.published_end is not None:
+            raise RuntimeError(f"sequence {end.sequence_id} ended twice")
+        if end.num_output_tokens > self.num_published:
+            raise RuntimeError(
+                f"sequence {end.sequence_id} ended with {end.num_output_tokens} tokens, "
+                f"but {self.num_published} were published"
+            )
+        num_taken = self.num_published - len(self._new_token_ids)
+        num_kept = max(0, end.num_output_tokens - num_taken)
+        del self._new_token_ids[num_kept:]
+        del self.new_logprobs[num_kept:]
+        self.published_end = end
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Iterable[TokenLogprobs] = (),
+        prompt_logprobs: Iterable[TokenLogprobs] = (),
+        cumulative_logprob: float | None = None,
+        end: SequenceEnd | None = None,
+    ) -> None:
+        """Publish all of this. The `cumulative_logprob` is that of a hypothesis, whose tokens have none of their
+        own."""
+        self._new_token_ids += token_ids
+        self.num_published += len(token_ids)
+        self.new_logprobs += logprobs
+        self.new_prompt_logprobs += prompt_logprobs
+        if cumulative_logprob is not None:
+            self._cumulative_logprob = cumulative_logprob
+        if end is not None:
+            self.finish(end)
+
+    # Taking in
+
+    def take_tokens(self) -> list[int] | None:
+        """Take what is new past all readers, if that is nothing but tokens; None otherwise."""
+        if self.published_end is not None or self.new_logprobs or self.new_prompt_logprobs:
+            return None
+        token_ids, self._new_token_ids = self._new_token_ids, []
+        self._num_passed = self.num_published
+        self.is_queued = False
+        return token_ids
+
+    def take_in(self) -> None:
+        """Take in what is new. The end comes with the last token, or alone; with it comes all text there is."""
+        self.is_queued = False
+        self.is_over = self.published_end is not None
+        if self.num_tokens < self._num_passed:
+            self.num_tokens = self.first_token = self._num_passed
+        token_ids, self._new_token_ids = self._new_token_ids, []
+        logprobs: Sequence[TokenLogprobs] = ()
+        if self.new_logprobs:
+            logprobs, self.new_logprobs = self.new_logprobs, []
+        if self.new_prompt_logprobs:
+            self._prompt_logprobs.extend(self.new_prompt_logprobs)
+            self.num_prompt_logprobs += len(self.new_prompt_logprobs)
+            self.new_prompt_logprobs = []
         if self._is_kept and len(token_ids) > 1:
             last = len(token_ids) - 1
             for position in range(last):
-                self._add(first_token + position, token_ids[position : position + 1], logprobs[position : position + 1])
-            first_token, token_ids, logprobs = first_token + last, token_ids[last:], logprobs[last:]
-        self._add(first_token, token_ids, logprobs, end)
-        if cumulative_logprob is not None:
-            self._cumulative_logprob = cumulative_logprob
+                self._add(token_ids[position : position + 1], logprobs[position : position + 1])
+            token_ids, logprobs = token_ids[last:], logprobs[last:]
+        self._add(token_ids, logprobs, self.published_end)
 
-    def skip_to(self, num_tokens: int) -> None:
-        """Begin at this token: those before it, which have no text, have gone to the client another way."""
-        self.num_tokens = self._first_token = num_tokens
+    # Reading
 
     def has_more(self, first_token: int) -> bool:
         """Say whether there is anything to tell from a token on."""
@@ -132,7 +235,7 @@ class OutputBuffer:
     def delta(self, first_token: int, num_tokens: int) -> Delta:
         """Make a delta of so many tokens from one on. With the last token comes the end, if the output has ended
         well."""
-        start = first_token - self._first_token
+        start = first_token - self.first_token
         stop = start + num_tokens
         is_last = first_token + num_tokens == self.num_tokens
         text = self._text.getvalue()
@@ -144,30 +247,20 @@ class OutputBuffer:
         if self._with_logprobs:
             logprobs = self._logprobs[start:stop]
             cumulative_logprob = self._cumulative_logprobs[stop - 1] if stop else self._cumulative_logprob
-        delta = Delta(
-            self._sample_index,
-            first_token,
-            self._token_ids[start:stop],
-            logprobs,
-            (),
-            None,
-            cumulative_logprob,
-            0,
-            text,
-        )
+        delta = Delta(self.index, first_token, self._token_ids[start:stop], text, logprobs, (), cumulative_logprob)
         return self._ended(delta, self.end) if is_last and self.end is not None else delta
 
     def prompt_delta(self, first: int, count: int) -> Delta:
         """Make a delta of so many log-probabilities of prompt tokens from one on."""
         start = first - self._first_prompt_logprob
         logprobs = self._prompt_logprobs[start : start + count]
-        return Delta(self._sample_index, self._first_token, (), (), logprobs, None)
+        return Delta(self.index, self.first_token, (), prompt_logprobs=logprobs)
 
     def forget(self) -> None:
         """Forget everything so far, which has been read, unless the output is kept."""
         if self._is_kept:
             return
-        self._first_token = self.num_tokens
+        self.first_token = self.num_tokens
         self._text, self._num_chars = io.StringIO(), 0
         self._token_ids.clear()
         self._text_ends.clear()
@@ -178,17 +271,9 @@ class OutputBuffer:
             self._first_prompt_logprob = self.num_prompt_logprobs
             self._prompt_logprobs = []
 
-    def _add(
-        self,
-        first_token: int,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-        end: SequenceEnd | None = None,
-    ) -> None:
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None = None) -> None:
         """Take tokens whose text comes with the last of them. Those after a stop text do not belong to the output."""
         if self.stop_text is None:
-            if first_token != self.num_tokens:
-                raise RuntimeError(f"a delta begins at token {first_token}, but token {self.num_tokens} is next")
             num_kept, text = self._decode(token_ids, end)
             if num_kept > 1:
                 self._text_ends.extend([self._num_chars] * (num_kept - 1))
@@ -203,7 +288,6 @@ class OutputBuffer:
             if self._with_logprobs:
                 self._add_logprobs(logprobs[:num_kept])
         if end is not None:
-            self.is_over = True
             if self.stop_text is None and end.reason not in ENDED_WELL:
                 self.failure = end
             else:
@@ -235,7 +319,7 @@ class OutputBuffer:
 
     def _chars_before(self, token: int) -> int:
         """Return where in the text that of a token begins."""
-        position = token - self._first_token
+        position = token - self.first_token
         return self._text_ends[position - 1] if position else 0
 
     def _ended(self, delta: Delta, end: SequenceEnd) -> Delta:
@@ -248,7 +332,7 @@ class OutputBuffer:
 class OutputReader:
     """One reader's place in an output: the only one, if the output is not kept."""
 
-    def __init__(self, output: OutputBuffer, first_token: int = 0, max_tokens: int = MAX_DELTA_TOKENS) -> None:
+    def __init__(self, output: SampleRecord, first_token: int = 0, max_tokens: int = MAX_DELTA_TOKENS) -> None:
         """Prompt log-probabilities are for those who read from the beginning. `max_tokens` are of one delta."""
         self._output = output
         self._max_tokens = max_tokens
@@ -256,15 +340,12 @@ class OutputReader:
         self._next_prompt_logprob = sys.maxsize if first_token else 0
         self.has_ended = False  # everything was read of an output that is over
 
-    def skip_to(self, num_tokens: int) -> None:
-        """Begin at this token: those before it have gone to the client another way."""
-        self._next_token = num_tokens
-        self._output.skip_to(num_tokens)
-
     def take(self) -> Iterable[Delta]:
         """Make the deltas that are due, none if there is nothing new. Each is made when it is taken: those that are
         left are due the next time."""
         output = self._output
+        if self._next_token < output.first_token:  # those before have passed
+            self._next_token = output.first_token
         num_tokens = output.num_tokens - self._next_token
         if num_tokens > self._max_tokens or self._next_prompt_logprob < output.num_prompt_logprobs:
             return self._deltas()
@@ -291,3 +372,33 @@ class OutputReader:
             if self._next_prompt_logprob >= output.num_prompt_logprobs:
                 output.forget()
         return delta
+
+
+@dataclass(slots=True, eq=False)
+class ReadyList:
+    """The place where outputs of many requests wait together for one reader, who takes them when it likes."""
+
+    on_news: Callable[[], None]  # called on the event loop when `outputs` is no longer empty
+    outputs: list[SampleRecord] = field(default_factory=list)  # those with something new
+
+    def take(self) -> list[SampleRecord]:
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def put_back(self, outputs: Sequence[SampleRecord]) -> None:
+        """Give back outputs that were taken, but not read: they come first the next time."""
+        self.outputs[:0] = outputs
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """How many output tokens clients got, and how many were computed beyond what they got."""
+
+    num_kept: int = 0
+    num_discarded: int = 0
+
+    def settle(self, output: SampleRecord, num_kept: int) -> None:
+        """An output is over of which it was not known what is kept."""
+        num_kept = min(num_kept, output.num_published)
+        self.num_kept += num_kept
+        self.num_discarded += output.num_published - num_kept

@@ -17,14 +17,15 @@ from typing import Protocol
 from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from scheduler_service.core import explain
 from scheduler_service.core.lifecycle import Lifecycle
-from scheduler_service.core.request import Request, TokenOutputs
+from scheduler_service.core.request import TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.serving.active_request import ActiveRequest, FanOut
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.kv_events import KvEventLog, KvEvents
 from scheduler_service.serving.observer import Observer
+from scheduler_service.serving.output import SampleRecord, TokenCounts
 from scheduler_service.serving.refusal import Reason, RefusedError
-from scheduler_service.serving.token_stream import FanOut, Receiver, TokenCounts, TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class StepLoop:
         self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(), observers, clock)
         self._fan_out = FanOut(clock)
         self._counts = TokenCounts()
-        self._streams: dict[int, TokenStream] = {}
+        self._samples: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # that have not ended
         self._inbox: deque[Callable[[float], None]] = deque()  # what the worker told, which gets the time
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -88,47 +89,44 @@ class StepLoop:
 
     # Requests
 
-    def submit(self, request: Request, receiver: Receiver, trace: Mapping[str, str] = {}) -> list[int]:
-        """Queue a request; the ids of its sequences. Raises RefusedError, AdmissionError."""
-        refusal = self.availability.refusal(request.output_mode)
+    def submit(self, request: ActiveRequest, trace: Mapping[str, str] = {}) -> None:
+        """Queue a request. Raises RefusedError, AdmissionError."""
+        asked = request.request
+        refusal = self.availability.refusal(asked.output_mode)
         if refusal:
             raise RefusedError(Reason.UNAVAILABLE, refusal)
         now = self.clock.now()
         with ExitStack() as submission:
             for observer in self._observers:
-                request = submission.enter_context(observer.submission(request, trace))
-            sequence_ids = self._scheduler.add(request, now)
-        for index, sequence_id in enumerate(sequence_ids):
-            self._streams[sequence_id] = TokenStream(
-                request, index, receiver.deliver, now, receiver.ready_list, receiver.label + index, receiver.keeps_all
-            )
+                asked = submission.enter_context(observer.submission(asked, trace))
+            sequence_ids = self._scheduler.add(asked, now)
+        request.queued(asked, sequence_ids, now)
+        self._samples.update((output.sequence_id, (output, request)) for output in request.outputs)
         self._idle.clear()
         self._wake.set()
-        return sequence_ids
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises KeyError if there is no such request."""
         self._publish(self._scheduler.abort(tenant, request_id, self.clock.now()))
         self._wake.set()
 
-    def cancel(self, sequence_ids: list[int]) -> None:
+    def cancel(self, request: ActiveRequest) -> None:
         """Abort what is left of a submitted request, even where another one has its name by now."""
-        stream = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
-        if stream is not None:
-            self.abort(stream.request.tenant, stream.request.request_id)
+        if any(output.sequence_id in self._samples for output in request.outputs):
+            self.abort(request.request.tenant, request.request.request_id)
 
-    def settle(self, sequence_id: int, num_computed: int, num_kept: int) -> None:
+    def settle(self, output: SampleRecord, num_kept: int) -> None:
         """Count what a client got of a sample, and what was computed beyond."""
-        self._counts.settle(num_computed, num_kept)
+        self._counts.settle(output, num_kept)
 
     def token_counts(self) -> TokenCounts:
         """Return how many tokens clients got, and how many were computed beyond, beams included."""
         num_discarded = self.state.counters.num_discarded_tokens
         return TokenCounts(self._counts.num_kept, self._counts.num_discarded + num_discarded)
 
-    def stop(self, sequence_id: int, num_output_tokens: int) -> None:
-        """A stop text ended a sequence after this many tokens."""
-        self._publish(self._scheduler.stop(sequence_id, num_output_tokens, self.clock.now()))
+    def stop(self, output: SampleRecord, num_tokens: int) -> None:
+        """A stop text ended a sample after this many tokens."""
+        self._publish(self._scheduler.stop(output.sequence_id, num_tokens, self.clock.now()))
         self._wake.set()
 
     async def flush_cache(self, patience: float) -> bool:
@@ -138,7 +136,7 @@ class StepLoop:
         """
         try:
             async with asyncio.timeout(patience):
-                while self._streams:
+                while self._samples:
                     await self._idle.wait()
         except TimeoutError:
             return False
@@ -265,42 +263,41 @@ class StepLoop:
     def _publish(self, outputs: TokenOutputs) -> None:
         now = self.clock.now()
         for hypothesis in outputs.hypotheses:
-            stream = self._streams[hypothesis.sequence_id]
-            self._first_token_came(stream, now)
-            for token_id in hypothesis.token_ids:
-                stream.publish(token_id, now)
-            stream.cumulative_logprob = hypothesis.cumulative_logprob
+            output, request = self._samples[hypothesis.sequence_id]
+            self._first_token_came(request, now)
+            output.add(hypothesis.token_ids, cumulative_logprob=hypothesis.cumulative_logprob)
             self._counts.num_kept += len(hypothesis.token_ids)
         gaps: dict[float, int] = {}
         for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
-            stream = self._streams[sequence_id]
-            if stream.last_token_at is None:
-                self._first_token_came(stream, now)
+            output, request = self._samples[sequence_id]
+            if output.last_token_at is None:
+                self._first_token_came(request, now)
             else:
-                gaps[stream.last_token_at] = gaps.get(stream.last_token_at, 0) + 1
-            stream.publish(token_id, now)
-            self._counts.num_kept += stream.keeps_all
-            self._fan_out.enqueue(stream)
+                gaps[output.last_token_at] = gaps.get(output.last_token_at, 0) + 1
+            output.publish(token_id, now)
+            self._counts.num_kept += request.keeps_all
+            self._fan_out.enqueue(output, request)
         for last_token_at, num_tokens in gaps.items():
             for observer in self._observers:
                 observer.tokens_after(now - last_token_at, num_tokens)
         for sequence_id, logprobs in outputs.logprobs.items():
-            self._streams[sequence_id].logprobs.append(logprobs)
+            self._samples[sequence_id][0].new_logprobs.append(logprobs)
         for sequence_id, prompt_logprobs in outputs.prompt_logprobs.items():
-            self._streams[sequence_id].prompt_logprobs.extend(prompt_logprobs)
-            self._fan_out.enqueue(self._streams[sequence_id])
+            output, request = self._samples[sequence_id]
+            output.new_prompt_logprobs.extend(prompt_logprobs)
+            self._fan_out.enqueue(output, request)
         for end in outputs.ended:
-            stream = self._streams.pop(end.sequence_id)
-            stream.finish(end)
-            self._fan_out.enqueue(stream)
+            output, request = self._samples.pop(end.sequence_id)
+            output.finish(end)
+            self._fan_out.enqueue(output, request)
             for observer in self._observers:
-                observer.sequence_ended(stream.request, end, now)
-        if not self._streams:
+                observer.sequence_ended(request.request, end, now)
+        if not self._samples:
             self._idle.set()
 
-    def _first_token_came(self, stream: TokenStream, now: float) -> None:
+    def _first_token_came(self, request: ActiveRequest, now: float) -> None:
         for observer in self._observers:
-            observer.first_token_after(now - stream.arrived_at)
+            observer.first_token_after(now - request.arrived_at)
 
     # The ends of epochs and of requests
 

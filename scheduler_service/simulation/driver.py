@@ -22,10 +22,10 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.retention import EXPECTATIONS, Expectation, Session
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.observer import Observer
-from scheduler_service.serving.refusal import RefusedError
+from scheduler_service.serving.output import SampleRecord
 from scheduler_service.serving.step_loop import StepLoop
-from scheduler_service.serving.token_stream import Delta
 from scheduler_service.simulation.timeline import Timeline
 from scheduler_service.simulation.trace import Trace, TraceContent, TraceRequest
 from scheduler_service.simulation.trace_worker import TraceWorker, WorkerSpeed
@@ -151,10 +151,6 @@ class _SessionUnderWay:
 class Simulation(Observer):
     """One policy, one trace. `run` may be called once. It is all clients, and who takes note."""
 
-    ready_list = None
-    label = 0
-    keeps_all = True
-
     def __init__(self, trace: Trace, policy: Policy, settings: SimulationSettings) -> None:
         """Raises ValueError for settings that do not go with the trace."""
         settings.check(trace)
@@ -234,7 +230,8 @@ class Simulation(Observer):
         if self._belady is not None:
             self._belady.last_index[source.name] = session.index
         try:
-            [sequence_id] = self._loop.submit(request, self)
+            sample = SampleRecord(0)  # which nobody reads
+            self._loop.submit(ActiveRequest(request, [sample], self._loop))
         except AdmissionError as error:
             if error.reason is not AdmissionReason.INVALID:
                 raise
@@ -244,8 +241,8 @@ class Simulation(Observer):
         traced = source.requests[session.index]
         self._run.num_needed_tokens += traced.num_needed_tokens
         session.alone_s += self._settings.speed.alone_s(traced.num_needed_tokens, traced.num_output_tokens)
-        self._worker.outputs[sequence_id] = output
-        self._open[sequence_id] = session
+        self._worker.outputs[sample.sequence_id] = output
+        self._open[sample.sequence_id] = session
 
     def _go_on(self, session: _SessionUnderWay) -> None:
         """A request of a session is over: the next one comes when the thinking is, or the next session begins."""
@@ -263,12 +260,6 @@ class Simulation(Observer):
             self._start_session()
 
     # What comes of it
-
-    def deliver(self, delta: Delta) -> None:
-        """Nobody reads the tokens."""
-
-    def fail(self, refusal: RefusedError) -> None:
-        """No request is refused late."""
 
     def tokens_after(self, seconds: float, num_tokens: int) -> None:
         self._run.gaps[round(seconds, 6)] += num_tokens  # told apart to the microsecond

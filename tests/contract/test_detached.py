@@ -21,8 +21,7 @@ from scheduler_service.doors.scheduler.generate_response import whole_response
 from scheduler_service.doors.scheduler.scheduler_servicer import result_of
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer as ServedTokenizer
 from scheduler_service.serving.detached import DetachedRequests
-from scheduler_service.serving.output import OutputBuffer, OutputReader
-from scheduler_service.serving.token_stream import Delta
+from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
 from testing.scheduler_stack import (
     VOCAB_SIZE,
     Result,
@@ -166,17 +165,17 @@ async def test_no_client_needs_to_be_there_and_a_lost_worker_is_no_matter(checkp
 async def test_what_ends_while_its_result_is_put_together_is_not_told_as_ended() -> None:
     """The last tokens may be missing from that result."""
 
-    class Output(OutputBuffer):
+    class Output(SampleRecord):
         def delta(self, first_token: int, num_tokens: int) -> Delta:
-            generation.has_ended = True
+            active.has_ended = True
             return super().delta(first_token, num_tokens)
 
-    output = Output(0, None, with_logprobs=False, is_kept=True)
-    generation: Any = SimpleNamespace(
+    output = Output(0, is_kept=True)
+    active: Any = SimpleNamespace(
         outputs=[output], has_ended=False, error=None, request=SimpleNamespace(request_id="a")
     )
-    assert (await result_of(generation)).state == pb.RESULT_STATE_RUNNING
-    assert (await result_of(generation)).state == pb.RESULT_STATE_FINISHED
+    assert (await result_of(active)).state == pb.RESULT_STATE_RUNNING
+    assert (await result_of(active)).state == pb.RESULT_STATE_FINISHED
 
 
 async def test_result_has_all_there_is_so_far(checkpoint: Path) -> None:
@@ -326,12 +325,13 @@ async def test_results_are_kept_up_to_a_size(checkpoint: Path) -> None:
 
 async def test_a_large_result_is_made_between_the_turns_of_others() -> None:
     rng = random.Random(1)
-    output = OutputBuffer(0, None, with_logprobs=True, is_kept=True)
+    output = SampleRecord(0, with_logprobs=True, is_kept=True)
     entries = []
-    for position in range(3000):
+    for _ in range(3000):
         top = tuple((rng.randrange(1000), rng.random()) for _ in range(rng.randrange(4)))
         entries.append(TokenLogprobs(rng.randrange(1000), rng.random(), rng.randrange(1, 9), top))
-        output.add(Delta(0, position, [entries[-1].token_id], entries[-1:], [], None))
+        output.add([entries[-1].token_id], entries[-1:])
+        output.take_in()
     making = asyncio.create_task(whole_response("id", output))
     num_turns = 0
     while not making.done():
@@ -466,7 +466,7 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
     decoder = tokenizer.text_decoder(
         (5, 6), stop=stop, min_tokens=0, include_stop_text=bool(seed % 3), skip_special_tokens=True
     )
-    output = OutputBuffer(0, decoder, with_logprobs=False, keep_stop_token_text=seed % 4 == 0, is_kept=True)
+    output = SampleRecord(0, decoder, keep_stop_token_text=seed % 4 == 0, is_kept=True)
     live = OutputReader(output, 0)
     received: list[Delta] = []
     done = 0
@@ -475,12 +475,14 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
         chunk = token_ids[done : done + size]
         is_last = done + size >= len(token_ids)
         end = end_of(len(token_ids), rng.choice([None, chunk[-1]])) if is_last and rng.random() < 0.5 else None
-        output.add(Delta(0, done, chunk, [], [], end))
+        output.add(chunk, end=end)
+        output.take_in()
         done += len(chunk)
         if rng.random() < 0.5:
             received += live.take()
     if output.end is None:
-        output.add(Delta(0, output.num_tokens, [], [], [], end_of(output.num_tokens)))
+        output.add([], end=end_of(output.num_tokens))
+        output.take_in()
     received += live.take()
     whole = asyncio.run(whole_response("id", output))
     assert whole.HasField("usage")

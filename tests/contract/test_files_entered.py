@@ -12,8 +12,8 @@ from testing.scheduler_stack import serve
 from tests.project.sources import ROOT
 
 PRODUCT = tuple(f"{ROOT}/{folder}/" for folder in ("pagewire", "common", "scheduler_service"))
-MAX_FILES_OF_A_TOKEN = 43
-MAX_FILES_OF_A_REQUEST = 58
+MAX_FILES_OF_A_TOKEN = 42
+MAX_FILES_OF_A_REQUEST = 57
 
 
 @contextmanager

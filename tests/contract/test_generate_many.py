@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service.doors.scheduler.shared_call import SharedCall
+from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.checkpoint.model_info import read_model_info
-from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
@@ -330,7 +330,7 @@ class RefusingIntake:
     def __init__(self, checkpoint: Path) -> None:
         self.model = read_model_info(str(checkpoint))
 
-    async def begin(self, *_: object, **__: object) -> Generation:
+    async def begin(self, *_: object, **__: object) -> ActiveRequest:
         raise RefusedError(Reason.INVALID_ARGUMENT, "x" * 100)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -12,8 +13,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
 from scheduler_service.doors.scheduler.generate_response import encode_delta, whole_response
 from scheduler_service.serving.checkpoint.tokenizer import DecodedText, Tokenizer
-from scheduler_service.serving.output import OutputBuffer, OutputReader
-from scheduler_service.serving.token_stream import Delta
+from scheduler_service.serving.output import OutputReader, SampleRecord
 from testing.scheduler_stack import EOS, VOCAB_SIZE
 
 
@@ -22,19 +22,19 @@ def entries(rng: random.Random, token_ids: list[int]) -> list[TokenLogprobs]:
     return [TokenLogprobs(id, -rng.randrange(64) / 8, 1, ((id, -0.5), (3, -1.0))) for id in token_ids]
 
 
-def deltas(rng: random.Random, reason: EndReason) -> list[Delta]:
+def news(rng: random.Random, reason: EndReason) -> list[dict[str, Any]]:
     """The prompt's log-probabilities, tokens a few at a time, and an end that comes with the last or alone."""
     token_ids = [rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.randrange(60))]
     end = SequenceEnd(0, reason, 5, 0, len(token_ids), None, "", 0.0, None, None)
-    found = [Delta(0, 0, [], [], entries(rng, [5] * rng.randrange(9)), None)]
+    found: list[dict[str, Any]] = [{"token_ids": [], "prompt_logprobs": entries(rng, [5] * rng.randrange(9))}]
     first = 0
     while first < len(token_ids):
         some = token_ids[first : first + rng.randrange(1, 9)]
-        found.append(Delta(0, first, some, entries(rng, some), [], None))
+        found.append({"token_ids": some, "logprobs": entries(rng, some)})
         first += len(some)
     if rng.random() < 0.5:
-        return [*found[:-1], found[-1]._replace(end=end)]
-    return [*found, Delta(0, first, [], [], [], end)]
+        return [*found[:-1], found[-1] | {"end": end}]
+    return [*found, {"token_ids": [], "end": end}]
 
 
 def encoded(reader: OutputReader) -> list[pb.GenerateResponse]:
@@ -68,10 +68,11 @@ def test_half_a_character_at_the_end_hides_no_stop_text(
     vocab = HuggingFaceTokenizer.from_file(str(checkpoint / "tokenizer.json"))
     token_ids = [vocab.token_to_id(name) for name in ("a", "Ġ", "ð")]
     decoder = tokenizer.text_decoder((), stop=[stop], min_tokens=0, include_stop_text=False, skip_special_tokens=False)
-    output = OutputBuffer(0, decoder, with_logprobs=False, is_kept=True)
+    output = SampleRecord(0, decoder, is_kept=True)
     reason, token = (EndReason.STOP, EOS) if ends_by_token else (EndReason.LENGTH, None)
-    end = SequenceEnd(0, reason, 5, 0, 3, token, "", 0.0, None, None)
-    output.add(Delta(0, 0, [*token_ids, EOS] if ends_by_token else token_ids, [], [], end))
+    token_ids += [EOS] if ends_by_token else []
+    output.add(token_ids, end=SequenceEnd(0, reason, 5, 0, len(token_ids), token, "", 0.0, None, None))
+    output.take_in()
     whole = asyncio.run(whole_response("id", output))
     assert whole.text == text
     has_stop = stop != "b"
@@ -93,11 +94,12 @@ class WordDecoder:
 
 
 def test_what_nothing_reads_takes_a_few_bytes_a_token() -> None:
-    output = OutputBuffer(0, WordDecoder(), with_logprobs=False, is_kept=True)
+    output = SampleRecord(0, WordDecoder(), is_kept=True)
     num_tokens = 20_000
     tracemalloc.start()
     for position in range(num_tokens):
-        output.add(Delta(0, position, [position], [], [], None))
+        output.add([position])
+        output.take_in()
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(asyncio.run(whole_response("id", output)).text) == 7 * num_tokens
@@ -111,7 +113,7 @@ def test_a_reader_gets_everything_once_and_in_order(checkpoint: Path, seed: int,
     rng = random.Random(seed)
     tokenizer = Tokenizer(checkpoint / "tokenizer.json")
     buffers = [
-        OutputBuffer(
+        SampleRecord(
             0,
             tokenizer.text_decoder((5, 6), stop=[], min_tokens=0, include_stop_text=False, skip_special_tokens=True),
             with_logprobs=True,
@@ -121,9 +123,10 @@ def test_a_reader_gets_everything_once_and_in_order(checkpoint: Path, seed: int,
     ]
     reader = OutputReader(buffers[0], max_tokens=rng.randrange(1, 9))
     received: list[pb.GenerateResponse] = []
-    for delta in deltas(rng, reason):
+    for new in news(rng, reason):
         for buffer in buffers:
-            buffer.add(delta)
+            buffer.add(**new)
+            buffer.take_in()
         if rng.random() < 0.6:
             read_some(reader, rng, received)
     received += encoded(reader)

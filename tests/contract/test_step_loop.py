@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -14,15 +15,14 @@ from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
+from scheduler_service.serving.active_request import ActiveRequest, FanOut
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.checkpoint.tokenizer import DecodedText
 from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.kv_events import KvEventLog
-from scheduler_service.serving.output import OutputBuffer, OutputReader
+from scheduler_service.serving.output import OutputReader, SampleRecord
 from scheduler_service.serving.refusal import RefusedError
 from scheduler_service.serving.step_loop import StepLoop
-from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
 from testing.simulated_worker import SimulatedWorker, reference
 from tests.contract.hand_clock import HandClock
 
@@ -101,25 +101,27 @@ async def running_loop(
 
 
 class Reader:
-    ready_list = None
-    label = 0
-    keeps_all = True
-
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.end: SequenceEnd | None = None
         self.ended = asyncio.Event()
+        self._output = SampleRecord(0)
+        self._reader = OutputReader(self._output)
 
-    def deliver(self, delta: Delta) -> None:
+    def submit(self, loop: StepLoop, request: Request) -> None:
+        active = ActiveRequest(request, [self._output], loop)
+        active.listeners.add(self._read)
+        loop.submit(active)
+
+    def _read(self) -> None:
         assert self.end is None
-        assert delta.first_token == len(self.token_ids)
-        self.token_ids.extend(delta.token_ids)
-        if delta.end is not None:
+        for delta in self._reader.take():
+            assert delta.first_token == len(self.token_ids)
+            self.token_ids.extend(delta.token_ids)
             self.end = delta.end
+        self.end = self.end or self._output.failure
+        if self.end is not None:
             self.ended.set()
-
-    def fail(self, refusal: RefusedError) -> None:
-        raise AssertionError(f"a step loop refuses at once: {refusal}")
 
 
 def make_request(name: int, num_tokens: int = 20) -> Request:
@@ -132,7 +134,7 @@ async def test_plans_flow_two_at_a_time_and_tokens_come_out() -> None:
         loop.worker_ready(CAPACITY, 1, link)
         readers = [Reader() for _ in range(20)]
         for name, reader in enumerate(readers):
-            loop.submit(make_request(name), reader)
+            reader.submit(loop, make_request(name))
         for name, reader in enumerate(readers):
             await asyncio.wait_for(reader.ended.wait(), 5)
             prompt = make_request(name).prompt_token_ids
@@ -146,7 +148,7 @@ async def test_a_result_that_does_not_fit_ends_the_epoch() -> None:
         link = LocalLink(loop)
         loop.worker_ready(CAPACITY, 1, link)
         reader = Reader()
-        loop.submit(make_request(1), reader)
+        reader.submit(loop, make_request(1))
         await asyncio.sleep(0)
         loop.result(replace(SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32).execute(_one_step()), epoch=1, step=77))
         while not link.closed:  # noqa: ASYNC110
@@ -172,7 +174,7 @@ async def test_what_a_closed_link_still_tells_does_not_reach_the_next_epoch() ->
         link = LocalLink(loop)
         loop.worker_ready(CAPACITY, 2, link)
         reader = Reader()
-        loop.submit(make_request(1), reader)
+        reader.submit(loop, make_request(1))
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert not link.closed
         assert loop.availability.num_worker_losses == 1
@@ -185,7 +187,7 @@ async def test_moves_are_done_when_the_worker_says_so() -> None:
         loop.worker_ready(replace(CAPACITY, num_device_blocks=30, num_host_blocks=60, swap_bandwidth=1e9), 1, link)
         readers = [Reader() for _ in range(12)]
         for name, reader in enumerate(readers):
-            loop.submit(make_request(name, num_tokens=60), reader)
+            reader.submit(loop, make_request(name, num_tokens=60))
         for name, reader in enumerate(readers):
             await asyncio.wait_for(reader.ended.wait(), 20)
             prompt = make_request(name).prompt_token_ids
@@ -221,7 +223,7 @@ async def test_a_broken_invariant_ends_the_epoch_and_nothing_else(monkeypatch: p
         for _ in range(5):
             readers = [Reader() for _ in range(5)]
             for name, reader in enumerate(readers):
-                loop.submit(make_request(name, num_tokens=150), reader)
+                reader.submit(loop, make_request(name, num_tokens=150))
             while not all(reader.ended.is_set() for reader in readers):
                 await asyncio.sleep(0)
                 if not loop.is_connected:
@@ -250,7 +252,7 @@ async def _wait_for_kv_events(loop: StepLoop) -> None:
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     reader = Reader()
-    loop.submit(make_request(1), reader)
+    reader.submit(loop, make_request(1))
     batches = await asyncio.wait_for(asyncio.gather(*waiting), 5)
     assert {batch.sequence_number for batch in batches} == {start + 1}
     assert batches[0].events
@@ -269,16 +271,16 @@ def _one_step() -> StepPlan:
 async def test_no_worker_for_too_long() -> None:
     async with running_loop(worker_timeout=0.05) as loop:
         reader = Reader()
-        loop.submit(make_request(1), reader)
+        reader.submit(loop, make_request(1))
         assert not loop.availability.is_serving
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert reader.end is not None
         assert reader.end.reason is EndReason.NO_WORKER
         with pytest.raises(RefusedError, match="no worker"):
-            loop.submit(make_request(2), Reader())
+            Reader().submit(loop, make_request(2))
         loop.worker_ready(CAPACITY, 1, LocalLink(loop))
         assert loop.availability.is_serving
-        loop.submit(make_request(2), Reader())
+        Reader().submit(loop, make_request(2))
 
 
 @pytest.mark.parametrize(
@@ -340,9 +342,9 @@ async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
             assert not loop.availability.is_serving
             for mode in (OutputMode.STREAMED, OutputMode.WHOLE):
                 with pytest.raises(RefusedError, match="connected for 0 s; send the request to another server"):
-                    loop.submit(replace(make_request(1), output_mode=mode), Reader())
+                    Reader().submit(loop, replace(make_request(1), output_mode=mode))
             reader = Reader()
-            loop.submit(detached, reader)
+            reader.submit(loop, detached)
             waiting = asyncio.create_task(loop.availability.wait_for_first_worker(OutputMode.DETACHED))
             await asyncio.wait_for(loop.availability.wait_for_first_worker(OutputMode.STREAMED), 5)
             assert epoch == 2 or not waiting.done(), "it is not known what fits"
@@ -359,7 +361,7 @@ async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
 async def test_ten_epochs_without_a_token() -> None:
     async with running_loop() as loop:
         for epoch in range(1, 11):
-            loop.submit(make_request(epoch), Reader())
+            Reader().submit(loop, make_request(epoch))
             assert epoch == 1 or loop.availability.is_serving
             link = LocalLink(loop)
             link.closed = "swallows plans"
@@ -370,24 +372,34 @@ async def test_ten_epochs_without_a_token() -> None:
         assert not loop.availability.is_serving
         loop.worker_ready(CAPACITY, 11, LocalLink(loop))
         reader = Reader()
-        loop.submit(make_request(99), reader)
+        reader.submit(loop, make_request(99))
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert loop.availability.is_serving
 
 
 async def test_fan_out_serves_a_few_per_turn_and_in_order() -> None:
-    fan_out, order = FanOut(Clock(), batch_size=3), []
-    streams = [TokenStream(make_request(i), i, lambda delta: order.append(delta.sample_index), 0.0) for i in range(10)]
-    for stream in streams:
-        stream.publish(1, 0.0)
-        fan_out.enqueue(stream)
+    fan_out, order, received = FanOut(Clock(), batch_size=3), [], []
+    outputs = [SampleRecord(0) for _ in range(10)]
+    reader = OutputReader(outputs[0])
+
+    def read(index: int) -> None:
+        order.append(index)
+        received.extend(reader.take())
+
+    for i, output in enumerate(outputs):
+        request = ActiveRequest(make_request(i), [output], StepLoop(make_scheduler(), [], worker_timeout=60.0))
+        request.listeners.add(partial(read, i))
+        output.publish(1, 0.0)
+        fan_out.enqueue(output, request)
     for num_served in (3, 6, 9, 10):
         assert len(order) < num_served
         await asyncio.sleep(0)
-        streams[0].publish(2, 0.0)
+        outputs[0].publish(2, 0.0)
         assert len(order) == num_served
     assert order == list(range(10))
-    delta = streams[0].take()
+    assert [delta.token_ids for delta in received] == [[1]]
+    outputs[0].take_in()
+    (delta,) = reader.take()
     assert (delta.first_token, delta.token_ids) == (1, [2, 2, 2, 2])
 
 
@@ -396,17 +408,19 @@ def end_of(num_output_tokens: int, reason: EndReason = EndReason.STOP) -> Sequen
 
 
 def test_a_stream_ends_once_and_never_short_of_its_tokens() -> None:
-    stream = TokenStream(make_request(0), 0, lambda delta: None, 0.0)
+    output = SampleRecord(0)
     for token_id in range(5):
-        stream.publish(token_id, 0.0)
+        output.publish(token_id, 0.0)
     with pytest.raises(RuntimeError, match="5 were published"):
-        stream.finish(end_of(6))
-    stream.finish(end_of(3))
-    assert stream.take().token_ids == [0, 1, 2]
+        output.finish(end_of(6))
+    output.finish(end_of(3))
+    output.take_in()
+    (delta,) = OutputReader(output).take()
+    assert delta.token_ids == [0, 1, 2]
     with pytest.raises(RuntimeError, match="twice"):
-        stream.finish(end_of(3))
+        output.finish(end_of(3))
     with pytest.raises(RuntimeError, match="after its end"):
-        stream.publish(1, 0.0)
+        output.publish(1, 0.0)
 
 
 class LetterDecoder:
@@ -426,27 +440,29 @@ async def test_a_stop_text_ends_the_sequence_without_a_reader() -> None:
     stops: list[tuple[int, int]] = []
 
     class Stopper:
-        def stop(self, sequence_id: int, num_output_tokens: int) -> None:
-            stops.append((sequence_id, num_output_tokens))
+        def stop(self, output: SampleRecord, num_tokens: int) -> None:
+            stops.append((output.sequence_id, num_tokens))
 
-    output = OutputBuffer(0, LetterDecoder(), with_logprobs=False)
-    generation = Generation(make_request(0), [output], Stopper())
-    generation.sequence_ids = [42]
-    generation.deliver(Delta(0, 0, [0, 1], [], [], None))
-    generation.deliver(Delta(0, 2, [2, 3, 4, 5], [], [], None))
+    output = SampleRecord(0, LetterDecoder())
+    active = ActiveRequest(make_request(0), [output], Stopper())
+    active.queued(active.request, [42], 0.0)
+    active.take_in(output, [0, 1])
+    active.take_in(output, [2, 3, 4, 5])
     assert stops == [(42, 4)]
-    generation.deliver(Delta(0, 6, [], [], [], end_of(4)))
-    (delta,) = [delta async for delta in generation.deltas()]
+    output.finish(end_of(4))
+    active.take_in(output)
+    (delta,) = [delta async for delta in active.deltas()]
     assert delta.token_ids == [0, 1, 2, 3]
     assert (delta.text, delta.stop_text) == ("abc", "d")
     assert delta.end.num_output_tokens == 4
 
 
 async def test_long_outputs_leave_in_several_deltas() -> None:
-    output = OutputBuffer(0, LetterDecoder(), with_logprobs=True)
+    output = SampleRecord(0, LetterDecoder(), with_logprobs=True)
     reader = OutputReader(output)
     logprobs = [TokenLogprobs(0, -1.0, 1) for _ in range(5000)]
-    output.add(Delta(0, 0, [0] * 5000, logprobs, logprobs, end_of(5000, EndReason.LENGTH)))
+    output.add([0] * 5000, logprobs, logprobs, end=end_of(5000, EndReason.LENGTH))
+    output.take_in()
     deltas = list(reader.take())
     assert [len(delta.prompt_logprobs) for delta in deltas] == [2048, 2048, 904, 0, 0, 0]
     assert [delta.first_token for delta in deltas] == [0, 0, 0, 0, 2048, 4096]

@@ -328,7 +328,7 @@ def test_forced_calls_are_spelt_in_one_way() -> None:
 
 async def test_a_slow_gateway_gets_token_by_token(with_end: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a chunk of several it would lose calls, and it tells of none that the model is free to make."""
-    monkeypatch.setattr(servicer, "send_headers_if_silent", lambda generation, context: generation.wait_for_end())
+    monkeypatch.setattr(servicer, "send_headers_if_silent", lambda active, context: active.wait_for_end())
     async with serve(with_end) as stack:
         output = await generate(stack, request(PROMPT, stream=True, n=2, max_tokens=9, logprobs=1))
     assert len(output.chunks) == 18

@@ -26,7 +26,7 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_160, "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants"
+        9_091, "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants"
     ),
     "worker_service": Ceiling(
         6_133, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
@@ -44,12 +44,12 @@ MAX_STATEMENTS = {
         "client, commands, their completion, files that hide modules, `LLM`, what runs services, benchmarks",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(346, "a noun each, the parsed request and the refusal the last")
+MAX_MODULES_IN_ALL = Ceiling(345, "a noun each, the parsed request and the refusal the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     48, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
 )
-MAX_PROTOCOLS = Ceiling(15, "what has several implementations, or fakes that tests name")
+MAX_PROTOCOLS = Ceiling(14, "what has several implementations, or fakes that tests name")
 MAX_FUNCTION_LINES = 60
 MAX_NETWORK_LINES = 40  # of a function in `common/network`: what a model is reads from top to bottom
 MAX_MODULES = 20  # of a folder

@@ -1,6 +1,6 @@
 """What a client sees of its request, held against what it must see (S6).
 
-Each client is a receiver of the production step loop. Every token is compared as it comes with the pure function that
+Each client reads the production records of output. Every token is compared as it comes with the pure function that
 an undisturbed run is, every end with the reason it claims, and nothing may come after it.
 """
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from pagewire.common.messages import Pooling, RowStatus
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
-from scheduler_service.serving.refusal import RefusedError
-from scheduler_service.serving.token_stream import Delta, ReadyList
+from scheduler_service.serving.active_request import ActiveRequest, RequestEngine
+from scheduler_service.serving.output import Delta, OutputReader, ReadyList, SampleRecord
 from testing.simulated_worker import digest, digest_all, next_token, reference_embedding
 from testing.toy_grammar import constrained_token, is_readable, read
 from tests.sim import beam_oracle
@@ -17,20 +17,23 @@ from tests.sim.scenario import VOCAB_SIZE, Arrival
 
 
 class Client:
-    """One request and what has come of its sequences: a `Receiver`."""
+    """One request and what has come of its sequences."""
 
     def __init__(
-        self, arrival: Arrival, on_end: Callable[["Client"], None], ready_list: ReadyList | None = None, label: int = 0
+        self,
+        arrival: Arrival,
+        engine: RequestEngine,
+        on_end: Callable[["Client"], None],
+        ready_list: ReadyList | None = None,
+        label: int = 0,
     ) -> None:
         """`on_end` is called when all of its outputs have ended."""
         self.arrival = arrival
         self.request = arrival.request
-        self.ready_list = ready_list
-        self.label = label
-        self.keeps_all = True
         self._on_end = on_end
         self.key = (arrival.request.tenant, arrival.request.request_id)
-        self.outputs = [Output(self, index) for index in range(arrival.request.n)]
+        self.outputs = [Output(self, index, label + index) for index in range(arrival.request.n)]
+        self.active = ActiveRequest(self.request, [output.record for output in self.outputs], engine, ready_list)
         self.samples: dict[int, Output] = {}  # by sequence id
         self.num_live = arrival.request.n  # in the core
         self.num_lone_crashes = 0  # since a token of it was last confirmed
@@ -39,18 +42,21 @@ class Client:
         self.may_be_bad = False
         self._expected_hypotheses: beam_oracle.Hypotheses | None = None
 
-    def is_queued(self, sequence_ids: list[int]) -> None:
-        assert len(sequence_ids) == len(set(sequence_ids)) == self.request.n
-        self.samples = dict(zip(sequence_ids, self.outputs, strict=True))
+    def is_queued(self) -> None:
+        self.samples = {output.record.sequence_id: output for output in self.outputs}
+        assert len(self.samples) == self.request.n
+        taken_in = any(output.record.num_published or output.record.is_over for output in self.outputs)
+        assert not taken_in, "something came before the request was queued"
+        self.active.listeners.add(self._read)
 
-    def deliver(self, delta: Delta) -> None:
-        assert self.samples, "something came before the request was queued"
-        self.outputs[delta.sample_index].take(delta)
+    def _read(self) -> None:
+        for output in self.outputs:
+            output.read()
+        has_failed = any(output.record.failure is not None for output in self.outputs)
+        assert has_failed or self.active.error is None, f"{self.active.error}"
         if all(output.end is not None for output in self.outputs):
+            self.active.listeners = set()  # or each would keep the other
             self._on_end(self)
-
-    def fail(self, refusal: RefusedError) -> None:
-        raise AssertionError(f"a step loop refuses at once: {refusal}")
 
     @property
     def can_begin_elsewhere(self) -> bool:
@@ -69,9 +75,13 @@ class Client:
 class Output:
     """The output of one sequence."""
 
-    def __init__(self, client: Client, index: int) -> None:
+    def __init__(self, client: Client, index: int, label: int) -> None:
         self.client = client
         self.index = index
+        sampling, beam = client.request.sampling, client.request.beam
+        with_logprobs = sampling.num_logprobs is not None
+        self.record = SampleRecord(index, label=label, with_logprobs=with_logprobs, is_hypothesis=beam is not None)
+        self.reader = OutputReader(self.record)
         self.num_confirmed = 0  # tokens that the core has told of; the client may not have them yet
         self.has_ended = False  # in the core
         self.num_stopped: int | None = None  # tokens that it was stopped at, in the core
@@ -84,7 +94,14 @@ class Output:
         grammar = client.request.grammar
         self._matcher = None if grammar is None else read(grammar.text, grammar.end_token_ids, VOCAB_SIZE)
 
-    def take(self, delta: Delta) -> None:
+    def read(self) -> None:
+        """Whatever is new."""
+        for delta in self.reader.take():
+            self._take(delta)
+        if self.record.failure is not None and self.end is None:
+            self._finish(None)
+
+    def _take(self, delta: Delta) -> None:
         assert self.end is None, "S6: something comes after the end"
         assert delta.first_token == len(self.received), "S6: a token is missing, or came twice"
         self._take_prompt_logprobs(delta.prompt_logprobs)
@@ -95,8 +112,13 @@ class Output:
             self.received += delta.token_ids
         self._take_logprobs(delta.logprobs)
         if delta.end is not None:
-            self.end = delta.end
-            self._check_end(delta.end, delta.cumulative_logprob)
+            assert delta.end.num_output_tokens == len(self.received), "S6: the end is of other tokens"
+            self._finish(delta.cumulative_logprob)
+
+    def _finish(self, cumulative_logprob: float | None) -> None:
+        self.end = self.record.published_end
+        assert self.end is not None, "S6: an end that the engine has not told"
+        self._check_end(self.end, cumulative_logprob)
 
     def take_tokens(self, token_ids: Sequence[int]) -> None:
         assert self.end is None, "S6: a token after the end"

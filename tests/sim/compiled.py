@@ -23,13 +23,15 @@ _MODULES = (
     "pagewire/common/option_limits.py",
     "scheduler_service/__init__.py",
     "scheduler_service/serving/__init__.py",
+    "scheduler_service/serving/active_request.py",
     "scheduler_service/serving/availability.py",
     "scheduler_service/serving/clock.py",
+    "scheduler_service/serving/engine.py",
     "scheduler_service/serving/kv_events.py",
     "scheduler_service/serving/observer.py",
+    "scheduler_service/serving/output.py",
     "scheduler_service/serving/refusal.py",
     "scheduler_service/serving/step_loop.py",
-    "scheduler_service/serving/token_stream.py",
     "scheduler_service/simulation/__init__.py",
     "scheduler_service/simulation/timeline.py",
     "worker_service/__init__.py",
@@ -41,10 +43,12 @@ _MODULES = (
     "testing/toy_grammar.py",
 )
 _UNUSED = frozenset(("known_seeds.py", "mutants.py", "outputs", "test_simulator.py"))
-# The last has an enumeration of several values each, of which mypyc makes another class.
+# The last has an enumeration of several values each, of which mypyc makes another class; of asynchronous generators it
+# makes nothing.
 _INTERPRETED = (
     "__init__.py",
     "__main__.py",
+    "active_request.py",
     "campaign.py",
     "compiled.py",
     "option_limits.py",

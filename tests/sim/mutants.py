@@ -537,8 +537,8 @@ MUTANTS = (
     _mutant(
         "a stream outlives its end",
         "StepLoop._publish",
-        "self._streams.pop(end.sequence_id)",
-        "self._streams[end.sequence_id]",
+        "self._samples.pop(end.sequence_id)",
+        "self._samples[end.sequence_id]",
     ),
     _mutant(
         "plans are made before the news are read",
@@ -546,9 +546,9 @@ MUTANTS = (
         "self._empty_inbox()\nself._send_plans()",
         "self._send_plans()\nself._empty_inbox()",
     ),
-    _mutant("a stream that waits already waits twice", "enqueue", "if stream.is_queued:\n    return", ""),
-    _mutant("tokens behind a stop text are delivered", "finish", "del self.token_ids[num_kept:]", ""),
-    _mutant("an end is lost behind the tokens that are taken", "take_tokens", "self.end is not None", "False"),
+    _mutant("a stream that waits already waits twice", "enqueue", "if output.is_queued:\n    return", ""),
+    _mutant("tokens behind a stop text are delivered", "SampleRecord.finish", "del self._new_token_ids[num_kept:]", ""),
+    _mutant("an end is lost behind tokens that are taken", "take_tokens", "self.published_end is not None", "False"),
     _mutant(
         "the patience with a lost worker goes on when the next one is there",
         "WorkerAvailability.worker_joined",

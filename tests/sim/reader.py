@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from scheduler_service.serving.token_stream import ReadyList
+from scheduler_service.serving.output import ReadyList
 from tests.sim.client import Client
 from tests.sim.scenario import Arrival
 
@@ -23,8 +23,8 @@ class Reader:
 
     def client(self, arrival: Arrival) -> Client:
         """One more request on the call."""
-        label = len(self._clients)
-        client = Client(arrival, self._simulation.has_everything, self._ready_list, label)
+        simulation, label = self._simulation, len(self._clients)
+        client = Client(arrival, simulation.loop, simulation.has_everything, self._ready_list, label)
         self._clients.update((label + index, client) for index in range(arrival.request.n))
         return client
 
@@ -32,15 +32,15 @@ class Reader:
         self._simulation.after(self._rng.random() * self._seconds, self._read)
 
     def _read(self) -> None:
-        streams = self._ready_list.take()
-        num_read = self._rng.randint(1, len(streams)) if streams else 0
-        if num_read < len(streams):
-            self._ready_list.put_back(streams[num_read:])
+        records = self._ready_list.take()
+        num_read = self._rng.randint(1, len(records)) if records else 0
+        if num_read < len(records):
+            self._ready_list.put_back(records[num_read:])
             self._on_news()
-        for stream in streams[:num_read]:
-            client = self._clients[stream.label]
-            token_ids = stream.take_tokens()
+        for record in records[:num_read]:
+            client = self._clients[record.label]
+            token_ids = record.take_tokens()
             if token_ids is None:
-                stream.hand_over()
+                client.active.take_in(record)
             else:
-                client.outputs[stream.label - client.label].take_tokens(token_ids)
+                client.outputs[record.index].take_tokens(token_ids)

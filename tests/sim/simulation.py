@@ -210,9 +210,12 @@ class Simulation(Timeline):
         request = arrival.request
         if self.trace is not None:
             self.note("add", _brief(request), "crashes the worker" if arrival.crashes_worker else "")
-        client = Client(arrival, self.has_everything) if arrival.reads_every == 1 else self.reader.client(arrival)
+        if arrival.reads_every == 1:
+            client = Client(arrival, self.loop, self.has_everything)
+        else:
+            client = self.reader.client(arrival)
         try:
-            sequence_ids = self.loop.submit(request, client)
+            self.loop.submit(client.active)
         except AdmissionError as error:
             self.note("refused", error)
             self._check_refusal(arrival, error)
@@ -221,20 +224,23 @@ class Simulation(Timeline):
             self._check_patience(request.output_mode)
             self.reached["a request is refused without a worker"] += 1
         else:
-            self._is_queued(client, sequence_ids)
+            self._is_queued(client)
+        if not client.samples:
+            client.outputs.clear()  # or each would keep the other, and its record
         if self.is_calm and not self.num_expected:
             self._bound_steps()
 
-    def _is_queued(self, client: Client, sequence_ids: list[int]) -> None:
+    def _is_queued(self, client: Client) -> None:
         request, arrival = client.request, client.arrival
         num_tokens = len(request.prompt_token_ids) + request.max_tokens
         assert num_tokens <= self.scheduler.max_sequence_tokens, "a request that can never run was taken"
         assert not self._is_out_of_patience(request.output_mode, 0.001), "a request is taken after the worker's timeout"
-        client.is_queued(sequence_ids)
+        client.is_queued()
         self.clients[client.key] = client
         self.waiting[client] = None
         num_rows = request.beam.beam_width if request.beam else request.n
-        for sequence_id in range(sequence_ids[0], sequence_ids[0] + num_rows):
+        first = min(client.samples)
+        for sequence_id in range(first, first + num_rows):
             self.client_of[sequence_id] = client
             if arrival.goes_bad:
                 self._turn_bad(sequence_id)
@@ -285,7 +291,7 @@ class Simulation(Timeline):
         self.reach.before_abort(client)
         client.is_aborted = True
         if self.rng.random() < 0.5:
-            self.loop.cancel(list(client.samples))
+            self.loop.cancel(client.active)
         else:
             self.loop.abort(*client.key)
 
@@ -536,7 +542,7 @@ class Simulation(Timeline):
             self.reached["a request is cancelled that has ended"] += 1
             is_renamed = client.key in self.clients
             self.reached["a request is cancelled that has ended, and another one has its name"] += is_renamed
-            self.loop.cancel(list(client.samples))
+            self.loop.cancel(client.active)
 
     def stop(self) -> None:
         """A stop text was seen in what a client has received."""
@@ -551,7 +557,7 @@ class Simulation(Timeline):
             self.note("stop", sequence_id, num_tokens)
             if not output.has_ended:
                 self.reach.before_stop(client, sequence_id)
-            self.loop.stop(sequence_id, num_tokens)
+            self.loop.stop(output.record, num_tokens)
 
     def stale_hello(self) -> None:
         self.process.refuse_stale_hello(self.rng.randint(0, 2))
@@ -657,7 +663,7 @@ class Simulation(Timeline):
             return
         self.note("duplicate", client.key)
         try:
-            self.loop.submit(client.request, client)
+            self.loop.submit(client.active)
         except AdmissionError as error:
             self._check_duplicate(error.reason)
         else:

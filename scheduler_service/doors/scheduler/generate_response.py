@@ -10,9 +10,8 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.serving.generation import Generation, News
-from scheduler_service.serving.output import OutputBuffer, OutputReader
-from scheduler_service.serving.token_stream import Delta
+from scheduler_service.serving.active_request import ActiveRequest, News
+from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
 
 # Proxies cut what is silent for a minute, or for less; pairs give requests back sooner (`--worker-grace`).
 SILENCE_S = 15.0
@@ -48,31 +47,31 @@ def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateRespons
 
 
 async def write_deltas(
-    generation: Generation, context: grpc.aio.ServicerContext, first_tokens: Sequence[int] | None = None
+    active: ActiveRequest, context: grpc.aio.ServicerContext, first_tokens: Sequence[int] | None = None
 ) -> None:
-    """Write what comes of all samples (`Generation.deltas`). Raises RefusedError when the request fails."""
-    request_id = generation.request.request_id
-    async with contextlib.aclosing(generation.deltas(first_tokens)) as deltas:
+    """Write what comes of all samples (`ActiveRequest.deltas`). Raises RefusedError when the request fails."""
+    request_id = active.request.request_id
+    async with contextlib.aclosing(active.deltas(first_tokens)) as deltas:
         async for delta in deltas:
             await context.write(encode_delta(request_id, delta))
 
 
-async def send_headers_if_silent(generation: Generation, context: grpc.aio.ServicerContext) -> None:
+async def send_headers_if_silent(active: ActiveRequest, context: grpc.aio.ServicerContext) -> None:
     """Return when there is something of a request, or send the headers alone once it has been silent for long.
 
     They are a sign of life for proxies on the way, and gateways begin to answer at them. What is to be tried at another
     server (`--worker-grace`) fails before, since an answer that has begun is tried nowhere else.
     """
     news = News()
-    generation.listeners.add(news.tell)
+    active.listeners.add(news.tell)
     try:
         async with asyncio.timeout(SILENCE_S):
-            if generation.error is None and not any(output.num_tokens for output in generation.outputs):
+            if active.error is None and not any(output.num_tokens for output in active.outputs):
                 await news.wait()
     except TimeoutError:
         await context.send_initial_metadata(())
     finally:
-        generation.listeners.discard(news.tell)
+        active.listeners.discard(news.tell)
 
 
 async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
@@ -82,7 +81,7 @@ async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.Servi
             await context.write(message)
 
 
-async def whole_response(request_id: str, output: OutputBuffer) -> scheduler_pb2.GenerateResponse:
+async def whole_response(request_id: str, output: SampleRecord) -> scheduler_pb2.GenerateResponse:
     """Put everything so far of an output that is kept into one message, in pieces between which others have their
     turn."""
     whole, texts = encode_delta(request_id, output.delta(0, 0)), []

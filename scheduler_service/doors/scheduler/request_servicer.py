@@ -24,9 +24,9 @@ from scheduler_service.doors.scheduler.generate_response import (
     write_deltas,
 )
 from scheduler_service.doors.scheduler.shared_call import SharedCall
+from scheduler_service.serving.active_request import RequestEngine
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
-from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
@@ -75,12 +75,12 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         call = self._entrance.call(context)
-        generation = await self.intake.begin(read_request(request, call, self.intake.model), call)
+        active = await self.intake.begin(read_request(request, call, self.intake.model), call)
         try:
-            await send_headers_if_silent(generation, context)
-            await write_deltas(generation, context)
+            await send_headers_if_silent(active, context)
+            await write_deltas(active, context)
         finally:
-            generation.cancel()
+            active.cancel()
 
     async def GenerateMany(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext

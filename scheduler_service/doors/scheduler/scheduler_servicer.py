@@ -14,10 +14,10 @@ from scheduler_service.doors.scheduler.generate_request import read_request
 from scheduler_service.doors.scheduler.generate_response import whole_response, write_all, write_deltas
 from scheduler_service.doors.scheduler.kv_event_stream import kv_event_messages
 from scheduler_service.doors.scheduler.request_servicer import RequestServicer
+from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
-from scheduler_service.serving.generation import Generation
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.prompt_text import TextLimits
@@ -72,13 +72,13 @@ class SchedulerServicer(RequestServicer):
     ) -> scheduler_pb2.SubmitResponse:
         call = replace(self._entrance.call(context), time_remaining=None)
         parsed = read_request(request.request, call, self.intake.model)
-        generation = await self.intake.begin(parsed, call, OutputMode.DETACHED)
-        self._detached.add(generation)
-        return scheduler_pb2.SubmitResponse(request_id=generation.request.request_id)
+        active = await self.intake.begin(parsed, call, OutputMode.DETACHED)
+        self._detached.add(active)
+        return scheduler_pb2.SubmitResponse(request_id=active.request.request_id)
 
     async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
-        generation = self._detached.find(self._tenant(request, context), request.request_id)
-        await write_deltas(generation, context, first_tokens_of(request, generation))
+        active = self._detached.find(self._tenant(request, context), request.request_id)
+        await write_deltas(active, context, first_tokens_of(request, active))
 
     async def GetResult(
         self, request: scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
@@ -144,22 +144,22 @@ class SchedulerServicer(RequestServicer):
         return response
 
 
-async def result_of(generation: Generation) -> scheduler_pb2.GetResultResponse:
+async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:
     """Return everything that came of a request so far, and whether it has ended."""
     # Before the outputs, which others may add to while they are put together: one that has ended has all.
-    state = scheduler_pb2.RESULT_STATE_FINISHED if generation.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
-    request_id = generation.request.request_id
-    outputs = [await whole_response(request_id, output) for output in generation.outputs]
+    state = scheduler_pb2.RESULT_STATE_FINISHED if active.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
+    request_id = active.request.request_id
+    outputs = [await whole_response(request_id, output) for output in active.outputs]
     response = scheduler_pb2.GetResultResponse(request_id=request_id, state=state, outputs=outputs)
-    if (error := generation.error) is not None:
+    if (error := active.error) is not None:
         failure = scheduler_pb2.Failure(code=error.reason.grpc_code, message=str(error))
         response.MergeFrom(scheduler_pb2.GetResultResponse(state=scheduler_pb2.RESULT_STATE_FAILED, failure=failure))
     return response
 
 
-def first_tokens_of(message: scheduler_pb2.AttachRequest, generation: Generation) -> list[int]:
+def first_tokens_of(message: scheduler_pb2.AttachRequest, active: ActiveRequest) -> list[int]:
     """Return the token from which on each sample is to be told. Raises RefusedError for tokens that are not there."""
-    num_samples = len(generation.outputs)
+    num_samples = len(active.outputs)
     if len(message.from_tokens) > num_samples:
         raise invalid(
             "from_tokens",
@@ -167,7 +167,7 @@ def first_tokens_of(message: scheduler_pb2.AttachRequest, generation: Generation
             "at most one for each",
         )
     first_tokens = [*message.from_tokens, *[message.from_token] * (num_samples - len(message.from_tokens))]
-    for index, (output, first_token) in enumerate(zip(generation.outputs, first_tokens, strict=True)):
+    for index, (output, first_token) in enumerate(zip(active.outputs, first_tokens, strict=True)):
         if first_token > output.num_tokens:
             raise RefusedError(
                 Reason.OUT_OF_RANGE,

@@ -1,6 +1,6 @@
 """One GenerateMany call: many requests, and one message for what all of them got.
 
-Each request goes the way of Generate: `intake.py` in, the outputs of its `generation.py` out. Only the tokens of
+Each request goes the way of Generate: `intake.py` in, the outputs of its `active_request.py` out. Only the tokens of
 token-only requests go a shorter way: they wait in a ready list and are put into columns, a few list operations each.
 Nothing is made before the client has read what came before, so a slow one gets fewer and longer messages.
 """
@@ -19,12 +19,11 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.doors.scheduler.generate_request import read_request
 from scheduler_service.doors.scheduler.generate_response import encode_delta
-from scheduler_service.serving.generation import Generation, News
+from scheduler_service.serving.active_request import ActiveRequest, News
 from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.output import OutputReader
+from scheduler_service.serving.output import OutputReader, ReadyList, SampleRecord
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
-from scheduler_service.serving.token_stream import ReadyList
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +36,25 @@ _LOGPROBS_WEIGHT = 32  # of one position's, with 20 alternatives
 
 
 class _Submitted:
-    """A request of the call: on its way into the engine, or a generation with the call's place in its outputs."""
+    """A request of the call: on its way into the engine, or active, with the call's place in its outputs."""
 
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
-        self.generation: Generation | None = None  # none before it is queued
+        self.active: ActiveRequest | None = None  # none before it is queued
         self.readers: list[OutputReader] = []  # of the samples, whose streams count up from `stream_id`
         self.num_kept: dict[int, int] = {}  # tokens of the samples that the client has told of
-        self.error: RefusedError | None = None  # that is not the generation's
+        self.error: RefusedError | None = None  # that is not the active request's
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
 
     @property
     def failure(self) -> RefusedError | None:
-        return self.error or (self.generation.error if self.generation is not None else None)
+        return self.error or (self.active.error if self.active is not None else None)
 
     @property
     def has_ended(self) -> bool:
         """Say whether all samples have ended well, and the client has been told everything."""
-        generation = self.generation
-        is_well = generation is not None and generation.has_ended and generation.error is None
+        is_well = self.active is not None and self.active.has_ended and self.active.error is None
         return is_well and all(reader.has_ended for reader in self.readers)
 
 
@@ -81,8 +79,8 @@ class SharedCall:
         self._requests: dict[int, _Submitted] = {}  # by first stream
         self._streams: dict[int, _Submitted] = {}  # by each of their streams
         self._ready: dict[_Submitted, None] = {}  # those with something new, in order
-        # Relayed streams that are over, of which the client has still to tell what it has kept: their tokens.
-        self._unsettled: dict[int, int] = {}
+        # Relayed streams that are over, of which the client has still to tell what it has kept.
+        self._unsettled: dict[int, SampleRecord] = {}
         self._next_stream_id = 0
         self.num_unread_failures = 0  # requests whose failure the client has not been told
         self._room = asyncio.Event()  # for more of them
@@ -110,7 +108,7 @@ class SharedCall:
             while True:
                 if reading.done():
                     reading.result()
-                if self._ready_list.streams or self._ready or self._announces or self._tells_loads:
+                if self._ready_list.outputs or self._ready or self._announces or self._tells_loads:
                     message = self._take()
                     if message.ByteSize():
                         await context.write(message)
@@ -122,8 +120,8 @@ class SharedCall:
             reading.cancel()
             for request in list(self._requests.values()):
                 self._cancel(request)
-            for stream_id, num_tokens in self._unsettled.items():  # no reader will tell
-                self._intake.settle(stream_id, num_tokens, num_tokens)
+            for output in self._unsettled.values():  # no reader will tell
+                self._intake.engine.settle(output, output.num_published)
 
     # Up
 
@@ -200,7 +198,7 @@ class SharedCall:
             time_remaining=submission.timeout_seconds if submission.HasField("timeout_seconds") else None,
         )
         output_mode = OutputMode.WHOLE if submission.read_whole else OutputMode.STREAMED
-        generation = await self._intake.begin(
+        active = await self._intake.begin(
             read_request(message, call, self._intake.model),
             call,
             output_mode,
@@ -209,9 +207,9 @@ class SharedCall:
             label=request.stream_id,
             is_relayed=submission.tells_kept,
         )
-        generation.listeners.add(lambda: self._mark_ready(request))
-        request.generation = generation
-        request.readers = [OutputReader(output) for output in generation.outputs]
+        active.listeners.add(lambda: self._mark_ready(request))
+        request.active = active
+        request.readers = [OutputReader(output) for output in active.outputs]
         last = request.stream_id + len(request.readers)
         self._streams.update(dict.fromkeys(range(request.stream_id, last), request))
 
@@ -219,19 +217,19 @@ class SharedCall:
         request = self._requests.get(stream_id)
         if request is None:
             return
-        if request.generation is None:
+        if request.active is None:
             self._fail(request, RefusedError(Reason.CANCELLED, "the request was aborted before it was queued"))
         else:
-            request.generation.abort()
+            request.active.abort()
 
     def _stop(self, stream_id: int, num_tokens: int) -> None:
         request = self._streams.get(stream_id)
-        if request is not None and request.generation is not None:
+        if request is not None and request.active is not None:
             index = stream_id - request.stream_id
             request.num_kept[index] = num_tokens
-            request.generation.stop(index, num_tokens)
+            request.active.stop(request.active.outputs[index], num_tokens)
         elif stream_id in self._unsettled:
-            self._intake.settle(stream_id, self._unsettled.pop(stream_id), num_tokens)
+            self._intake.engine.settle(self._unsettled.pop(stream_id), num_tokens)
 
     def _expire(self, request: _Submitted) -> None:
         message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
@@ -260,21 +258,20 @@ class SharedCall:
             request.timer.cancel()
         for index in range(len(request.readers)):
             self._streams.pop(request.stream_id + index, None)
-        if request.generation is not None:
-            if request.generation.is_relayed:
-                self._settle(request, request.generation)
-            request.generation.cancel()
+        if request.active is not None:
+            if request.active.is_relayed:
+                self._settle(request, request.active)
+            request.active.cancel()
 
-    def _settle(self, request: _Submitted, generation: Generation) -> None:
+    def _settle(self, request: _Submitted, active: ActiveRequest) -> None:
         """Count what the client has kept of a relayed request, or wait until it tells. What is not over ends by itself,
         and all of it counts as kept."""
-        generation.is_relayed = False
-        for index, num_computed in generation.num_computed.items():
-            stream_id = request.stream_id + index
-            if index in request.num_kept or request.failure is not None:
-                self._intake.settle(stream_id, num_computed, request.num_kept.get(index, num_computed))
-            else:
-                self._unsettled[stream_id] = num_computed
+        active.is_relayed = False
+        for index, output in enumerate(active.outputs):
+            if output.is_over and (index in request.num_kept or request.failure is not None):
+                self._intake.engine.settle(output, request.num_kept.get(index, output.num_published))
+            elif output.is_over:
+                self._unsettled[request.stream_id + index] = output
 
     # Down
 
@@ -300,22 +297,19 @@ class SharedCall:
         stream_ids: list[int] = []
         token_ids: list[int] = []
         counts: list[int] = []
-        streams = self._ready_list.take()
-        for position, stream in enumerate(streams):
+        outputs = self._ready_list.take()
+        for position, output in enumerate(outputs):
             if len(token_ids) >= _MAX_MESSAGE_WEIGHT:
-                self._ready_list.put_back(streams[position:])
+                self._ready_list.put_back(outputs[position:])
                 break
-            new = stream.take_tokens()
+            new = output.take_tokens()
             if new is not None:
-                stream_ids.append(stream.label)
+                stream_ids.append(output.label)
                 counts.append(len(new))
                 token_ids += new
-            elif (request := self._streams.get(stream.label)) is not None:
-                # Its end has come, which its output tells.
-                request.readers[stream.index].skip_to(stream.num_delivered)
-                stream.hand_over()
-            elif stream.end is not None and not stream.keeps_all:  # its reader has gone, which would have told
-                self._intake.settle(stream.label, stream.num_published, stream.num_published)
+            elif (request := self._streams.get(output.label)) is not None and request.active is not None:
+                # Its end has come, which its reader tells.
+                request.active.take_in(output)
         message.stream_ids.extend(stream_ids)
         message.token_ids.extend(token_ids)
         if len(token_ids) != len(stream_ids):
@@ -326,8 +320,8 @@ class SharedCall:
             request = next(iter(self._ready))
             # Those that are left are due the next time.
             for delta in chain.from_iterable(map(OutputReader.take, request.readers)):
-                assert request.generation is not None
-                response = encode_delta(request.generation.request.request_id, delta)
+                assert request.active is not None
+                response = encode_delta(request.active.request.request_id, delta)
                 message.deltas.add(stream_id=request.stream_id + response.index, delta=response)
                 room -= _weight(response)
                 if room <= 0:

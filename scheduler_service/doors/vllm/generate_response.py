@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from smg_grpc_proto import vllm_engine_pb2
 
 from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
-from scheduler_service.serving.token_stream import Delta
+from scheduler_service.serving.output import Delta
 
 
 class ResponseTranslator:

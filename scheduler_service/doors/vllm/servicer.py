@@ -220,24 +220,24 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _generate(self, message: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         call = self._entrance.call(context)
         parsed = read_request(translate_request(message), call, self._intake.model)
-        generation = await self._intake.begin(
+        active = await self._intake.begin(
             parsed,
             call,
             OutputMode.STREAMED if message.stream else OutputMode.WHOLE,
             with_text=bool(parsed.stop),
         )
-        translator = ResponseTranslator(message, generation.request)
+        translator = ResponseTranslator(message, active.request)
         try:
             if message.stream:
-                await send_headers_if_silent(generation, context)
+                await send_headers_if_silent(active, context)
             else:
-                await generation.wait_for_end()
-            async with contextlib.aclosing(generation.deltas()) as deltas:
+                await active.wait_for_end()
+            async with contextlib.aclosing(active.deltas()) as deltas:
                 async for delta in deltas:
                     for translation in translator.translate(delta):
                         await context.write(translation)
         finally:
-            generation.cancel()
+            active.cancel()
 
     async def _tokenizer_archive(self) -> bytes:
         """Return the archive, which is made once, off the event loop. Raises RefusedError."""

@@ -10,7 +10,6 @@ from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.tenant_file import Quota
-from scheduler_service.serving.token_stream import Delta
 
 # What a request may use, by the limit on it.
 _KINDS = {
@@ -102,10 +101,10 @@ class Claim:
     num_open: int  # samples
     on_released: Callable[[], None] = field(repr=False)
 
-    def take_news(self, delta: Delta) -> None:
-        """Count on, since a sample got something."""
+    def take_news(self, has_ended: bool) -> None:
+        """Count on, since a sample got something, which may be its end."""
         self._begin()
-        if delta.end is not None:
+        if has_ended:
             self.num_open -= 1
             if not self.num_open:
                 self.release()

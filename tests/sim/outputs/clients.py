@@ -151,9 +151,9 @@ class Client:
         """From any token on that is there, after a while."""
         await asyncio.sleep(seconds)
         await self._get_result()
-        generation = self.simulation.kept(self.request)
-        if generation is not None:
-            first = [self.rng.randint(0, output.num_tokens) for output in generation.outputs]
+        active = self.simulation.kept(self.request)
+        if active is not None:
+            first = [self.rng.randint(0, output.num_tokens) for output in active.outputs]
             await self._attach(View(self.request, first), self.task.gives_up_after)
 
     async def _attach_to_end(self) -> None:

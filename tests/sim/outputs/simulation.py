@@ -19,7 +19,7 @@ from pagewire import channels
 from pagewire.errors import PagewireError
 from scheduler_service.core import explain
 from scheduler_service.doors.scheduler import shared_call
-from scheduler_service.serving.generation import Generation
+from scheduler_service.serving.active_request import ActiveRequest
 from tests.sim.outputs.clients import Client, SlowClient
 from tests.sim.outputs.detached_ledger import DetachedLedger
 from tests.sim.outputs.request import SimulatedRequest
@@ -167,7 +167,7 @@ class Simulation:
     def _is_served(self) -> bool:
         return self.world.step_loop.is_connected and not self.is_stopping
 
-    def kept(self, request: SimulatedRequest) -> Generation | None:
+    def kept(self, request: SimulatedRequest) -> ActiveRequest | None:
         """The detached request, if the server has it."""
         detached = self.world.detached
         return detached.find(*request.key) if detached.has(*request.key) else None
