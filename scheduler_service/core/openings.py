@@ -135,8 +135,7 @@ class Openings:
     def _swap_in(self, group: SequenceGroup, draft: PlanDraft) -> bool:
         """Order a swapped group's blocks back, if there is room for it to run on."""
         state, epoch, cache = self._state, self._epoch, self._epoch.cache
-        rows = [sequence for sequence in group.live_sequences if sequence.holding.host_table]
-        num_slots = max(len(rows), group.num_first_slots)
+        num_slots = max(len(group.swapped_holdings), group.num_first_slots)
         if epoch.slots.num_free < num_slots:
             return False
         is_alone = not state.running and not state.loading

@@ -183,7 +183,7 @@ class SequenceGroup:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sample of a request, or a row of its beam search: its tokens and how far they are computed."""
+    """A sample of a request, or a row of its beam search: its tokens, what it holds on a worker, and its row."""
 
     sequence_id: int
     group: SequenceGroup

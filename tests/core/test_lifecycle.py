@@ -13,6 +13,7 @@ from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.retention import Expectation
 from scheduler_service.core.sequence import TRANSITIONS, GroupState, Row, Sequence, SequenceGroup
+from tests.core.system import System
 
 CORE = Path(__file__).parents[2] / "scheduler_service" / "core"
 
@@ -49,6 +50,35 @@ def test_no_field_is_written_by_two_modules(record):
 def test_the_cache_knows_no_sequence():
     imports = ast.unparse(ast.parse((CORE / "cache_manager.py").read_text()))
     assert "scheduler_service.core.sequence" not in imports
+
+
+def test_what_is_on_its_way_of_a_row_counts_until_that_is_dropped():
+    system = System()
+    [sequence_id] = system.add((1, 2, 3), 8)
+    system.join()
+    system.plan()
+    state = system.scheduler.state
+    sequence, drops = state.samples[sequence_id], state.epoch.drops
+    row = sequence.open_row
+    assert str(row) == f"slot 0 of sequence {sequence_id}: 3 of 4 tokens computed, decodes"
+    state.epoch.vacate(row)
+    assert (sequence.row, sequence.open_row, row.num_in_flight, row.is_dropped) == (row, None, 1, False)
+    sequence.finish()
+    sequence.finish()
+    assert (sequence.row, row.num_in_flight, row.is_dropped, drops.num_drops) == (None, 0, True, 1)
+    assert str(row) == f"slot -1 of sequence {sequence_id}: 3 of 4 tokens computed, vacated dropped"
+
+
+def test_a_lost_worker_leaves_no_row_to_a_request():
+    system = System()
+    [sequence_id] = system.add((1, 2, 3), 8)
+    system.join()
+    system.plan()
+    sequence = system.scheduler.state.samples[sequence_id]
+    lost = sequence.holding
+    system.lose()
+    assert lost.block_table
+    assert (sequence.row, sequence.holding.block_table, sequence.holding.num_computed_tokens) == (None, [], 0)
 
 
 def test_a_group_goes_only_where_the_table_says():
