@@ -17,9 +17,9 @@ from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.doors.entrance import Entrance, ending
 from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME, RequestServicer
 from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.checkpoint.model_info import ModelInfo, read_model
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
-from scheduler_service.serving.engine import Availability
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.tenant_file import TenantFile

@@ -5,6 +5,7 @@ their requests. A stream's id is the id of its sequence here.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_p
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import FINISH_REASONS, encode_embedding
-from scheduler_service.links.waiting import Ended, Outdated, Waiting, ends
+from scheduler_service.links.waiting import LINK_OPTIONS, Ended, Outdated, Waiting, ends
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.output import SampleRecord, TokenCounts
@@ -31,17 +32,7 @@ from scheduler_service.serving.refusal import REASONS, Reason, RefusedError, inv
 
 logger = logging.getLogger(__name__)
 
-CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.dns_min_time_between_resolutions_ms", 1000),
-    # A scheduler that is gone without a word takes at most so long to notice.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_retries", 0),
-)
+CHANNEL_OPTIONS = (*LINK_OPTIONS, ("grpc.max_receive_message_length", 64 << 20))
 _PORT = RightPort.of_link(
     "scheduler",
     give="give the gRPC port of a scheduler in --scheduler, which is 50051 unless its --port says otherwise",
@@ -76,6 +67,7 @@ class SchedulerLink:
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
         self._outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest] | None = None  # None: not connected
+        self._unsent: set[int] = set()  # first streams of the submissions in the outbox that are still wanted
         self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT, partial(setattr, self, "_reason"))
         self._reason = "it has not answered yet"  # why not
         self._connected = asyncio.Event()  # for the first time, or no caller waits for it any more
@@ -167,17 +159,18 @@ class SchedulerLink:
         self._streams.update((output.sequence_id, (output, request)) for output in request.outputs)
         self._requests.setdefault((asked.tenant, asked.request_id), request)
         self._idle.clear()
+        self._unsent.add(first)
         self._outbox.put_nowait(message)
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Let a request end with ABORT. Raises KeyError if there is none of that name here."""
-        self._send_abort(self._requests[tenant, request_id])
+        self._abort(self._requests[tenant, request_id])
 
     def cancel(self, request: ActiveRequest) -> None:
         """End what is left of a request. Its samples end when the scheduler says so, but its name is free at once."""
         if any(output.sequence_id in self._streams for output in request.outputs):
-            self._send_abort(request)
             self._free_name(request)
+            self._abort(request)
 
     def stop(self, output: SampleRecord, num_tokens: int) -> None:
         """Tell the scheduler that a stop text ended a sample after this many tokens."""
@@ -235,8 +228,9 @@ class SchedulerLink:
     def end_all(self, message: str) -> None:
         """End every request with UNAVAILABLE and this message."""
         self._is_draining = True
+        self._unsent.clear()
         for request in {request for _, request in self._streams.values()}:
-            self._send_abort(request)
+            self._abort(request)
         self._fail_all(message)
 
     async def _hold(self) -> Ended:
@@ -256,7 +250,7 @@ class SchedulerLink:
                         self.capacity = message.server_info.worker
                     if sending is None:
                         self._outbox = asyncio.Queue()
-                        sending = asyncio.create_task(_send(call, self._outbox))
+                        sending = asyncio.create_task(self._send(call, self._outbox))
                         self._connected.set()
                         logger.info("connected to the scheduler at %s", self._address)
                     self.changed.set()
@@ -265,12 +259,26 @@ class SchedulerLink:
         except Outdated as error:
             return Ended(str(error), False, is_calm=True)
         except grpc.aio.AioRpcError as error:
-            return _describe(error, sending is not None)
+            is_broken, code = error.details() == _FAILED_WRITE, error.code()
+            reason = "the connection broke" if is_broken else f"{code.name}: {error.details()}"
+            return Ended(reason, sending is not None, is_calm=not is_broken and code is grpc.StatusCode.UNAVAILABLE)
         finally:
             self._outbox = None
+            self._unsent.clear()
             call.cancel()
             if sending is not None:
                 sending.cancel()
+
+    async def _send(
+        self, call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest]
+    ) -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # reading ends with what was wrong
+            while True:
+                message = await outbox.get()
+                if message.HasField("submit") and message.submit.stream_id not in self._unsent:
+                    continue
+                self._unsent.discard(message.submit.stream_id)
+                await call.write(message)
 
     def _mismatch(self, info: scheduler_pb2.GetServerInfoResponse) -> str:
         """Return why this front end cannot serve for that scheduler, or nothing."""
@@ -324,8 +332,18 @@ class SchedulerLink:
             self.counts.num_kept += len(token_ids)
         request.take_in(output, token_ids, *more)
 
-    def _send_abort(self, request: ActiveRequest) -> None:
-        self._command(abort=scheduler_pb2.StreamAbort(stream_id=request.outputs[0].sequence_id))
+    def _abort(self, request: ActiveRequest) -> None:
+        """Let the scheduler end a request. One that is unsent ends here: a slow scheduler would begin it, and read much
+        later that nobody wants it."""
+        stream_id = request.outputs[0].sequence_id
+        if stream_id not in self._unsent:
+            self._command(abort=scheduler_pb2.StreamAbort(stream_id=stream_id))
+            return
+        self._unsent.discard(stream_id)
+        usage = scheduler_pb2.Usage(prompt_tokens=len(request.request.prompt_token_ids))
+        end = scheduler_pb2.GenerateResponse(finish_reason=scheduler_pb2.FINISH_REASON_ABORT, usage=usage)
+        for output in request.outputs:
+            self._take_delta(output, request, end)
 
     def _forget(self, request: ActiveRequest) -> None:
         for output in request.outputs:
@@ -349,22 +367,6 @@ class SchedulerLink:
             self._forget(request)
             self.num_failed += 1
             request.fail(RefusedError(Reason.UNAVAILABLE, message))
-
-
-async def _send(call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest]) -> None:
-    try:
-        while True:
-            await call.write(await outbox.get())
-    except (grpc.RpcError, asyncio.InvalidStateError):
-        pass  # reading ends with what was wrong
-
-
-def _describe(error: grpc.aio.AioRpcError, was_connected: bool) -> Ended:
-    if error.details() == _FAILED_WRITE:
-        return Ended("the connection broke", was_connected)
-    return Ended(
-        f"{error.code().name}: {error.details()}", was_connected, is_calm=error.code() is grpc.StatusCode.UNAVAILABLE
-    )
 
 
 def _decode_end(stream_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:

@@ -16,6 +16,18 @@ from pagewire.common.stopping import cancel
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.wrong_port import RightPort
 
+# Of the channel to the other side.
+LINK_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Who was replaced comes back at another address of the same name.
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
+    # Who is gone without a word takes at most so long to notice; whether a worker lives is judged by heartbeats.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+)
 # Seconds between the end of a session and the next attempt, twice as long from one to the next.
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from scheduler_service.core.request import Request
+from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.clock import Clock
-from scheduler_service.serving.engine import Availability
 from scheduler_service.serving.output import Delta, OutputReader, ReadyList, SampleRecord
 from scheduler_service.serving.refusal import OF_END, Reason, RefusedError
 
@@ -81,7 +81,7 @@ class ActiveRequest:
                 output.add(*news)
             output.take_in()
             if output.stop_text is not None and not output.is_over:
-                self.stop(output, output.num_tokens)
+                self._engine.stop(output, output.num_tokens)
         except Exception:
             logger.exception("what came of sequence %d cannot be taken in", output.sequence_id)
             self.error = RefusedError(Reason.INTERNAL, "the output cannot be delivered; see the server's log")
@@ -105,10 +105,6 @@ class ActiveRequest:
         self._look_for_end()
 
     # What its readers do
-
-    def stop(self, output: SampleRecord, num_tokens: int) -> None:
-        """Let one of the samples end after so many tokens, since a stop text was found in them."""
-        self._engine.stop(output, num_tokens)
 
     def abort(self) -> None:
         """Let the samples that have not ended end with ABORT."""

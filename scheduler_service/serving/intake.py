@@ -67,11 +67,13 @@ class Intake:
         kept. Raises RefusedError.
         """
         request = await self._resolve(parsed, call, output_mode)
+        sampling = request.sampling
+        is_plain = request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
         active = ActiveRequest(
             request,
             self._outputs(parsed, request, label, with_text=with_text),
             self.engine,
-            ready_list if _is_plain(request) else None,
+            ready_list if is_plain else None,
             keeps_all=request.beam is not None or not parsed.stop,
             is_relayed=is_relayed and request.beam is None,
         )
@@ -147,29 +149,27 @@ class Intake:
 
     def _outputs(self, parsed: ParsedRequest, request: Request, label: int, *, with_text: bool) -> list[SampleRecord]:
         """Make an output for each sample. The outputs of a detached request are kept."""
-        outputs = []
-        for index in range(request.n):
-            decoder = None
-            if with_text and self.tokenizer is not None and not parsed.is_embedding:
-                decoder = self.tokenizer.text_decoder(
+        tokenizer = self.tokenizer if with_text and not parsed.is_embedding else None
+        return [
+            SampleRecord(
+                index,
+                None
+                if tokenizer is None
+                else tokenizer.text_decoder(
                     request.prompt_token_ids,
                     stop=parsed.stop,
                     min_tokens=request.sampling.min_tokens,
                     include_stop_text=parsed.include_stop_text,
                     skip_special_tokens=parsed.skip_special_tokens,
-                )
-            outputs.append(
-                SampleRecord(
-                    index,
-                    decoder,
-                    label=label + index,
-                    with_logprobs=request.sampling.num_logprobs is not None,
-                    is_hypothesis=request.beam is not None,
-                    keep_stop_token_text=parsed.include_stop_text,
-                    is_kept=request.output_mode is OutputMode.DETACHED,
-                )
+                ),
+                label=label + index,
+                with_logprobs=request.sampling.num_logprobs is not None,
+                is_hypothesis=request.beam is not None,
+                keep_stop_token_text=parsed.include_stop_text,
+                is_kept=request.output_mode is OutputMode.DETACHED,
             )
-        return outputs
+            for index in range(request.n)
+        ]
 
     def _submit(self, active: ActiveRequest, trace: Mapping[str, str]) -> None:
         """Hold the request against what is kept, its tenant's quota and the engine, and queue it. Raises
@@ -194,9 +194,3 @@ class Intake:
                 claim.release()
             raise RefusedError(OF_ADMISSION[error.reason], str(error), error.field) from error
         self._active.add(active)
-
-
-def _is_plain(request: Request) -> bool:
-    """Say whether a request's outputs have nothing but tokens to tell."""
-    sampling = request.sampling
-    return request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None

@@ -253,8 +253,7 @@ class SampleRecord:
     def prompt_delta(self, first: int, count: int) -> Delta:
         """Make a delta of so many log-probabilities of prompt tokens from one on."""
         start = first - self._first_prompt_logprob
-        logprobs = self._prompt_logprobs[start : start + count]
-        return Delta(self.index, self.first_token, (), prompt_logprobs=logprobs)
+        return Delta(self.index, self.first_token, (), prompt_logprobs=self._prompt_logprobs[start : start + count])
 
     def forget(self) -> None:
         """Forget everything so far, which has been read, unless the output is kept."""

@@ -92,8 +92,7 @@ class StepLoop:
     def submit(self, request: ActiveRequest, trace: Mapping[str, str] = {}) -> None:
         """Queue a request. Raises RefusedError, AdmissionError."""
         asked = request.request
-        refusal = self.availability.refusal(asked.output_mode)
-        if refusal:
+        if refusal := self.availability.refusal(asked.output_mode):
             raise RefusedError(Reason.UNAVAILABLE, refusal)
         now = self.clock.now()
         with ExitStack() as submission:
@@ -199,7 +198,7 @@ class StepLoop:
 
     def grammar_ready(self, grammar_id: int, error: str) -> None:
         """The worker has prepared a grammar of the epoch, or (with an error) says why it cannot."""
-        self._tell(partial(self._take_grammar, grammar_id, error))
+        self._tell(lambda now: self._publish(self._scheduler.grammar_ready(grammar_id, error, now)))
 
     def result(self, result: StepResult) -> None:
         self._tell(partial(self._take_result, result))
@@ -224,9 +223,6 @@ class StepLoop:
                 self._inbox.popleft()(self.clock.now())
             except WorkerProtocolError as error:
                 self._fail_epoch(str(error))
-
-    def _take_grammar(self, grammar_id: int, error: str, now: float) -> None:
-        self._publish(self._scheduler.grammar_ready(grammar_id, error, now))
 
     def _take_result(self, result: StepResult, now: float) -> None:
         outputs = self._scheduler.complete(result, now)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -13,11 +14,12 @@ from pagewire import AsyncClient, SamplingParams, Unavailable
 from pagewire.common.messages import RowStatus
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service.doors.scheduler.generate_request import encode_request, read_request
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, request, serve
-from tests.contract.front_end import DEADLINE, serve_both, serve_front_end
+from tests.contract.front_end import DEADLINE, FrontEnd, serve_both, serve_front_end
 from tests.contract.shared_stream import SharedStream
 
 ANY_CALL = Call(Caller(None))
@@ -396,3 +398,58 @@ async def test_a_request_that_is_too_large_for_the_link_fails_alone(
         with pytest.raises(grpc.aio.AioRpcError, match=f"takes {MAX_MESSAGE_BYTES} in a message: shorten it") as caught:
             await front.generate(request("x" * MAX_MESSAGE_BYTES))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+class SlowScheduler(pb_grpc.SchedulerServiceServicer):
+    """Reads nothing before it may."""
+
+    def __init__(self, info: pb.GetServerInfoResponse) -> None:
+        self.info, self.may_read, self.has_abort = info, asyncio.Event(), asyncio.Event()
+        self.commands: list[str | None] = []
+
+    async def GenerateMany(
+        self, requests: AsyncIterator[pb.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateManyResponse]:
+        yield pb.GenerateManyResponse(server_info=self.info)
+        await self.may_read.wait()
+        async for message in requests:
+            self.commands.append(message.WhichOneof("command"))
+            if self.commands[-1] == "abort":
+                self.has_abort.set()
+
+
+async def test_what_is_aborted_before_it_is_sent_is_never_sent(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        slow = SlowScheduler(await stack.stub.GetServerInfo(pb.GetServerInfoRequest()))
+    slow.info.max_sequence_tokens = 1_000_000
+    server = grpc.aio.server()
+    pb_grpc.add_SchedulerServiceServicer_to_server(slow, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with serve_front_end(checkpoint, f"127.0.0.1:{port}") as front, asyncio.timeout(DEADLINE):
+        messages = [request([200] * 200_000) for _ in range(16)]
+        for number, message in enumerate(messages):
+            message.request_id = str(number)
+        calls = [front.stub.Generate(message) for message in messages]
+        for message in messages:
+            while not await is_aborted(front, message.request_id):  # it is not queued yet
+                pass
+        last = await calls[-1].read()
+        assert last.finish_reason == pb.FINISH_REASON_ABORT
+        assert last.usage.prompt_tokens == 200_000
+        slow.may_read.set()
+        await slow.has_abort.wait()
+        assert 0 < slow.commands.count("submit") < len(messages)
+        assert slow.commands.count("abort") <= slow.commands.count("submit")
+        for call in calls:
+            call.cancel()
+    await server.stop(0)
+
+
+async def is_aborted(front: FrontEnd, request_id: str) -> bool:
+    """Whether there was such a request."""
+    try:
+        await front.stub.Abort(pb.AbortRequest(request_id=request_id))
+    except grpc.aio.AioRpcError:
+        return False
+    return True

@@ -26,7 +26,6 @@ _MODULES = (
     "scheduler_service/serving/active_request.py",
     "scheduler_service/serving/availability.py",
     "scheduler_service/serving/clock.py",
-    "scheduler_service/serving/engine.py",
     "scheduler_service/serving/kv_events.py",
     "scheduler_service/serving/observer.py",
     "scheduler_service/serving/output.py",

@@ -227,7 +227,7 @@ class SharedCall:
         if request is not None and request.active is not None:
             index = stream_id - request.stream_id
             request.num_kept[index] = num_tokens
-            request.active.stop(request.active.outputs[index], num_tokens)
+            self._intake.engine.stop(request.active.outputs[index], num_tokens)
         elif stream_id in self._unsettled:
             self._intake.engine.settle(self._unsettled.pop(stream_id), num_tokens)
 

@@ -29,7 +29,7 @@ from pagewire.common.transport.tls import Life
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.common.worker_wire import Response, encode_request
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
-from scheduler_service.links.waiting import Ended, Outdated, Waiting, ends
+from scheduler_service.links.waiting import LINK_OPTIONS, Ended, Outdated, Waiting, ends
 from scheduler_service.links.worker.worker_session import (
     RankSession,
     Session,
@@ -43,20 +43,12 @@ from scheduler_service.serving.step_loop import StepLoop
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+CHANNEL_OPTIONS = (
+    *LINK_OPTIONS,
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
     # Despite its name, the time that one attempt to connect may take.
     ("grpc.min_reconnect_backoff_ms", 1000),
-    # A worker that was replaced comes back at another address of the same name.
-    ("grpc.dns_min_time_between_resolutions_ms", 1000),
-    # Only to replace a connection that died without a word: whether the worker lives is judged by heartbeats.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_retries", 0),
 )
 _PORT = RightPort.of_link(
     "worker",

@@ -13,10 +13,10 @@ from scheduler_service.doors.scheduler.report import encode_server
 from scheduler_service.doors.scheduler.request_servicer import FrontEndServicer, RequestServicer
 from scheduler_service.doors.scheduler.scheduler_servicer import SchedulerServicer
 from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice
 from scheduler_service.serving.detached import DetachedRequests
-from scheduler_service.serving.engine import Availability
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop
