@@ -9,6 +9,7 @@ import json
 
 from smg_grpc_proto import vllm_engine_pb2
 
+from pagewire.common.sampling_ranges import RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.serving.refusal import invalid
 
@@ -20,8 +21,8 @@ _SAME = {
     for ours in (scheduler_pb2.SamplingParams.DESCRIPTOR.fields_by_name.get(field.name),)
     if ours is not None and ours.has_presence and field.containing_oneof != _CONSTRAINTS
 }
-# Fields whose 0 means 1, off.
-_ZERO_IS_ONE = ("n", "top_p", "repetition_penalty")
+# Fields that are 0 where they are unset, though theirs is no legal value: that means 1, off.
+_ZERO_IS_ONE = [name for name, legal in RANGES.items() if not legal.holds(0) and _SAME.get(name) is False]
 _UNSUPPORTED_INPUTS = {
     "mm_inputs": "images, audio and video",
     "extra_mm_inputs": "images, audio and video",
