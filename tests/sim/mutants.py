@@ -1,56 +1,13 @@
 """Planted bugs: each must be caught by the simulator, or the simulator is not worth what it says.
 
-The seed that last found a bug (`found_by.json`) is tried first, so that a run with few seeds looks at every bug too.
-Where it finds it no more, because scenarios are drawn in another way or the simulator has become blind to it, those
-that once found a defect of the core (`known_seeds.py`) are tried, and then as many as are asked for. A mutant changes
-the source as it stands, by its syntax: where a function lies and how it is laid out does not matter. One that has not
-exactly one place is an error, so that none quietly becomes a no-op when the code changes. Run all with
-`python -m tests.sim.mutants`, or some: give parts of names.
+Run all with `python -m tests.sim.mutants`, or some: give parts of names. Those of outputs: `tests.sim.outputs.mutants`.
 """
 
-import argparse
-import ast
-import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from tests.project.sources import parse, sources
 from tests.sim.known_seeds import KNOWN_SEEDS
-
-ROOT = Path(__file__).parents[2]
-FOUND_BY = Path(__file__).with_name("found_by.json")
-_COPIED = ("scheduler_service", "worker_service", "testing", "tests/sim")
-_PLANTED_IN = ("scheduler_service/core", "scheduler_service/serving", "worker_service/rpc", "testing")
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """In the function of this name, wherever it lies, `old` becomes `new`: an expression, or statements that follow one
-    another, which may become none. The name of the class goes before the function's where others have the same code."""
-
-    function: str
-    old: str
-    new: str
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    name: str
-    patches: tuple[Patch, ...]
-
-
-def _mutant(name: str, function: str, old: str, new: str) -> Mutant:
-    return Mutant(name, (Patch(function, old, new),))
-
+from tests.sim.planting import Mutant, Patch, Planting, hunt_all, mutant
 
 _NO_NEWS_WITHOUT_LINK = Patch(
     "StepLoop._empty_inbox",
@@ -60,105 +17,105 @@ _NO_NEWS_WITHOUT_LINK = Patch(
 
 MUTANTS = (
     # Blocks
-    _mutant("an aborted request keeps its blocks", "forget", "self.cache.release(sequence.holding)", ""),
-    _mutant("a swapped request's device blocks are freed twice", "swap_out", "holding.block_table.clear()", ""),
-    _mutant("a fork takes no reference", "_share_table", "self.pool.share(block)", ""),
-    _mutant("a sample writes to the tail it shares", "fork", "num_tokens % self.block_size == 0", "True"),
-    _mutant("a mean begins with what is cached", "may_match", "not self.group.begins_anew", "True"),
-    _mutant(
+    mutant("an aborted request keeps its blocks", "forget", "self.cache.release(sequence.holding)", ""),
+    mutant("a swapped request's device blocks are freed twice", "swap_out", "holding.block_table.clear()", ""),
+    mutant("a fork takes no reference", "_share_table", "self.pool.share(block)", ""),
+    mutant("a sample writes to the tail it shares", "fork", "num_tokens % self.block_size == 0", "True"),
+    mutant("a mean begins with what is cached", "may_match", "not self.group.begins_anew", "True"),
+    mutant(
         "the first beam writes to a tail that others hold",
         "_tails_to_copy",
         "holders if num_others else holders[1:]",
         "holders[1:]",
     ),
-    _mutant(
+    mutant(
         "the tail of a beam is copied to a wrong place",
         "replace_tail",
         "return index, source, target",
         "return max(0, index - 1), source, target",
     ),
-    _mutant("idle blocks that a request matches are free twice", "num_opening_blocks", "num_idle", "0"),
-    _mutant("an admission is given one block too many", "can_allocate", "self.pool.num_free", "self.pool.num_free + 1"),
-    _mutant(
+    mutant("idle blocks that a request matches are free twice", "num_opening_blocks", "num_idle", "0"),
+    mutant("an admission is given one block too many", "can_allocate", "self.pool.num_free", "self.pool.num_free + 1"),
+    mutant(
         "the watermark binds a request that is alone",
         "can_allocate",
         "0 if alone else self._num_watermark_blocks",
         "self._num_watermark_blocks",
     ),
-    _mutant(
+    mutant(
         "a group that can never fit is admitted",
         "num_most_blocks",
         "num_shared + num_rows * (num_blocks - num_shared) + num_copies",
         "num_blocks",
     ),
-    _mutant(
+    mutant(
         "a request that is too long is admitted",
         "misfit",
         "num_tokens > limits.max_sequence_tokens",
         "num_tokens > limits.max_sequence_tokens + 1",
     ),
-    _mutant(
+    mutant(
         "the window frees a block a token early",
         "first_needed_block",
         "position - self.window + 1",
         "position - self.window + 2",
     ),
-    _mutant(
+    mutant(
         "a fork takes blocks that fell out of the window",
         "num_forked_tokens",
         "relative.holding.num_freed_blocks <= self.cache.first_needed_block(num_tokens)",
         "True",
     ),
-    _mutant(
+    mutant(
         "rows under a window are admitted for a block too few",
         "num_chunk_blocks",
         "(self.window + num_tokens + self.block_size - 3) // self.block_size + 1",
         "max(1, (self.window + num_tokens + self.block_size - 3) // self.block_size)",
     ),
-    _mutant(
+    mutant(
         "a row that publishes nothing any more goes on publishing",
         "slide_wholly",
         "holding.num_freed_blocks and holding.num_freed_blocks >= holding.num_published_blocks",
         "False",
     ),
-    _mutant(
+    mutant(
         "a match holds a block too few",
         "_num_passed",
         "self.first_needed_block(num_blocks * self.block_size)",
         "self.first_needed_block(num_blocks * self.block_size) + 1",
     ),
     # The prefix cache
-    _mutant(
+    mutant(
         "the last token of a block is not compared",
         "_token_bytes",
         "start + self._block_size",
         "start + max(1, self._block_size - 1)",
     ),
-    _mutant("the last token is matched too", "match", "len(holding.token_ids) - 1", "len(holding.token_ids)"),
-    _mutant("salts share content", "_new_holding", "request.cache_salt", '""'),
-    _mutant(
+    mutant("the last token is matched too", "match", "len(holding.token_ids) - 1", "len(holding.token_ids)"),
+    mutant("salts share content", "_new_holding", "request.cache_salt", '""'),
+    mutant(
         "a block is published before its tokens are known",
         "num_settled_tokens",
         "len(self.holding.token_ids) - self.may_repeat",
         "len(self.holding.token_ids) + self.num_in_flight - self.may_repeat",
     ),
-    _mutant("a reused block is still found by its old content", "_allocate", "self.index.forget(block)", ""),
-    _mutant(
+    mutant("a reused block is still found by its old content", "_allocate", "self.index.forget(block)", ""),
+    mutant(
         "a reused host block is still found by its old content",
         "_allocate_host",
         "self.index.forget_host(host_block)",
         "",
     ),
-    _mutant("bad blocks stay published", "_take_failures", "epoch.cache.unpublish(bad.holding)", ""),
-    _mutant("what was computed on bad blocks is kept", "_take_failures", "self._state.redo(other, epoch, now)", ""),
-    _mutant("copies of bad blocks on the host stay published", "forget_subtree", "self.forget_host(host_block)", ""),
-    _mutant(
+    mutant("bad blocks stay published", "_take_failures", "epoch.cache.unpublish(bad.holding)", ""),
+    mutant("what was computed on bad blocks is kept", "_take_failures", "self._state.redo(other, epoch, now)", ""),
+    mutant("copies of bad blocks on the host stay published", "forget_subtree", "self.forget_host(host_block)", ""),
+    mutant(
         "a sample publishes on top of a block that is not held",
         "_share_table",
         "holding.num_freed_blocks >= num_published",
         "holding.num_freed_blocks > num_published",
     ),
-    _mutant(
+    mutant(
         "a preempted beam's bad blocks stay published",
         "_take_failures",
         "sequence.has_failed",
@@ -208,44 +165,44 @@ MUTANTS = (
             ),
         ),
     ),
-    _mutant(
+    mutant(
         "a group is swapped in before it was swapped out",
         "admit",
         "group.state is GroupState.SWAPPED and group.swapped_holdings",
         "group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT) and group.swapped_holdings",
     ),
-    _mutant(
+    mutant(
         "a group is opened before its blocks are there",
         "open_loaded",
         "epoch.last_moved_step",
         "epoch.last_acknowledged_step",
     ),
-    _mutant(
+    mutant(
         "moves of the next step are taken for done",
         "acknowledge",
         "self._pending[0].step <= step",
         "self._pending[0].step <= step + 1",
     ),
-    _mutant(
+    mutant(
         "a demoted block is on the host before it was copied",
         "demote",
         "self.host_pool.free(host_block, cached=False)",
         "self.index.add_host_copy(node, host_block)\nself.host_pool.free(host_block, cached=False)",
     ),
-    _mutant(
+    mutant(
         "what is loaded ahead is found while the block's earlier content still is",
         "promote",
         "self._allocate()",
         "self.pool.allocate()",
     ),
-    _mutant(
+    mutant(
         "what is loaded ahead is found before it has come",
         "promote",
         "self.pool.free(block, cached=False)",
         "self.pool.free(block, cached=False)\nself.index.add_copy(node, block)",
     ),
-    _mutant("a cursor stays on content that is lost", "_lose", "self._repel_cursors(node)", ""),
-    _mutant(
+    mutant("a cursor stays on content that is lost", "_lose", "self._repel_cursors(node)", ""),
+    mutant(
         "a cursor stops at what was published while it waited",
         "_draw_cursors",
         "self._advance(cursor)",
@@ -253,62 +210,62 @@ MUTANTS = (
         "node.num_cursors += 1\n"
         "node.cursors = {**(node.cursors or {}), cursor.next_bytes: {cursor: None}}",
     ),
-    _mutant(
+    mutant(
         "a request is not ordered anew when its prefix is cached or lost",
         "update",
         "self._waiting.reorder(group, self.order(group))\nself._retention.waits(group)",
         "self._retention.waits(group)",
     ),
-    _mutant("a request that runs keeps its cursor", "leave", "group.cursor is not None", "False"),
-    _mutant(
+    mutant("a request that runs keeps its cursor", "leave", "group.cursor is not None", "False"),
+    mutant(
         "a block that is taken from a free list still counts as its tenant's",
         "taken",
         "owner.num_blocks - 1",
         "owner.num_blocks",
     ),
-    _mutant(
+    mutant(
         "a swap takes idle copies on the host for free",
         "num_swap_blocks",
         "copy == 0 or self.host_pool.ref_count(copy) == 0",
         "copy == 0",
     ),
     # Where groups stand
-    _mutant("a preempted group still stands among those that run", "_enter", "del self.running[index]", ""),
-    _mutant("a group that comes back still counts as swapped", "_enter", "del self.swapped[group]", ""),
+    mutant("a preempted group still stands among those that run", "_enter", "del self.running[index]", ""),
+    mutant("a group that comes back still counts as swapped", "_enter", "del self.swapped[group]", ""),
     # Rows and results
-    _mutant(
+    mutant(
         "a victim is resumed with a token in flight",
         "admit",
         "self._epoch.last_acknowledged_step < group.planned_step",
         "False",
     ),
-    _mutant("a row that ended is not told", "vacate", "self.slots.end_row(row.slot)", ""),
-    _mutant("all samples draw as the first", "_opening", "sequence.sample_index", "0"),
-    _mutant(
+    mutant("a row that ended is not told", "vacate", "self.slots.end_row(row.slot)", ""),
+    mutant("all samples draw as the first", "_opening", "sequence.sample_index", "0"),
+    mutant(
         "a swapped beam is opened with nothing to compute",
         "rewind",
         "self.holding.compute_again(len(self.holding.token_ids) - 1)",
         "",
     ),
-    _mutant(
+    mutant(
         "a plan computes more than its budget", "share_tokens", "num_free -= num_tokens", "num_free -= num_tokens // 2"
     ),
-    _mutant("tokens in flight outlive the end of their sequence", "take", "sample.row.is_dropped", "False"),
-    _mutant(
+    mutant("tokens in flight outlive the end of their sequence", "take", "sample.row.is_dropped", "False"),
+    mutant(
         "prompt log-probabilities outlive the end of their request",
         "take",
         "not planned.row.sequence.is_finished",
         "True",
     ),
-    _mutant("a sample that is made again counts twice", "drop", "self.is_dropped = True", ""),
-    _mutant(
+    mutant("a sample that is made again counts twice", "drop", "self.is_dropped = True", ""),
+    mutant(
         "samples of a row are taken for those of the row before",
         "Sequence.take_slot",
         "self.row = Row(self, self.holding, slot, drops, is_gated, len(self.token_ids))",
         "is_dropped = self.row is not None and self.row.is_dropped\n"
         "self.row = Row(self, self.holding, slot, drops, is_gated, len(self.token_ids), is_dropped)",
     ),
-    _mutant(
+    mutant(
         "what a row matched in the last epoch is taken for bad with what is bad in this one",
         "_begin",
         "sequence.begin_epoch(self._new_holding(group.request, sequence.token_ids))",
@@ -316,52 +273,52 @@ MUTANTS = (
         "sequence.begin_epoch(self._new_holding(group.request, sequence.token_ids))\n"
         "sequence.holding.num_matched_blocks = num_matched_blocks",
     ),
-    _mutant(
+    mutant(
         "a stop text drops no tokens",
         "end",
         "del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]",
         "",
     ),
-    _mutant(
+    mutant(
         "a result of an old epoch is accepted",
         "complete",
         "(result.epoch, result.step) != (epoch.number, dispatch.step)",
         "result.step != dispatch.step",
     ),
-    _mutant(
+    mutant(
         "a result of another step is accepted",
         "complete",
         "(result.epoch, result.step) != (epoch.number, dispatch.step)",
         "result.epoch != epoch.number",
     ),
-    _mutant(
+    mutant(
         "what was in flight is still awaited in the next epoch",
         "begin_epoch",
         "self.holding, self.row = holding, None",
         "self.holding = holding",
     ),
-    _mutant(
+    mutant(
         "a beam's score forgets the length penalty",
         "_score",
         "-self._params.length_penalty * math.log(num_tokens)",
         "-math.log(num_tokens)",
     ),
-    _mutant("a beam that forks keeps the tokens of the old one", "branch", "beam.token_ids[:] = parent.token_ids", ""),
+    mutant("a beam that forks keeps the tokens of the old one", "branch", "beam.token_ids[:] = parent.token_ids", ""),
     # Who is served
-    _mutant(
+    mutant(
         "the first is the victim, not the last",
         "_make_room",
         "state.preempt(state.running[-1], epoch, draft)",
         "state.preempt(next(iter(state.running)), epoch, draft)",
     ),
-    _mutant(
+    mutant(
         "the newest running group is served first",
         "_enter",
         "insort(self.running, group, key=_order)",
         "self.running.insert(0, group)",
     ),
-    _mutant("a group waits for blocks that do not come back", "_make_room", "moves.num_returning", "pool.num_blocks"),
-    _mutant(
+    mutant("a group waits for blocks that do not come back", "_make_room", "moves.num_returning", "pool.num_blocks"),
+    mutant(
         "no group is admitted in place of one that gave way to none",
         "schedule",
         "draft.is_empty or not draft.has_preempted",
@@ -374,19 +331,19 @@ MUTANTS = (
             Patch("_open_sibling", "is_alone or (draft.is_empty and epoch.is_idle)", "is_alone"),
         ),
     ),
-    _mutant(
+    mutant(
         "a group of which nothing is swapped any more is swapped in",
         "admit",
         "group.swapped_holdings",
         "True",
     ),
-    _mutant("a plan that only opens a row is dropped", "is_empty", "self.openings", "False"),
-    _mutant("crashes are charged to no request", "crashed", "request.num_crashes += 1", ""),
-    _mutant("crashes are charged to requests that wait", "crashed", "len(causes) == 1", "len(causes) <= 2"),
-    _mutant("suspects are tried beside others", "admits", "not self._trial or request in self._trial", "True"),
-    _mutant("the cache is emptied under requests", "flush_cache", "not self._state.groups", "True"),
+    mutant("a plan that only opens a row is dropped", "is_empty", "self.openings", "False"),
+    mutant("crashes are charged to no request", "crashed", "request.num_crashes += 1", ""),
+    mutant("crashes are charged to requests that wait", "crashed", "len(causes) == 1", "len(causes) <= 2"),
+    mutant("suspects are tried beside others", "admits", "not self._trial or request in self._trial", "True"),
+    mutant("the cache is emptied under requests", "flush_cache", "not self._state.groups", "True"),
     # Grammars
-    _mutant(
+    mutant(
         "a matcher is not rolled back",
         "SimulatedWorker._open",
         "row.matcher.consume(opening.token_ids[opening.num_prompt_tokens :])",
@@ -394,14 +351,14 @@ MUTANTS = (
         "row.matcher = self.kv.setdefault(-opening.sequence_id - 1, row.matcher)\n"
         "row.matcher.consume(() if is_again else opening.token_ids[opening.num_prompt_tokens :])",
     ),
-    _mutant(
+    mutant(
         "a row is masked by another one's grammar",
         "SimulatedWorker._answer",
         "matcher = row.matcher",
         "matcher = row.matcher and next((r.matcher for _, r in working if r.matcher is not None), None)",
     ),
-    _mutant("a fork goes on in its parent's state", "Row.fork", "self.matcher and self.matcher.copy()", "self.matcher"),
-    _mutant(
+    mutant("a fork goes on in its parent's state", "Row.fork", "self.matcher and self.matcher.copy()", "self.matcher"),
+    mutant(
         "grammars outlive the epoch",
         "__init__",
         "self.grammars = NeededGrammars(prepares=self.has_worker)",
@@ -410,30 +367,30 @@ MUTANTS = (
         "    self.grammars = vars(NeededGrammars).get('kept') or self.grammars\n"
         "    NeededGrammars.kept = self.grammars",
     ),
-    _mutant(
+    mutant(
         "a grammar is released while another request needs it",
         "need",
         "need.num_requests += 1",
         "need.num_requests = 1",
     ),
-    _mutant("a grammar that is not needed is never released", "give_up", "self._released.append(need.grammar_id)", ""),
-    _mutant(
+    mutant("a grammar that is not needed is never released", "give_up", "self._released.append(need.grammar_id)", ""),
+    mutant(
         "a group that waits for a grammar holds up the queue",
         "admit",
         "group is None",
         "group is None or state.waiting.held",
     ),
-    _mutant("a grammar is named in no plan of its own", "is_empty", "self.added_grammars", "False"),
-    _mutant(
+    mutant("a grammar is named in no plan of its own", "is_empty", "self.added_grammars", "False"),
+    mutant(
         "an end token is ignored with ignore_eos",
         "_new_sequence",
         "{*request.sampling.stop_token_ids, *group.end_token_ids}",
         "{*request.sampling.stop_token_ids}",
     ),
-    _mutant("an end token is ignored below min_tokens", "_may_stop", "token_id in group.end_token_ids", "False"),
-    _mutant("a beam dies at an end token below min_tokens", "_ranked", "not self._end_token_ids", "True"),
-    _mutant("a gated row with a grammar is planned once", "_take_sample", "epoch.active[row] = None", ""),
-    _mutant(
+    mutant("an end token is ignored below min_tokens", "_may_stop", "token_id in group.end_token_ids", "False"),
+    mutant("a beam dies at an end token below min_tokens", "_ranked", "not self._end_token_ids", "True"),
+    mutant("a gated row with a grammar is planned once", "_take_sample", "epoch.active[row] = None", ""),
+    mutant(
         "a row is gated as by the worker before",
         "take_slot",
         "gates = request.grammar is not None and self.capacity.gates_grammars",
@@ -451,75 +408,73 @@ MUTANTS = (
             ),
         ),
     ),
-    _mutant(
+    mutant(
         "a row whose grammar failed goes on",
         "_take_failures",
         "sample.status in _GRAMMAR_FAILURES",
         "sample.status is RowStatus.GRAMMAR_FAILED",
     ),
-    _mutant(
-        "a grammar that crashes the worker is charged to no request", "Lifecycle.lose_worker", "preparing", "set()"
-    ),
-    _mutant("grammars of others are prepared beside suspects", "_may_prepare", "not quarantine.suspects", "True"),
+    mutant("a grammar that crashes the worker is charged to no request", "Lifecycle.lose_worker", "preparing", "set()"),
+    mutant("grammars of others are prepared beside suspects", "_may_prepare", "not quarantine.suspects", "True"),
     # Late rows
-    _mutant(
+    mutant(
         "a late row counts as computed",
         "repeat",
         "self.holding.compute_again(self._num_expected - 1)",
         "",
     ),
-    _mutant(
+    mutant(
         "a late row that is planned by itself never goes on",
         "repeat",
         "row.slot >= 0 and row.num_uncomputed_tokens",
         "False",
     ),
-    _mutant(
+    mutant(
         "a late row that was dropped is awaited",
         "num_in_flight",
         "0 if self.is_dropped else self.num_expected_tokens - len(self.holding.token_ids)",
         "self.num_expected_tokens - len(self.holding.token_ids)",
     ),
-    _mutant(
+    mutant(
         "a sample shares what its late relative writes again",
         "num_forked_tokens",
         "min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)",
         "min(sequence.num_prompt_tokens, sequence.num_tokens - 1)",
     ),
-    _mutant(
+    mutant(
         "what a late row writes again is published",
         "may_repeat",
         "self.sequence.group.request.grammar is not None",
         "False",
     ),
     # Without a worker
-    _mutant(
+    mutant(
         "a stream that has begun ends with the grace",
         "is_bound",
         "any(sequence.is_finished or sequence.first_token_at is not None for sequence in self.sequences)",
         "False",
     ),
-    _mutant(
+    mutant(
         "a request of which one sample has ended ends with the grace",
         "is_bound",
         "any(sequence.is_finished or sequence.first_token_at is not None for sequence in self.sequences)",
         "self.live_sequences[0].first_token_at is not None",
     ),
-    _mutant("a beam search waits on after the grace", "is_bound", "self.beam is None", "True"),
-    _mutant(
+    mutant("a beam search waits on after the grace", "is_bound", "self.beam is None", "True"),
+    mutant(
         "a detached request ends with the grace",
         "is_bound",
         "self.request.output_mode is OutputMode.DETACHED",
         "False",
     ),
-    _mutant(
+    mutant(
         "an output that is read as a whole waits on after the grace",
         "is_bound",
         "self.request.output_mode is OutputMode.DETACHED",
         "True",
     ),
     # What is told
-    _mutant(
+    mutant(
         "a block's removal from the device is not told",
         "PrefixIndex.forget",
         "self._changes.append((node, Tier.DEVICE, False))",
@@ -534,43 +489,43 @@ MUTANTS = (
         "what waits in the inbox outlives its epoch",
         (Patch("StepLoop._leave_epoch", "self._inbox.clear()", ""), _NO_NEWS_WITHOUT_LINK),
     ),
-    _mutant(
+    mutant(
         "a stream outlives its end",
         "StepLoop._publish",
         "self._samples.pop(end.sequence_id)",
         "self._samples[end.sequence_id]",
     ),
-    _mutant(
+    mutant(
         "plans are made before the news are read",
         "StepLoop.run_once",
         "self._empty_inbox()\nself._send_plans()",
         "self._send_plans()\nself._empty_inbox()",
     ),
-    _mutant("a stream that waits already waits twice", "enqueue", "if output.is_queued:\n    return", ""),
-    _mutant("tokens behind a stop text are delivered", "SampleRecord.finish", "del self._new_token_ids[num_kept:]", ""),
-    _mutant("an end is lost behind tokens that are taken", "take_tokens", "self.published_end is not None", "False"),
-    _mutant(
+    mutant("a stream that waits already waits twice", "enqueue", "if output.is_queued:\n    return", ""),
+    mutant("tokens behind a stop text are delivered", "SampleRecord.finish", "del self._new_token_ids[num_kept:]", ""),
+    mutant("an end is lost behind tokens that are taken", "take_tokens", "self.published_end is not None", "False"),
+    mutant(
         "the patience with a lost worker goes on when the next one is there",
         "WorkerAvailability.worker_joined",
         "self.stop_timers()",
         "",
     ),
-    _mutant(
+    mutant(
         "requests are refused though a worker has come back",
         "WorkerAvailability.worker_joined",
         "self._grace_has_ended = self._has_timed_out = False",
         "",
     ),
     # The session
-    _mutant(
+    mutant(
         "the same epoch is accepted twice",
         "SessionRegister.hello",
         "hello.epoch <= self.last_epoch",
         "hello.epoch < self.last_epoch",
     ),
-    _mutant("plans of another epoch are carried out", "Session.plan", "epoch != self.epoch", "False"),
-    _mutant("a plan is carried out twice", "Session.plan", "step != self.last_planned_step + 1", "False"),
-    _mutant(
+    mutant("plans of another epoch are carried out", "Session.plan", "epoch != self.epoch", "False"),
+    mutant("a plan is carried out twice", "Session.plan", "step != self.last_planned_step + 1", "False"),
+    mutant(
         "more plans than the pipeline takes are accepted",
         "Session.plan",
         "num_unfinished >= self.pipeline_depth",
@@ -578,188 +533,15 @@ MUTANTS = (
     ),
 )
 
-
-def recorded_seeds() -> dict[str, int]:
-    """Return the seed that finds each bug, by the bug's name."""
-    return json.loads(FOUND_BY.read_text())
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a patch's old syntax stands: entries of a field of a node, or all of it where it is no list."""
-
-    node: ast.AST
-    field: str
-    start: int
-
-    def put(self, num_old: int, new: list[ast.AST]) -> None:
-        entries = getattr(self.node, self.field)
-        if isinstance(entries, list):
-            entries[self.start : self.start + num_old] = new or [ast.Pass()]
-        else:
-            setattr(self.node, self.field, new[0])
-
-
-def _nodes(patch: Patch) -> tuple[list[ast.AST], list[ast.AST]]:
-    """The syntax before and after: an expression each, or statements."""
-    old, new = ast.parse(patch.old).body, ast.parse(patch.new).body
-    if len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
-        return [old[0].value], [new[0].value]
-    return [*old], [*new]
-
-
-def _functions(node: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """The functions below a node, by their qualified names with a point before them."""
-    for child in ast.iter_child_nodes(node):
-        name = outer
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            name = f"{outer}.{child.name}"
-            if not isinstance(child, ast.ClassDef):
-                yield name, child
-        yield from _functions(child, name)
-
-
-def places(tree: ast.Module, patch: Patch) -> Iterator[Place]:
-    """Where a module has what the patch replaces."""
-    wanted = [ast.dump(node) for node in _nodes(patch)[0]]
-    for name, function in _functions(tree):
-        if not name.endswith(f".{patch.function}"):
-            continue
-        for node in ast.walk(function):
-            for field, value in ast.iter_fields(node):
-                entries = value if isinstance(value, list) else [value]
-                found = [ast.dump(entry) if isinstance(entry, ast.AST) else "" for entry in entries]
-                for start in range(len(found) - len(wanted) + 1):
-                    if found[start : start + len(wanted)] == wanted:
-                        yield Place(node, field, start)
-
-
-@cache
-def _modules_by_function() -> dict[str, list[Path]]:
-    """The modules that have functions of this name, without their classes'."""
-    modules: dict[str, list[Path]] = {}
-    for path in sources(*_PLANTED_IN):
-        for name in {name.rpartition(".")[2] for name, _ in _functions(parse(path))}:
-            modules.setdefault(name, []).append(path)
-    return modules
-
-
-def _modules(patch: Patch) -> list[Path]:
-    """The module that has what the patch replaces, once for each place."""
-    named = _modules_by_function().get(patch.function.rpartition(".")[2], [])
-    return [path for path in named for _ in places(parse(path), patch)]
-
-
-def misplaced(mutant: Mutant) -> str:
-    """Why the mutant cannot be planted, or nothing."""
-    for patch in mutant.patches:
-        found = _modules(patch)
-        if len(found) != 1:
-            where = f" ({', '.join(map(str, found))})" if found else ""
-            return f"{mutant.name}: {patch.function} has this {len(found)} times, not once{where}:\n{patch.old}\n"
-    return ""
-
-
-def planted(source: str, patch: Patch) -> str:
-    """The module with the bug in it."""
-    tree = ast.parse(source)
-    [place] = places(tree, patch)
-    old, new = _nodes(patch)
-    place.put(len(old), new)
-    return ast.unparse(tree)
-
-
-def _plant(mutant: Mutant, folder: Path) -> None:
-    """A copy of what the simulator needs, with the bug in it."""
-    for part in _COPIED:
-        # Python writes modules' code under another name first.
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.pyc.*"))
-    (folder / "tests" / "__init__.py").touch()
-    for patch in mutant.patches:
-        [module] = _modules(patch)
-        path = folder / module
-        path.write_text(planted(path.read_text(), patch))
-
-
-@dataclass(frozen=True, slots=True)
-class _Catch:
-    """The first seed that failed, which of the seeds that were tried it was, and how."""
-
-    seed: int
-    number: int
-    error: str
-
-
-def _hunt(mutant: Mutant, recorded: int | None, num_seeds: int, first: int) -> _Catch | str:
-    """Try the seed that is known to find it, those that found other bugs, and then `num_seeds`, from `first` on. Why it
-    could not be tried is a text, which is empty if none found it."""
-    seeds = [*([] if recorded is None else [recorded]), *KNOWN_SEEDS, *range(first, first + num_seeds)]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        _plant(mutant, folder)
-        program = (
-            "import json\n"
-            "from tests.sim.campaign import run_seed\n"
-            f"for number, seed in enumerate({seeds}, start=1):\n"
-            "    for error in run_seed(seed).failures.values():\n"
-            "        print(json.dumps([seed, number, error]))\n"
-            "        raise SystemExit\n"
-        )
-        environment = {**os.environ, "PYTHONPATH": name}
-        run = subprocess.run(
-            [sys.executable, "-"],
-            input=program,
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if run.returncode != 0:
-            return f"could not run: {run.stderr[-1000:]}"
-        return _Catch(*json.loads(run.stdout)) if run.stdout else ""
-
-
-def _verdict(catch: _Catch | str, recorded: int | None) -> str:
-    stale = "" if recorded is None else f"seed {recorded} finds it no more"
-    if not isinstance(catch, _Catch):
-        remedy = "; does the simulator still look for it? more SEEDS may find another seed, which ARGS=--record writes"
-        return catch or f"NOT CAUGHT: {stale or 'no seed is recorded'}{remedy}"
-    error = f"caught by seed {catch.seed}, number {catch.number}: {catch.error[:100]}".replace("\n", " ")
-    return (
-        error if catch.seed == recorded else f"{error}; {stale or 'it was not recorded'}: ARGS=--record writes this one"
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sim.mutants", description=__doc__)
-    parser.add_argument("names", nargs="*", help="parts of the names of mutants; all by default")
-    parser.add_argument("--seeds", type=int, default=5000, help="at most so many seeds each (default 5000)")
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
-    parser.add_argument("--record", action="store_true", help=f"write the seeds that found them to {FOUND_BY.name}")
-    arguments = parser.parse_args()
-    chosen = [m for m in MUTANTS if not arguments.names or any(name in m.name for name in arguments.names)]
-    if faults := "".join(map(misplaced, chosen)):
-        raise SystemExit(faults)
-    found_by, started, num_caught = recorded_seeds(), time.perf_counter(), 0
-    caught_by = dict(found_by)
-
-    def hunt(mutant: Mutant) -> _Catch | str:
-        return _hunt(mutant, found_by.get(mutant.name), arguments.seeds, arguments.first)
-
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for mutant, catch in zip(chosen, pool.map(hunt, chosen), strict=True):
-            print(f"{mutant.name}: {_verdict(catch, found_by.get(mutant.name))}", flush=True)
-            if isinstance(catch, _Catch):
-                num_caught += 1
-                caught_by[mutant.name] = catch.seed
-    if arguments.record:
-        kept = {mutant.name: caught_by[mutant.name] for mutant in MUTANTS if mutant.name in caught_by}
-        FOUND_BY.write_text(json.dumps(kept, indent=1) + "\n")
-    print(f"{num_caught} of {len(chosen)} caught in {time.perf_counter() - started:.0f} s")
-    return 0 if num_caught == len(chosen) else 1
+PLANTING = Planting(
+    MUTANTS,
+    Path(__file__).with_name("found_by.json"),
+    KNOWN_SEEDS,
+    campaign="tests.sim.campaign",
+    copied=("scheduler_service", "worker_service", "testing", "tests/sim"),
+    planted_in=("scheduler_service/core", "scheduler_service/serving", "worker_service/rpc", "testing"),
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(hunt_all(PLANTING, "python -m tests.sim.mutants"))

@@ -10,14 +10,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.sim import mutants
 from tests.sim.campaign import command_for, run_campaign, run_seed, run_seeds
 from tests.sim.known_seeds import KNOWN_SEEDS
-from tests.sim.mutants import MUTANTS, Mutant, Patch, misplaced, planted, recorded_seeds
+from tests.sim.mutants import MUTANTS, PLANTING
+from tests.sim.planting import Mutant, Patch, hunt_all, misplaced, planted
 from tests.sim.simulation import Simulation
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +38,9 @@ def test_known_seeds(seed):
 
 
 def test_every_planted_bug_has_its_place():
-    assert not "".join(map(misplaced, MUTANTS))
+    assert not "".join(misplaced(PLANTING, mutant) for mutant in MUTANTS)
     assert {mutant.name for mutant in MUTANTS}.issuperset(KNOWN_SEEDS.values())
-    assert recorded_seeds().keys() == {mutant.name for mutant in MUTANTS}
+    assert PLANTING.recorded_seeds().keys() == {mutant.name for mutant in MUTANTS}
 
 
 @pytest.mark.parametrize(
@@ -58,9 +59,9 @@ def test_a_bug_is_planted_whatever_the_layout(old, new, expected):
 
 
 def test_a_bug_without_a_place_is_told():
-    none = misplaced(Mutant("a bug", (Patch("Epoch.vacate", "self.num_rows -= 7", ""),)))
+    none = misplaced(PLANTING, Mutant("a bug", (Patch("Epoch.vacate", "self.num_rows -= 7", ""),)))
     assert none == "a bug: Epoch.vacate has this 0 times, not once:\nself.num_rows -= 7\n"
-    two = misplaced(Mutant("a bug", (Patch("MoveLedger.acknowledge", "cached", "True"),)))
+    two = misplaced(PLANTING, Mutant("a bug", (Patch("MoveLedger.acknowledge", "cached", "True"),)))
     assert "MoveLedger.acknowledge has this 2 times, not once (scheduler_service/core/cache/moves.py, " in two
 
 
@@ -71,16 +72,16 @@ def test_a_bug_is_found_by_its_recorded_seed_or_another(monkeypatch, tmp_path, c
         "prompt log-probabilities outlive the end of their request",
         "a group that can never fit is admitted",
     )
-    seeds = {**recorded_seeds(), by_another: 0, by_none: 0}
-    monkeypatch.setattr(mutants, "FOUND_BY", tmp_path / "found_by.json")
-    mutants.FOUND_BY.write_text(json.dumps(seeds))
+    seeds = {**PLANTING.recorded_seeds(), by_another: 0, by_none: 0}
+    planting = replace(PLANTING, found_by=tmp_path / "found_by.json")
+    planting.found_by.write_text(json.dumps(seeds))
     monkeypatch.setattr(sys, "argv", ["mutants", "--seeds=0", "--jobs=1", "--record", by_record, by_another, by_none])
-    assert mutants.main() == 1
+    assert hunt_all(planting, "mutants") == 1
     said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": " in line)
     assert said[by_record].startswith(f"caught by seed {seeds[by_record]}, number 1: ")
     assert "; seed 0 finds it no more" in said[by_another]
     assert said[by_none].startswith("NOT CAUGHT: seed 0 finds it no more")
-    assert recorded_seeds() == {**seeds, by_another: 240}
+    assert planting.recorded_seeds() == {**seeds, by_another: 240}
 
 
 def test_what_has_ended_is_freed_without_the_collector():
