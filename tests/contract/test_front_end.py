@@ -132,6 +132,21 @@ async def test_a_sample_fails_after_another_has_ended(checkpoint: Path) -> None:
             await front.running
 
 
+async def test_what_a_client_kept_ends_no_other_output(checkpoint: Path) -> None:
+    """Streams have other numbers on the way to the scheduler than in the call of the client who tells."""
+    async with serve_both(checkpoint) as (stack, front):
+        stack.worker.step_seconds = 0.02
+        other = asyncio.create_task(front.generate(request(PROMPT, max_tokens=60)))
+        await stack.until(lambda loads: loads.num_running == 1)
+        shared = SharedStream(front)
+        [stream] = await shared.submit(request([9, 8], max_tokens=2), token_only=True, tells_kept=True)
+        async with asyncio.timeout(DEADLINE):
+            await stream.ended.wait()
+        await shared.stop(stream, 1)
+        await shared.close()
+        assert (await other).token_ids[0] == expected_tokens(PROMPT, 60)
+
+
 async def test_many_requests_on_one_call_through_a_front_end(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (stack, front):
         shared = SharedStream(front)
