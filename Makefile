@@ -67,8 +67,8 @@ fuzz: $(READY)  ## for MINUTES=n: random requests through both services, alone a
 sim: $(READY)  ## simulate SEEDS=n histories of the scheduler and a failing worker, from seed FIRST=n on; COMPILED=1: faster
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --first $(FIRST) $(if $(COMPILED),--compiled)
 
-sim-mutants: $(READY)  ## plant bugs, and see that the simulator finds each, by its recorded seed or SEEDS=n others; RECORD=1: write which
-	$(BIN)/python -m tests.sim.mutants --seeds $(SEEDS) --first $(FIRST) $(if $(RECORD),--record)
+sim-mutants: $(READY)  ## plant bugs, and see that the simulators find each, by its recorded seed or SEEDS=n others; RECORD=1: write which
+	@$(foreach part,tests.sim tests.sim.outputs,$(BIN)/python -m $(part).mutants --seeds $(SEEDS) --first $(FIRST) $(if $(RECORD),--record) || failed=1;) test -z "$$failed"
 
 sim-outputs: $(READY)  ## simulate SEEDS=n histories of detached results, outputs and both ends of GenerateMany, from seed FIRST=n on
 	$(BIN)/python -m tests.sim.outputs --seeds $(SEEDS) --first $(FIRST)

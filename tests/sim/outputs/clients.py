@@ -22,14 +22,15 @@ from tests.sim.outputs.view import View
 if TYPE_CHECKING:
     from tests.sim.outputs.simulation import Simulation
 
-PATIENCE = 300.0  # in which everything ends
+PATIENCE = 3000  # seconds in which everything ends
 
 
 class Client:
     """One request, whichever way it goes. `run` returns when its client has seen the last of it."""
 
-    def __init__(self, simulation: Simulation, task: Task) -> None:
+    def __init__(self, simulation: Simulation, task: Task, *, must_be_served: bool = False) -> None:
         self.simulation = simulation
+        self.must_be_served = must_be_served
         self.task = task
         self.request = task.request
         self.rng = Random(f"client {simulation.scenario.seed} {task.request.name}")
@@ -61,6 +62,7 @@ class Client:
             self.simulation.must(is_right, f"Abort failed: {error}")
 
     def _check_failure(self, failure: PagewireError, before: Moment) -> None:
+        assert not self.must_be_served, f"it is not served: {failure}"
         self.simulation.check_failure(
             self.route, self.request, failure, before, self.task.timeout, is_aborted=self.is_aborted
         )
@@ -123,6 +125,8 @@ class Client:
     def take(self, view: View, response: pb.GenerateResponse) -> None:
         view.take(response)
         self.simulation.note("read", self.request.name, response.index, response.first_token, *response.token_ids)
+        if self.task.way is not Way.DETACHED:
+            self.simulation.check_bounded(view, by_front_end=self.task.by_front_end)
         sample = view.samples[response.index]
         if sample.end is not None:
             self.simulation.reached[f"ended: {sample.end.value}"] += 1
@@ -142,10 +146,24 @@ class Client:
             if failure.code is not grpc.StatusCode.UNAVAILABLE:
                 assert not simulation.world.detached.has(*request.key), "a refused request is kept"
             return
+        await self._submit_again()
         for seconds in self.task.attachments:
             simulation.begin(self._attach_once(seconds))
         await self._attach_to_end()
         await self._get_result()
+
+    async def _submit_again(self) -> None:
+        """The name is taken as long as the result is kept."""
+        scenario = self.simulation.scenario
+        if scenario.retention < 30 or scenario.max_ended < 100 or scenario.max_bytes < 1 << 20:
+            return
+        try:
+            await self.route.stub().Submit(pb.SubmitRequest(request=self.request.message))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
+                self._check_failure(decode_error(error, ""), self.began)
+        else:
+            raise AssertionError("a request is taken twice")
 
     async def _attach_once(self, seconds: float) -> None:
         """From any token on that is there, after a while."""
@@ -225,12 +243,12 @@ class SlowClient:
     def __init__(self, simulation: Simulation, slow: SlowCall) -> None:
         self.simulation = simulation
         self.slow = slow
+        self.rng = Random(f"slow client {simulation.scenario.seed} {slow.requests[0].name}")
         self.route = simulation.route(by_front_end=slow.by_front_end)
         self._views: dict[int, View] = {}  # by first stream
         self._first: dict[int, int] = {}  # by stream, the request's first
-        self._failed: set[int] = set()  # first streams
-        self._invalid: set[int] = set()
-        self._messages: list[pb.GenerateManyRequest] = []
+        self._outbox: asyncio.Queue[pb.GenerateManyRequest | None] = asyncio.Queue()  # None: no more
+        self._is_closed = False
         self._num_messages = 0
         self._weight = 0
         self.began = self.route.moment()
@@ -242,20 +260,26 @@ class SlowClient:
         simulation = self.simulation
         call = self.route.stub().GenerateMany()
         writing = simulation.begin(self._write(call))
+        if self.slow.gives_up_after is not None:
+            simulation.loop.call_later(self.slow.gives_up_after, call.cancel)
         try:
             await asyncio.sleep(self.slow.reads_from)
-            found_all_done = self.slow.reads_from > 10 and not self.route.is_excused(before)
+            is_late = self.slow.reads_from > 10 and simulation.scenario.step_seconds < 0.1
+            found_all_done = is_late and not self.route.is_excused(before)
             if found_all_done:
                 self._check_nothing_waits()
             async with asyncio.timeout(PATIENCE):
                 async for message in call:
                     self._take(message)
                     self._num_messages += 1
-                    if self._is_over:
-                        call.half_close()
+                    if self._is_over and not self._is_closed:
+                        self._close()
             if found_all_done:
                 self._check_num_messages()
             assert self._is_over or simulation.is_stopping, "S6: the call ends, and an end is missing"
+        except asyncio.CancelledError:
+            if self.slow.gives_up_after is None:
+                raise
         except grpc.aio.AioRpcError as error:
             simulation.check_failure(self.route, None, decode_error(error, ""), before)
         finally:
@@ -276,31 +300,42 @@ class SlowClient:
                 token_only=self.slow.token_only,
                 tells_kept=self.slow.tells_kept,
             )
-            self._messages.append(pb.GenerateManyRequest(submit=submission))
+            self._outbox.put_nowait(pb.GenerateManyRequest(submit=submission))
             self._views[stream_id] = View(request, has_text=not self.slow.token_only)
             self._first.update(dict.fromkeys(range(stream_id, stream_id + request.n), stream_id))
-            if request.is_invalid:
-                self._invalid.add(stream_id)
             stream_id += request.n
+        if self.slow.closes_early:
+            self._close()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._outbox.put_nowait(None)
 
     async def _write(self, call: Any) -> None:
         try:
-            for message in self._messages:
+            while (message := await self._outbox.get()) is not None:
                 await call.write(message)
+            call.half_close()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
     def _check_nothing_waits(self) -> None:
         """Requests end whether or not their reader reads, and what fails for one that does not is bounded."""
         for request in self.slow.requests:
-            assert not self.simulation.is_served(request), "a request waits for its reader"
+            assert not self.simulation.is_served(request.key), "a request waits for its reader"
         self.simulation.check_unread_failures()
         self.simulation.reached["a slow reader finds all done"] += 1
 
     def _check_num_messages(self) -> None:
         """What came of requests while nobody read was put together."""
         scenario = self.simulation.scenario
-        most = scenario.client_weather.window + 4 + self._weight // scenario.max_message_weight + self.slow.num_invalid
+        most = (
+            scenario.client_weather.window
+            + 4
+            + 2 * len(scenario.losses)
+            + self._weight // scenario.max_message_weight
+            + self.slow.num_invalid
+        )
         assert self._num_messages <= most, f"a slow reader gets {self._num_messages} messages, {most} would do"
 
     @property
@@ -330,6 +365,10 @@ class SlowClient:
             assert entry.stream_id == first + entry.delta.index
             view = self._views[first]
             self._deliver(view, entry.delta)
+            if entry.delta.HasField("usage") and self.slow.tells_kept and not self._is_closed:
+                num_kept = self.rng.randint(0, entry.delta.usage.completion_tokens)
+                stop = pb.StreamStop(stream_id=entry.stream_id, num_tokens=num_kept)
+                self._outbox.put_nowait(pb.GenerateManyRequest(stop=stop))
             if view.has_ended_well:
                 view.finish(is_well=True)
         for failed in message.failures:

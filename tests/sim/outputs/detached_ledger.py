@@ -3,7 +3,7 @@ tenant."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from scheduler_service.serving.detached import DetachedRequests
 from tests.sim.outputs.scenario import Scenario
@@ -14,8 +14,15 @@ Key = tuple[str, str]
 class DetachedLedger:
     """Looks at the server's results after each turn of the event loop."""
 
-    def __init__(self, detached: DetachedRequests, scenario: Scenario, keys: Sequence[Key]) -> None:
+    def __init__(
+        self,
+        detached: DetachedRequests,
+        scenario: Scenario,
+        keys: Sequence[Key],
+        is_served: Callable[[Key], bool],
+    ) -> None:
         self._detached = detached
+        self._is_served = is_served
         self._scenario = scenario
         self._keys = keys
         self._taken: set[Key] = set()
@@ -40,6 +47,7 @@ class DetachedLedger:
     def _account(self, ended: list[Key], gone: list[Key]) -> None:
         now, scenario = asyncio.get_running_loop().time(), self._scenario
         for key in ended:
+            assert not self._is_served(key), "a result that is kept holds blocks"
             num_bytes = sum(output.num_bytes for output in self._detached.find(*key).outputs)
             self._ended[key] = now, num_bytes
         # One that is pushed out in the very turn in which it ends is not seen.

@@ -5,11 +5,11 @@ A seed is a history: each actor has its own `random.Random`, and time jumps from
 """
 
 import asyncio
+import gc
 import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from random import Random
 from typing import Any
 from unittest import mock
 
@@ -18,13 +18,15 @@ import grpc
 from pagewire import channels
 from pagewire.errors import PagewireError
 from scheduler_service.core import explain
+from scheduler_service.core.request import EndReason
 from scheduler_service.doors.scheduler import shared_call
 from scheduler_service.serving.active_request import ActiveRequest
-from tests.sim.outputs.clients import Client, SlowClient
+from tests.sim.outputs.clients import PATIENCE, Client, SlowClient
 from tests.sim.outputs.detached_ledger import DetachedLedger
 from tests.sim.outputs.request import SimulatedRequest
 from tests.sim.outputs.route import Moment, Route
-from tests.sim.outputs.scenario import Way, draw_scenario
+from tests.sim.outputs.scenario import Task, Way, draw_scenario
+from tests.sim.outputs.view import View
 from tests.sim.outputs.virtual_loop import StuckError, VirtualLoop
 from tests.sim.outputs.world import World
 
@@ -32,6 +34,8 @@ _MAX_TURNS = 300_000
 # Seconds after which nothing is left of a request whose client has gone, networks and queues included.
 _GONE_AFTER = 15.0
 _SETTLED_AFTER = 30.0
+# Of an output without a token, some bytes more than it is, and of a token with its text.
+_EMPTY_BYTES, _TOKEN_BYTES = 4160, 20
 StatusCode = grpc.StatusCode
 
 
@@ -65,12 +69,14 @@ class Simulation:
             self.loop.close()
 
     def _run(self) -> None:
+        gc.disable()
         try:
             self.loop.run_until_complete(self._main())
         except StuckError as stuck:
             self._errors.append(stuck)
         except Exception as error:
             self._errors.append(error)
+        gc.enable()
         errors = [*self._errors, *self.loop.errors]
         self.loop.end()
         if errors:
@@ -89,12 +95,14 @@ class Simulation:
             ),
         }
         detached = [task.request.key for task in scenario.tasks if task.way is Way.DETACHED]
-        self.ledger = DetachedLedger(world.detached, scenario, detached)
-        self.loop.after_turn = self.guarded(self.ledger.audit)
-        self.loop.call_later(Random(f"begin {scenario.seed}").random() * 0.2, world.worker.begin)
+        self.ledger = DetachedLedger(world.detached, scenario, detached, self.is_served)
+        self.loop.after_turn = self.guarded(self._audit)
+        self.loop.call_later(scenario.begins_at, world.worker.begin)
         for time, index, seconds in scenario.cuts:
             network = (world.direct, world.before, world.between)[index]
             self.loop.call_later(time, network.cut, seconds)
+        for time in scenario.bad_rows:
+            self.loop.call_later(time, world.worker.spoil)
         for time, seconds in scenario.losses:
             self.loop.call_later(time, world.worker.lose, seconds)
         clients = [Client(self, task) for task in scenario.tasks]
@@ -104,7 +112,11 @@ class Simulation:
             self.begin(self._stop(scenario.stops_at, 0.5))
         await asyncio.gather(*running)
         await asyncio.sleep(_SETTLED_AFTER)
+        for _ in range(PATIENCE):  # detached ones whose client has gone
+            if any(map(self.is_served, detached)):
+                await asyncio.sleep(1.0)
         self._check_idle()
+        await self._check_quotas()
         await self._check_retention()
         if not self.is_stopping:
             await self._stop(0.0, 5.0)
@@ -114,6 +126,7 @@ class Simulation:
         assert not world.direct.calls, "a call goes on"
         assert not world.before.calls, "a call goes on"
         assert not world.between.calls, "a call goes on"
+        assert not {*world.server.requests, *world.front_end.requests}, "requests that only a collection frees"
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks are left: {left}"
 
@@ -172,8 +185,9 @@ class Simulation:
         detached = self.world.detached
         return detached.find(*request.key) if detached.has(*request.key) else None
 
-    def is_served(self, request: SimulatedRequest) -> bool:
-        return request.key in self.world.step_loop.state.groups
+    def is_served(self, key: tuple[str, str]) -> bool:
+        """Whether the core has a request of that tenant and name."""
+        return key in self.world.step_loop.state.groups
 
     # What must be so
 
@@ -185,7 +199,7 @@ class Simulation:
         self.loop.call_later(_GONE_AFTER, self.guarded(self._check_gone), request)
 
     def _check_gone(self, request: SimulatedRequest) -> None:
-        assert not self.is_served(request), f"S8: {request.key} goes on without its client"
+        assert not self.is_served(request.key), f"S8: {request.key} goes on without its client"
 
     def check_failure(
         self,
@@ -209,12 +223,28 @@ class Simulation:
         elif code is StatusCode.DEADLINE_EXCEEDED:
             is_right = timeout is not None and self.loop.time() >= before.time + timeout - 1e-6
         elif code is StatusCode.INTERNAL:
-            is_right = request is not None and request.is_bad
+            reasons = self.world.witness.reasons.get(request.name, set()) if request is not None else set()
+            is_right = not reasons.isdisjoint((EndReason.NAN_LOGITS, EndReason.CRASHES_WORKER))
         elif code is StatusCode.INVALID_ARGUMENT:  # several samples may need more blocks than there are
             is_right = request is not None and (request.is_invalid or is_wide)
         else:
             is_right = code is StatusCode.CANCELLED and is_aborted
         assert is_right, f"{request and request.name} failed without a cause: {code.name}: {failure}"
+
+    def check_bounded(self, view: View, *, by_front_end: bool) -> None:
+        """What a server keeps of an output is at most what its reader has not got yet."""
+        service = self.world.front_end if by_front_end else self.world.server
+        active = service.requests.get(view.request.name)
+        for output, sample in zip(active.outputs if active is not None else (), view.samples, strict=False):
+            num_waiting = output.num_tokens - sample.num_tokens
+            assert output.num_bytes <= _EMPTY_BYTES + _TOKEN_BYTES * num_waiting, "what was read is kept"
+
+    def _audit(self) -> None:
+        """After each turn of the event loop."""
+        self.ledger.audit()
+        if (most := self.scenario.max_requests) is not None:
+            served = Counter(tenant for tenant, _ in self.world.step_loop.state.groups)
+            assert max(served.values(), default=0) <= most, "a tenant has more requests than it may"
 
     def check_forgotten(self, request: SimulatedRequest) -> None:
         """The server says that it knows no such result."""
@@ -231,9 +261,20 @@ class Simulation:
 
     def _check_idle(self) -> None:
         stats = explain.stats(self.world.step_loop.state)
-        assert not self.world.step_loop.state.groups
+        assert not self.world.step_loop.state.groups, "S8: requests go on without their clients"
         assert (stats.num_held_blocks, stats.num_held_host_blocks) == (0, 0), f"S8: {stats}"
-        assert self.world.link.num_running == 0
+        counts = self.world.step_loop.token_counts()
+        assert counts.num_kept + counts.num_discarded == stats.num_generation_tokens, "tokens that nobody accounts for"
+        assert self.world.link.num_running == 0, "S6: samples go on in the front end alone"
+
+    async def _check_quotas(self) -> None:
+        """What tenants have used they may use again."""
+        if self.is_stopping or (most := self.scenario.max_requests) is None:
+            return
+        for tenant in ("", "a", "b"):
+            requests = [SimulatedRequest(f"last {tenant} {number}", tenant, (1, 2), 3, 0) for number in range(most)]
+            tasks = [Task(each, Way.ALONE, False, 0.0, None, 0.0, None, None, ()) for each in requests]
+            await asyncio.gather(*(Client(self, task, must_be_served=True).run() for task in tasks))
 
     async def _check_retention(self) -> None:
         await asyncio.sleep(self.scenario.retention)

@@ -1,4 +1,4 @@
-"""The simulator of outputs in `make test`: some seeds, known seeds, and that a seed is a history.
+"""The simulator of outputs in `make test`: some seeds, known seeds, planted bugs, and that a seed is a history.
 
 The seeds are always the same. `make sim-outputs FIRST=n` tries others.
 """
@@ -12,6 +12,8 @@ import pytest
 
 from tests.sim.outputs.campaign import command_for, run_campaign, run_seed, run_seeds
 from tests.sim.outputs.known_seeds import KNOWN_SEEDS
+from tests.sim.outputs.mutants import MUTANTS, PLANTING
+from tests.sim.planting import misplaced
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,6 +29,11 @@ def test_some_seeds():
 @pytest.mark.parametrize("seed", KNOWN_SEEDS)
 def test_known_seeds(seed):
     assert not run_seed(seed).failures
+
+
+def test_every_planted_bug_has_its_place():
+    assert not "".join(misplaced(PLANTING, mutant) for mutant in MUTANTS)
+    assert PLANTING.recorded_seeds().keys() == {mutant.name for mutant in MUTANTS}
 
 
 def test_a_seed_is_a_history():

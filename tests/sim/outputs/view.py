@@ -88,6 +88,7 @@ class SampleView:
         """Of each prompt token but the first, once and in order."""
         if entries:
             assert self._request.has_prompt_logprobs
+            assert not self.first_token, "the prompt is told to one who begins later"
             assert self._index == 0
             first = self._num_prompt_logprobs + 1
             tokens = self._request.prompt_ids[first : first + len(entries)]

@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-from pagewire.common.messages import StepPlan, WorkerCapacity
+from pagewire.common.messages import RowStatus, StepPlan, WorkerCapacity
 from scheduler_service.serving.step_loop import StepLoop
 from testing.simulated_worker import SimulatedWorker
 from tests.sim.scenario import BAD_TOKEN
-
-STEP_SECONDS = 0.01
 
 
 class Worker:
     """Computes with one machine after another. Each answers plans in order until it is lost."""
 
-    def __init__(self, step_loop: StepLoop, capacity: WorkerCapacity, rng: Random) -> None:
+    def __init__(self, step_loop: StepLoop, capacity: WorkerCapacity, step_seconds: float, rng: Random) -> None:
         self._step_loop = step_loop
         self._capacity = capacity
+        self._step_seconds = step_seconds
         self._rng = rng
         self._link: Link | None = None
         self._epoch = 0
         self.num_losses = 0
+        self.bad_sequences: dict[int, RowStatus] = {}  # whose next row that samples has no good logits
 
     def begin(self) -> None:
         self._epoch += 1
@@ -36,6 +36,12 @@ class Worker:
             self.num_losses += 1
             self._step_loop.worker_lost("it was taken away")
             asyncio.get_running_loop().call_later(seconds, self.begin)
+
+    def spoil(self) -> None:
+        """Let one of the rows fail."""
+        if self._link is not None and (rows := self._link.machine.rows):
+            row = rows[self._rng.choice(sorted(rows))]
+            self.bad_sequences[row.opening.sequence_id] = RowStatus.NAN_LOGITS
 
     def end(self) -> None:
         """The step loop is shutting down, and has let go of it."""
@@ -51,10 +57,11 @@ class Worker:
             capacity.max_num_batched_tokens,
             capacity.num_host_blocks,
             poisoned=frozenset((BAD_TOKEN,)),
+            bad_sequences=self.bad_sequences,
         )
 
     def seconds(self) -> float:
-        return STEP_SECONDS * (0.5 + self._rng.random())
+        return self._step_seconds * (0.5 + self._rng.random())
 
     def answer(self, link: Link, plan: StepPlan) -> None:
         if link is self._link:

@@ -1,23 +1,27 @@
 """The services of a simulation, put together as `server.py` and `front_end.py` do it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pagewire.common.messages import Pooling, SamplingParams
+from scheduler_service.core.request import EndReason, Request, SequenceEnd
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.doors.entrance import Entrance
 from scheduler_service.doors.scheduler.report import encode_server
 from scheduler_service.doors.scheduler.request_servicer import FrontEndServicer, RequestServicer
 from scheduler_service.doors.scheduler.scheduler_servicer import SchedulerServicer
 from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.availability import Availability
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.pooling_config import PoolingChoice
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammars import GrammarChecks
+from scheduler_service.serving.observer import Observer
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.quota import Quotas
@@ -65,10 +69,22 @@ class Service:
     ) -> None:
         self.servicer = servicer
         self._engine = engine
+        self.requests: WeakValueDictionary[str, ActiveRequest] = WeakValueDictionary()  # by name
+        servicer.intake.begin = self._watched(servicer.intake.begin)  # type: ignore[method-assign]
         self.port = Port(entrance, on_error)
         servicer.add_to(self.port)
         self.is_stopping = False
         self._tasks = [asyncio.create_task(self._follow(engine.availability)), asyncio.create_task(engine.run())]
+
+    def _watched(self, begin: Callable[..., Awaitable[ActiveRequest]]) -> Any:
+        """Begin requests so, and see what carries them out."""
+
+        async def watched(*args: Any, **options: Any) -> ActiveRequest:
+            active = await begin(*args, **options)
+            self.requests[active.request.request_id] = active
+            return active
+
+        return watched
 
     async def _follow(self, availability: Availability) -> None:
         while True:
@@ -94,22 +110,37 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+class Witness(Observer):
+    """Sees how samples end in the core: each once."""
+
+    def __init__(self) -> None:
+        self._ended: set[int] = set()
+        self.reasons: dict[str, set[EndReason]] = {}  # by the request's name
+
+    def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
+        assert end.sequence_id not in self._ended, "S6: two ends"
+        self._ended.add(end.sequence_id)
+        self.reasons.setdefault(request.request_id, set()).add(end.reason)
+
+
 class World:
     def __init__(self, scenario: Scenario, on_error: Callable[[BaseException], None]) -> None:
         seed, clock = scenario.seed, LoopClock()
+        self.witness = Witness()
         self.step_loop = StepLoop(
             Scheduler(scenario.options),
-            (),
+            (self.witness,),
             worker_timeout=120.0,
             worker_grace=scenario.worker_grace,
             clock=clock,
         )
-        self.worker = Worker(self.step_loop, scenario.capacity, Random(f"worker {seed}"))
+        self.worker = Worker(self.step_loop, scenario.capacity, scenario.step_seconds, Random(f"worker {seed}"))
         self.detached = DetachedRequests(
             retention=scenario.retention, max_bytes=scenario.max_bytes, max_ended=scenario.max_ended
         )
         limits = TextLimits()
         quota = Quota(max_requests=scenario.max_requests)
+        quotas = Quotas(lambda tenant: quota, lambda: self.step_loop.availability.capacity)
         entrance = Entrance(None)
         servicer = SchedulerServicer(
             self.step_loop,
@@ -130,7 +161,8 @@ class World:
             text_limits=limits,
             grammars=GrammarChecks(MODEL, lambda seconds, is_good: None),
             retention_limit=lambda tenant: 3600,
-            quotas=Quotas(lambda tenant: quota, lambda: self.step_loop.availability.capacity),
+            # What is counted for a quota does not wait in ready lists.
+            quotas=None if scenario.max_requests is None else quotas,
         )
         self.server = Service(servicer, self.step_loop, entrance, on_error)
         self.direct = Network(self.server.port, scenario.client_weather, f"direct {seed}")
