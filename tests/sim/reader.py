@@ -33,6 +33,7 @@ class Reader:
 
     def _read(self) -> None:
         records = self._ready_list.take()
+        assert len(set(map(id, records))) == len(records), "S6: an output waits twice for its reader"
         num_read = self._rng.randint(1, len(records)) if records else 0
         if num_read < len(records):
             self._ready_list.put_back(records[num_read:])
