@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pagewire.common.messages import WorkerCapacity
-from scheduler_service.core.cache_manager import CacheManager
+from scheduler_service.core.cache import CacheManager
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.options import SchedulerOptions
@@ -49,7 +49,7 @@ class Admission:
         """A worker is there. The model's length bounds a sequence, and the whole pool unless a window fits into it."""
         own, capacity, cache = self._own, epoch.capacity, epoch.cache
         max_tokens = min(own.max_sequence_tokens, capacity.max_model_len)
-        if not cache.window or cache.num_chunk_blocks(1) > capacity.num_device_blocks:
+        if not cache.window or cache.room.num_chunk_blocks(1) > capacity.num_device_blocks:
             max_tokens = min(max_tokens, capacity.num_device_blocks * capacity.block_size + 1)
         self.limits = Limits(
             max_tokens,
@@ -129,7 +129,7 @@ class Admission:
 
 def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
     """Why a worker's blocks can never suffice for a request: the field at fault and the message. Empty if they do."""
-    num_blocks = cache.num_most_blocks(request)
+    num_blocks = cache.room.num_most_blocks(request)
     if num_blocks <= cache.pool.num_blocks:
         return "", ""
     what = "beam_width" if request.beam else "n"
@@ -143,6 +143,6 @@ def _lacks_blocks(cache: CacheManager, request: Request) -> tuple[str, str]:
 def _describe_pool(cache: CacheManager) -> str:
     """Say how many blocks there are, and how many a window needs where it does not fit into them."""
     text = f"the worker has {cache.pool.num_blocks} blocks of {cache.block_size} tokens"
-    if not cache.window or cache.num_chunk_blocks(1) <= cache.pool.num_blocks:
+    if not cache.window or cache.room.num_chunk_blocks(1) <= cache.pool.num_blocks:
         return text
-    return f"{text}, the window of {cache.window} tokens needs {cache.num_chunk_blocks(1)}"
+    return f"{text}, the window of {cache.window} tokens needs {cache.room.num_chunk_blocks(1)}"

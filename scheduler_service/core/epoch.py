@@ -6,7 +6,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from pagewire.common.messages import RowOpening, StepPlan, WorkerCapacity
-from scheduler_service.core.cache_manager import CacheManager, Holding, Match, StepCount
+from scheduler_service.core.cache import CacheManager, Holding, Match, StepCount
 from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.grammars import NeededGrammars
 from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanDraft, PlannedRow, RowSlots
@@ -184,7 +184,7 @@ class Epoch:
         """Count the positions that the sequence can have from a relative whose prompt is computed, but none that this
         one may write again: none at all if the window has passed over them there."""
         num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1, relative.next_position)
-        return num_tokens if relative.holding.num_freed_blocks <= self.cache.first_needed_block(num_tokens) else 0
+        return num_tokens if relative.holding.num_freed_blocks <= self.cache.room.first_needed_block(num_tokens) else 0
 
     def publish(self, row: Row) -> None:
         """Make the full blocks of a row available to others."""
@@ -204,7 +204,7 @@ class Epoch:
 
     def _num_missing(self, holding: Holding, num_tokens: int) -> int:
         """Count the blocks that a row must get before it can compute so many tokens."""
-        return self.cache.num_blocks_for(holding.num_computed_tokens + num_tokens) - len(holding.block_table)
+        return self.cache.room.num_blocks_for(holding.num_computed_tokens + num_tokens) - holding.num_granted_blocks
 
     def num_missing_blocks(self, work: list[tuple[Row, int]]) -> int:
         """Count the blocks that a group must get before its rows can compute so many tokens each."""
@@ -291,7 +291,7 @@ class Epoch:
             num_tokens = 1
             if not row.is_decoding:
                 num_left = row.num_uncomputed_tokens
-                num_tokens = min(self.cache.num_computable_tokens(row.holding, num_left), num_free)
+                num_tokens = min(self.cache.room.num_computable_tokens(row.holding, num_left), num_free)
                 if draft.shares is not None:
                     num_tokens = min(num_tokens, draft.shares.get(row, num_tokens))
                 num_free -= num_tokens

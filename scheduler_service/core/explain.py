@@ -64,8 +64,8 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
         num_computed_tokens=sum(sequence.holding.num_computed_tokens for sequence in sequences),
         num_sequences=group.num_unfinished,
         num_running_sequences=len(group.open_rows) if group.state is GroupState.RUNNING else 0,
-        num_held_blocks=len({block for sequence in sequences for block in sequence.holding.block_table if block}),
-        num_held_host_blocks=len({block for sequence in sequences for block in sequence.holding.host_table if block}),
+        num_held_blocks=len({block for sequence in sequences for block in sequence.holding.blocks}),
+        num_held_host_blocks=len({block for sequence in sequences for block in sequence.holding.host_blocks}),
         num_wanted_blocks=num_wanted,
         num_free_blocks=epoch.cache.pool.num_free,
         num_preemptions=group.num_preemptions,
@@ -78,25 +78,21 @@ def block_map(state: Lifecycle) -> BlockMap:
     """Say who holds which block of the worker that is there."""
     cache = state.epoch.cache
     device, host = (
-        [BlockUse.FREE.value if node_of(block) is None else BlockUse.CACHED.value for block in range(1, num_blocks + 1)]
-        for node_of, num_blocks in (
-            (cache.index.node_of, cache.pool.num_blocks),
-            (cache.index.node_of_host, cache.host_pool.num_blocks),
-        )
+        [BlockUse.FREE.value if node is None else BlockUse.CACHED.value for node in contents[1:]]
+        for contents in (cache.index.contents, cache.index.host_contents)
     )
     for move in cache.moves:
         device[move.device_block - 1] = host[move.host_block - 1] = BlockUse.MOVING
     owners: list[str] = []
     for group in state.groups.values():
         use = BlockUse.HELD + len(owners)
-        tables = [(device, sequence.holding.block_table) for sequence in group.sequences]
-        tables += [(host, sequence.holding.host_table) for sequence in group.sequences]
-        for uses, table in tables:
-            for block in table:
-                if block:
-                    is_shared = uses[block - 1] >= BlockUse.SHARED and uses[block - 1] != use
-                    uses[block - 1] = BlockUse.SHARED if is_shared else use
-        if any(table for _, table in tables):
+        held = [(device, sequence.holding.blocks) for sequence in group.sequences]
+        held += [(host, sequence.holding.host_blocks) for sequence in group.sequences]
+        for uses, blocks in held:
+            for block in blocks:
+                is_shared = uses[block - 1] >= BlockUse.SHARED and uses[block - 1] != use
+                uses[block - 1] = BlockUse.SHARED if is_shared else use
+        if any(blocks for _, blocks in held):
             owners.append(group.request.request_id)
     return BlockMap(tuple(owners), tuple(map(int, device)), tuple(map(int, host)))
 
@@ -108,7 +104,7 @@ def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
         lacking = [row for row in group.open_rows if row in epoch.active]
         return max(0, epoch.num_missing_blocks([(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))
     if group.state in SWAPPED:
-        return cache.num_swapped_blocks(group.swapped_holdings)
+        return cache.room.num_swapped_blocks(group.swapped_holdings)
     if group.state is GroupState.WAITING and group.unopened_sequences:
         first: Sequence = group.unopened_sequences[0]
         return cache.num_opening_blocks(first.holding, epoch.find(first).without_host())
@@ -153,6 +149,6 @@ def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHo
     """List who holds the device's blocks, most first. Requests of other tenants stand together, without a name."""
     counts: Counter[str | None] = Counter()
     for other in others:
-        blocks = {block for sequence in other.sequences for block in sequence.holding.block_table if block}
+        blocks = {block for sequence in other.sequences for block in sequence.holding.blocks}
         counts[other.request.request_id if other.request.tenant == group.request.tenant else None] += len(blocks)
     return tuple(BlockHolder(name, num_blocks) for name, num_blocks in counts.most_common() if num_blocks)

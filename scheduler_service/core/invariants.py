@@ -8,8 +8,7 @@ from array import array
 from collections import Counter
 from itertools import pairwise
 
-from scheduler_service.core.cache import BlockPool, Node
-from scheduler_service.core.cache_manager import CacheManager, Holding
+from scheduler_service.core.cache import BlockPool, CacheManager, Holding, Node
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceGroup
@@ -45,7 +44,7 @@ def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) ->
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
     for row in epoch.active:
         assert row.num_in_flight >= 0, f"S5: {row}"
-        num_positions = len(row.holding.block_table) * epoch.cache.block_size
+        num_positions = row.holding.num_granted_blocks * epoch.cache.block_size
         assert row.holding.num_computed_tokens <= num_positions, f"S5: {row}"
 
 
@@ -97,12 +96,14 @@ def _check_group(group: SequenceGroup, epoch: Epoch) -> None:
     state = group.state
     for sequence in group.sequences:
         if state is GroupState.RUNNING:
-            assert sequence.open_row or not sequence.holding.block_table, "S8: a sequence without a row holds blocks"
+            assert sequence.open_row or not sequence.holding.num_granted_blocks, (
+                "S8: a sequence without a row holds blocks"
+            )
         else:
             assert sequence.open_row is None, f"S8: a sequence of a request that is {state.value} has a row"
-            if sequence.holding.block_table:
+            if sequence.holding.num_granted_blocks:
                 assert state is GroupState.SWAPPING_IN, f"S8: a request that is {state.value} holds {sequence.holding}"
-        if sequence.holding.host_table:
+        if sequence.holding.host_blocks:
             assert state in SWAPPED, f"S8: a request that is {state.value} holds {sequence.holding}"
     if group.reserved_slots:
         assert state in (GroupState.RUNNING, GroupState.SWAPPING_IN)
@@ -123,7 +124,7 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Row, int]) -> 
             if row.slot < 0:
                 continue
             num_expected = len(sequence.token_ids) + num_in_flight
-            assert num_computed <= len(row.holding.block_table) * block_size, f"S5: {row}"
+            assert num_computed <= row.holding.num_granted_blocks * block_size, f"S5: {row}"
             max_expected = max(sequence.max_num_tokens, sequence.num_prompt_tokens + 1)  # an embedding is expected too
             assert num_computed <= num_expected <= max_expected, f"S5, planned too far: {row}"
             assert (row in epoch.active) == (not row.is_decoding and row.num_uncomputed_tokens > 0)
@@ -160,18 +161,18 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
     cache = epoch.cache
     holders, host_holders = [0] * (cache.pool.num_blocks + 1), [0] * (cache.host_pool.num_blocks + 1)
     for holding in [sequence.holding for group, _ in groups for sequence in group.sequences]:
-        for block in holding.block_table:
+        for block in holding.blocks:
             holders[block] += 1
-        for block in holding.host_table:
+        for block in holding.host_blocks:
             host_holders[block] += 1
     for row in [row for group, _ in groups for row in group.open_rows]:
         _check_writable(cache, row, holders)
     for move in cache.moves:
         assert move.step > epoch.last_moved_step, "S3: an acknowledged move is still pending"
         if move.is_out:
-            assert cache.index.node_of_host(move.host_block) is None, "S4: content is found before it was moved"
+            assert cache.index.host_contents[move.host_block] is None, "S4: content is found before it was moved"
         else:
-            assert cache.index.node_of(move.device_block) is None, "S4: content is found before it was moved"
+            assert cache.index.contents[move.device_block] is None, "S4: content is found before it was moved"
         holders[move.device_block] += 1
         host_holders[move.host_block] += 1
     _check_pool(cache.pool, holders)
@@ -184,7 +185,7 @@ def _check_writable(cache: CacheManager, row: Row, holders: list[int]) -> None:
     is_beam = row.sequence.group.beam is not None
     for block in row.holding.block_table[row.next_position // cache.block_size :]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
-        assert not cache.index.is_cached(block), f"S12: block {block} will be written and is published"
+        assert cache.index.contents[block] is None, f"S12: block {block} will be written and is published"
 
 
 def _check_pool(pool: BlockPool, holders: list[int]) -> None:
@@ -200,15 +201,15 @@ def _check_pool(pool: BlockPool, holders: list[int]) -> None:
         num_lost -= 1
     assert num_lost == 0, "S1: the free list is cut"
     assert pool.num_idle_cached == pool._is_idle_cached.count(1)
-    owned = {owner.name: owner.num_blocks for owner in pool._order._owners.values()}
-    assert owned == Counter(pool._order.owner_of(free_list) for free_list, _ in pool.idle_blocks()), (
+    owned = {owner.name: owner.num_blocks for owner in pool.order._owners.values()}
+    assert owned == Counter(pool.order.owner_of(free_list) for free_list, _ in pool.idle_blocks()), (
         "S1: a tenant's blocks"
     )
 
 
 def _check_content(cache: CacheManager) -> None:
     index = cache.index
-    nodes, host_nodes = index._node_of_block, index._node_of_host_block
+    nodes, host_nodes = index.contents, index.host_contents
     num_copies = num_host_copies = 0
     for node in index.nodes():
         for block in node.blocks:

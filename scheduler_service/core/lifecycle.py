@@ -15,8 +15,7 @@ from operator import attrgetter
 
 from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.beam_group import BeamGroup
-from scheduler_service.core.cache import content_root
-from scheduler_service.core.cache_manager import Holding
+from scheduler_service.core.cache import Holding, content_root
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.plans import PlanDraft
 from scheduler_service.core.policy import Policy
@@ -247,19 +246,19 @@ class Lifecycle:
         draft.has_preempted = True
         epoch.slide_wholly(group)
         holdings = [row.holding for row in group.open_rows]
-        num_blocks, num_host_blocks = epoch.cache.num_swap_blocks(holdings)
+        num_blocks, num_host_blocks = epoch.cache.tiers.num_swap_blocks(holdings)
         swaps = (
             num_blocks > 0
             and not group.begins_anew
             and num_host_blocks <= epoch.cache.host_pool.num_free
-            and epoch.cost.prefers_swap(num_blocks, epoch.cache.num_lost_tokens(holdings))
+            and epoch.cost.prefers_swap(num_blocks, epoch.cache.tiers.num_lost_tokens(holdings))
         )
         if not swaps:
             self.discard(group, epoch, draft.now)
             return
         self.counters.num_swap_preemptions += 1
         self._interrupt(group, draft.now)
-        is_moving = epoch.cache.swap_out(holdings, draft.step)
+        is_moving = epoch.cache.tiers.swap_out(holdings, draft.step)
         epoch.vacate_group(group)
         group.moved_step = draft.step if is_moving else 0
         self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)

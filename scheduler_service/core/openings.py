@@ -1,7 +1,7 @@
 """Chooses who gets rows on the worker in a plan: groups whose blocks have come in, samples beside the first, waiting
 groups."""
 
-from scheduler_service.core.cache_manager import Match
+from scheduler_service.core.cache import Match
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import PlanDraft
@@ -24,7 +24,7 @@ class Openings:
         epoch = self._epoch
         loaded = [group for group in self._state.loading if group.moved_step <= epoch.last_moved_step]
         for group in sorted(loaded, key=lambda group: group.order):
-            rows = [sequence for sequence in group.live_sequences if sequence.holding.block_table]
+            rows = [sequence for sequence in group.live_sequences if sequence.holding.num_granted_blocks]
             self._state.run(group, rows, epoch, draft)
 
     # Samples beside the first
@@ -64,7 +64,7 @@ class Openings:
             num_blocks = cache.num_fork_blocks(sequence.holding, relative.holding, num_forked)
         is_alone = epoch.num_rows == len(group.open_rows) and not self._state.loading
         is_alone = is_alone or (draft.is_empty and epoch.is_idle)
-        if not cache.can_allocate(num_blocks, alone=is_alone):
+        if not cache.room.can_allocate(num_blocks, alone=is_alone):
             return False
         if relative is not None:
             draft.copies.extend(cache.fork(sequence.holding, relative.holding, num_forked))
@@ -127,7 +127,7 @@ class Openings:
         if match is None:
             return None
         num_blocks = cache.num_opening_blocks(sequence.holding, match)
-        if not cache.can_allocate(num_blocks, alone=is_alone):
+        if not cache.room.can_allocate(num_blocks, alone=is_alone):
             self._lacking = (group, cache.pool.num_free)
             return None
         return match
@@ -139,9 +139,9 @@ class Openings:
         if epoch.slots.num_free < num_slots:
             return False
         is_alone = not state.running and not state.loading
-        if not cache.can_allocate(cache.num_swap_in_blocks(group.swapped_holdings), alone=is_alone):
+        if not cache.room.can_allocate(cache.room.num_swap_in_blocks(group.swapped_holdings), alone=is_alone):
             return False
-        cache.swap_in(group.swapped_holdings, draft.step)
+        cache.tiers.swap_in(group.swapped_holdings, draft.step)
         epoch.reserve_slots(group, num_slots)
         state.load(group, draft.step)
         return True

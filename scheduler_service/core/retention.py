@@ -11,8 +11,7 @@ blocks as any of them. So hints and waiting requests order a tenant's own sessio
 import math
 from dataclasses import dataclass, field
 
-from scheduler_service.core.cache import RetentionPriority
-from scheduler_service.core.cache_manager import CacheManager
+from scheduler_service.core.cache import CacheManager, RetentionPriority
 from scheduler_service.core.sequence import SequenceGroup
 
 # The priority of a free list begins with one of these: no request is expected to use its blocks, one may, the session
@@ -100,11 +99,11 @@ class Retention:
         self._named: dict[tuple[str, str], Session] = {}  # by tenant and name
         self._unused_lists: list[int] = []
         self._num_kept = 0
-        cache.set_priorities(self._priority_of, self._tenant_of, self._is_expected)
+        cache.tiers.set_priorities(self._priority_of, self._tenant_of, self._is_expected)
 
     def update(self, now: float) -> None:
         """Let sessions that were not used for long go before those that are used: no tenant's share protects them."""
-        self.cache.order.horizon = self.cache.host_order.horizon = (IDLE, now - _SHARED_S)
+        self.cache.pool.order.horizon = self.cache.host_pool.order.horizon = (IDLE, now - _SHARED_S)
 
     def arrived(self, group: SequenceGroup, now: float) -> None:
         """A group is there that this worker has not seen. Its cursor, if it may have one, has its place."""
@@ -123,13 +122,13 @@ class Retention:
         """A group that has arrived waits, or what is cached of it has changed."""
         if group.session is not None:
             group.session.waiting[group] = None
-            self.cache.priority_changed(group.session.free_list)
+            self.cache.tiers.priority_changed(group.session.free_list)
 
     def runs(self, group: SequenceGroup) -> None:
         """A group no longer waits."""
         if group.session is not None and group in group.session.waiting:
             del group.session.waiting[group]
-            self.cache.priority_changed(group.session.free_list)
+            self.cache.tiers.priority_changed(group.session.free_list)
 
     def ended(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
         """A group that has arrived is over. It had computed so many tokens, or none if it never ran."""
@@ -142,7 +141,7 @@ class Retention:
         session.last_used_at = now
         session.will_return = group.request.will_return
         session.retention_s = float(group.request.retention_seconds or 0)
-        self.cache.priority_changed(session.free_list)
+        self.cache.tiers.priority_changed(session.free_list)
         if len(self._sessions) > 2 * self._num_kept + _NUM_LOST:
             self._forget_lost()
 

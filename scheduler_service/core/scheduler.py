@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pagewire.common.messages import StepPlan, StepResult, WorkerCapacity, WorkerProtocolError
 from scheduler_service.core import invariants
 from scheduler_service.core.admission import Admission
-from scheduler_service.core.cache_manager import CacheManager
+from scheduler_service.core.cache import CacheManager
 from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
@@ -127,9 +127,9 @@ class Scheduler:
         if (draft.is_empty or not draft.has_preempted) and openings.open_siblings(draft):
             while openings.admit(draft):
                 pass
-        epoch.cache.promote(draft.step)
+        epoch.cache.tiers.promote(draft.step)
         if draft.num_tokens:
-            epoch.cache.demote(draft.step, draft.num_tokens)
+            epoch.cache.tiers.demote(draft.step, draft.num_tokens)
         return epoch.dispatch(draft)
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:
@@ -269,7 +269,7 @@ class Scheduler:
         self._admission.lose()
         self._events.extend(epoch.cache.index.take_events())
         self._events.append(CacheCleared())
-        epoch.cache.dissolve()
+        epoch.cache.tiers.dissolve()
         for group in self._state.lose_worker(now):
             message = "the worker crashed twice while it computed this request, or prepared its grammar, alone"
             self._state.end_group(group, EndReason.CRASHES_WORKER, outputs, message=message)

@@ -11,8 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from pagewire.common.messages import Pooling
-from scheduler_service.core.cache import Cursor
-from scheduler_service.core.cache_manager import Holding, StepCount
+from scheduler_service.core.cache import Cursor, Holding, StepCount
 from scheduler_service.core.request import OutputMode, Request
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class SequenceGroup:
     @property
     def swapped_holdings(self) -> list[Holding]:
         """What it has on the host."""
-        return [sequence.holding for sequence in self.live_sequences if sequence.holding.host_table]
+        return [sequence.holding for sequence in self.live_sequences if sequence.holding.host_blocks]
 
     @property
     def is_bound(self) -> bool:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from scheduler_service.core.cache import Cursor
-from scheduler_service.core.cache_manager import CacheManager
+from scheduler_service.core.cache import CacheManager, Cursor
 from scheduler_service.core.policy import Policy, Standing
 from scheduler_service.core.retention import Expectation, Retention
 from scheduler_service.core.sequence import SequenceGroup

@@ -356,7 +356,7 @@ def test_cursors_are_where_a_match_ends(seed):
             node = None
             for i in range(rng.randint(1, 6)):
                 known = index.find(KEY, tokens, i)
-                free = [block for block in range(1, 61) if not index.is_cached(block)]
+                free = [block for block in range(1, 61) if index.contents[block] is None]
                 if known is not None and known.blocks:
                     node = known
                 elif free:
@@ -365,7 +365,7 @@ def test_cursors_are_where_a_match_ends(seed):
                     break
         elif draw < 0.7:
             node = index.find(KEY, tokens, rng.randrange(6))
-            free = [block for block in range(1, 21) if index.node_of_host(block) is None]
+            free = [block for block in range(1, 21) if index.host_contents[block] is None]
             if node is not None and node.blocks and not node.host_block and free:
                 index.add_host_copy(node, free[0])
         elif draw < 0.98:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.common.messages import SamplingParams
-from scheduler_service.core.cache_manager import Holding
+from scheduler_service.core.cache import Holding
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import Request
@@ -48,8 +48,15 @@ def test_no_field_is_written_by_two_modules(record):
 
 
 def test_the_cache_knows_no_sequence():
-    imports = ast.unparse(ast.parse((CORE / "cache_manager.py").read_text()))
-    assert "scheduler_service.core.sequence" not in imports
+    texts = [ast.unparse(ast.parse(path.read_text())) for path in (CORE / "cache").glob("*.py")]
+    assert len(texts) > 4
+    assert not [text for text in texts if "scheduler_service.core.sequence" in text]
+
+
+def test_none_but_the_cache_counts_on_one_table_of_blocks():
+    """Others ask a holding. Invariants look into it, and a plan tells a worker of the one that it has."""
+    tables = modules(lambda node: isinstance(node, ast.Attribute) and node.attr in {"block_table", "host_table"})
+    assert {name for name in tables if not name.startswith("cache/")} == {"invariants.py", "epoch.py"}
 
 
 def test_what_is_on_its_way_of_a_row_counts_until_that_is_dropped():

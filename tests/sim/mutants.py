@@ -18,7 +18,12 @@ _NO_NEWS_WITHOUT_LINK = Patch(
 MUTANTS = (
     # Blocks
     mutant("an aborted request keeps its blocks", "forget", "self.cache.release(sequence.holding)", ""),
-    mutant("a swapped request's device blocks are freed twice", "swap_out", "holding.block_table.clear()", ""),
+    mutant(
+        "a swapped request's device blocks are freed twice",
+        "swap_out",
+        "holding.block_table",
+        "holding.block_table.copy()",
+    ),
     mutant("a fork takes no reference", "_share_table", "self.pool.share(block)", ""),
     mutant("a sample writes to the tail it shares", "fork", "num_tokens % self.block_size == 0", "True"),
     mutant("a mean begins with what is cached", "may_match", "not self.group.begins_anew", "True"),
@@ -63,7 +68,7 @@ MUTANTS = (
     mutant(
         "a fork takes blocks that fell out of the window",
         "num_forked_tokens",
-        "relative.holding.num_freed_blocks <= self.cache.first_needed_block(num_tokens)",
+        "relative.holding.num_freed_blocks <= self.cache.room.first_needed_block(num_tokens)",
         "True",
     ),
     mutant(
@@ -81,8 +86,8 @@ MUTANTS = (
     mutant(
         "a match holds a block too few",
         "_num_passed",
-        "self.first_needed_block(num_blocks * self.block_size)",
-        "self.first_needed_block(num_blocks * self.block_size) + 1",
+        "self.room.first_needed_block(num_blocks * self.block_size)",
+        "self.room.first_needed_block(num_blocks * self.block_size) + 1",
     ),
     # The prefix cache
     mutant(
@@ -99,12 +104,12 @@ MUTANTS = (
         "len(self.holding.token_ids) - self.may_repeat",
         "len(self.holding.token_ids) + self.num_in_flight - self.may_repeat",
     ),
-    mutant("a reused block is still found by its old content", "_allocate", "self.index.forget(block)", ""),
+    mutant("a reused block is still found by its old content", "Tiers.__init__", "index.forget", "lambda block: None"),
     mutant(
         "a reused host block is still found by its old content",
-        "_allocate_host",
-        "self.index.forget_host(host_block)",
-        "",
+        "Tiers.__init__",
+        "index.forget_host",
+        "lambda block: None",
     ),
     mutant("bad blocks stay published", "_take_failures", "epoch.cache.unpublish(bad.holding)", ""),
     mutant("what was computed on bad blocks is kept", "_take_failures", "self._state.redo(other, epoch, now)", ""),
@@ -138,15 +143,14 @@ MUTANTS = (
         (
             Patch(
                 "add",
-                "self._pool.share(move.device_block)",
-                "(not move.is_out or move.node is not None) and self._pool.share(move.device_block)",
+                "self._device.pool.share(move.device_block)",
+                "(not move.is_out or move.node is not None) and self._device.pool.share(move.device_block)",
             ),
             Patch(
                 "acknowledge",
-                "self._pool.free("
-                "move.device_block, cached=cached, spare=move.node is not None, free_list=move.free_list)",
-                "(not move.is_out or move.node is not None) and self._pool.free("
-                "move.device_block, cached=cached, spare=move.node is not None, free_list=move.free_list)",
+                "self._device.free(move.device_block, spare=move.node is not None, free_list=move.free_list)",
+                "(not move.is_out or move.node is not None) and "
+                "self._device.free(move.device_block, spare=move.node is not None, free_list=move.free_list)",
             ),
         ),
     ),
@@ -155,13 +159,13 @@ MUTANTS = (
         (
             Patch(
                 "add",
-                "self._host_pool.share(move.host_block)",
-                "move.is_out and self._host_pool.share(move.host_block)",
+                "self._host.pool.share(move.host_block)",
+                "move.is_out and self._host.pool.share(move.host_block)",
             ),
             Patch(
                 "acknowledge",
-                "self._host_pool.free(move.host_block, cached=cached, free_list=move.free_list)",
-                "move.is_out and self._host_pool.free(move.host_block, cached=cached, free_list=move.free_list)",
+                "self._host.free(move.host_block, free_list=move.free_list)",
+                "move.is_out and self._host.free(move.host_block, free_list=move.free_list)",
             ),
         ),
     ),
@@ -186,20 +190,20 @@ MUTANTS = (
     mutant(
         "a demoted block is on the host before it was copied",
         "demote",
-        "self.host_pool.free(host_block, cached=False)",
-        "self.index.add_host_copy(node, host_block)\nself.host_pool.free(host_block, cached=False)",
+        "self.host.free(host_block)",
+        "self.index.add_host_copy(node, host_block)\nself.host.free(host_block)",
     ),
     mutant(
         "what is loaded ahead is found while the block's earlier content still is",
         "promote",
-        "self._allocate()",
+        "self.device.allocate()",
         "self.pool.allocate()",
     ),
     mutant(
         "what is loaded ahead is found before it has come",
         "promote",
-        "self.pool.free(block, cached=False)",
-        "self.pool.free(block, cached=False)\nself.index.add_copy(node, block)",
+        "self.device.free(block)",
+        "self.device.free(block)\nself.index.add_copy(node, block)",
     ),
     mutant("a cursor stays on content that is lost", "_lose", "self._repel_cursors(node)", ""),
     mutant(

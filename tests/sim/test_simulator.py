@@ -61,8 +61,8 @@ def test_a_bug_is_planted_whatever_the_layout(old, new, expected):
 def test_a_bug_without_a_place_is_told():
     none = misplaced(PLANTING, Mutant("a bug", (Patch("Epoch.vacate", "self.num_rows -= 7", ""),)))
     assert none == "a bug: Epoch.vacate has this 0 times, not once:\nself.num_rows -= 7\n"
-    two = misplaced(PLANTING, Mutant("a bug", (Patch("MoveLedger.acknowledge", "cached", "True"),)))
-    assert "MoveLedger.acknowledge has this 2 times, not once (scheduler_service/core/cache/moves.py, " in two
+    two = misplaced(PLANTING, Mutant("a bug", (Patch("MoveLedger.acknowledge", "move.free_list", "0"),)))
+    assert "MoveLedger.acknowledge has this 2 times, not once (scheduler_service/core/cache/tiers.py, " in two
 
 
 def test_a_bug_is_found_by_its_recorded_seed_or_another(monkeypatch, tmp_path, capsys):

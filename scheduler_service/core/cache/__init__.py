@@ -1,21 +1,22 @@
 """Blocks and what they hold: who has which, which content can be found again, what is on its way between the tiers."""
 
-from scheduler_service.core.cache.block_pool import BlockPool
-from scheduler_service.core.cache.eviction import EvictionOrder, RetentionPriority, equal_priority, no_owner
-from scheduler_service.core.cache.moves import Move, MoveLedger
-from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, Root, content_root
+from scheduler_service.core.cache.block_pool import BlockPool, EvictionOrder, RetentionPriority
+from scheduler_service.core.cache.prefix_index import Cursor, Node, PrefixIndex, content_root
+from scheduler_service.core.cache.room import Holding, StepCount
+from scheduler_service.core.cache.tables import CacheManager, Match
+from scheduler_service.core.cache.tiers import MoveLedger
 
 __all__ = [
     "BlockPool",
+    "CacheManager",
     "Cursor",
     "EvictionOrder",
-    "Move",
+    "Holding",
+    "Match",
     "MoveLedger",
     "Node",
     "PrefixIndex",
     "RetentionPriority",
-    "Root",
+    "StepCount",
     "content_root",
-    "equal_priority",
-    "no_owner",
 ]

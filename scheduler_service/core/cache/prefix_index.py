@@ -98,22 +98,13 @@ class PrefixIndex:
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
         self._roots: dict[Root, Node] = {}
-        self._node_of_block: list[Node | None] = [None] * (num_blocks + 1)
-        self._node_of_host_block: list[Node | None] = [None] * (num_host_blocks + 1)
+        self.contents: list[Node | None] = [None] * (num_blocks + 1)  # by device block
+        self.host_contents: list[Node | None] = [None] * (num_host_blocks + 1)
         self.num_cached_blocks = 0
         self.num_cached_host_blocks = 0
         self._changes: list[tuple[Node, Tier, bool]] = []  # what was stored (True) or removed, since take_events
         self.num_cursors = 0
         self._moved_cursors: dict[Cursor, None] = {}
-
-    def is_cached(self, block: int) -> bool:
-        return self._node_of_block[block] is not None
-
-    def node_of(self, block: int) -> Node | None:
-        return self._node_of_block[block]
-
-    def node_of_host(self, host_block: int) -> Node | None:
-        return self._node_of_host_block[host_block]
 
     def match(self, root: Root, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
         """The longest chain of cached nodes, in either tier, that `token_ids` begin with, at most `max_blocks` long."""
@@ -223,11 +214,11 @@ class PrefixIndex:
 
     def add_copy(self, node: Node, block: int) -> None:
         """Device block `block` holds the node's content too."""
-        if self._node_of_block[block] is not None:
+        if self.contents[block] is not None:
             raise RuntimeError(f"block {block} is published already")
         is_first = not node.blocks
         node.blocks += (block,)
-        self._node_of_block[block] = node
+        self.contents[block] = node
         self.num_cached_blocks += 1
         if is_first:
             self._changes.append((node, Tier.DEVICE, True))
@@ -237,9 +228,9 @@ class PrefixIndex:
     def add_host_copy(self, node: Node, host_block: int) -> None:
         """Host block `host_block` holds the node's content too."""
         assert not node.host_block
-        assert self._node_of_host_block[host_block] is None
+        assert self.host_contents[host_block] is None
         node.host_block = host_block
-        self._node_of_host_block[host_block] = node
+        self.host_contents[host_block] = node
         self.num_cached_host_blocks += 1
         self._changes.append((node, Tier.HOST, True))
         if not node.blocks:
@@ -247,10 +238,10 @@ class PrefixIndex:
 
     def forget(self, block: int) -> None:
         """`block` no longer holds what it was published for. Nothing happens if it was not published."""
-        node = self._node_of_block[block]
+        node = self.contents[block]
         if node is None:
             return
-        self._node_of_block[block] = None
+        self.contents[block] = None
         self.num_cached_blocks -= 1
         node.blocks = tuple(copy for copy in node.blocks if copy != block)
         if not node.blocks:
@@ -260,10 +251,10 @@ class PrefixIndex:
 
     def forget_host(self, host_block: int) -> None:
         """`host_block` no longer holds a content's copy. Nothing happens if it held none."""
-        node = self._node_of_host_block[host_block]
+        node = self.host_contents[host_block]
         if node is None:
             return
-        self._node_of_host_block[host_block] = None
+        self.host_contents[host_block] = None
         self.num_cached_host_blocks -= 1
         node.host_block = 0
         self._changes.append((node, Tier.HOST, False))

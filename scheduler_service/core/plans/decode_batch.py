@@ -8,7 +8,7 @@ row joins or leaves.
 from collections import defaultdict
 from dataclasses import dataclass
 
-from scheduler_service.core.cache_manager import StepCount
+from scheduler_service.core.cache import StepCount
 from scheduler_service.core.sequence import Row
 
 
@@ -53,7 +53,7 @@ class DecodeBatch:
 
     def join(self, row: Row) -> None:
         """Let a row that samples in the last plan made go on by itself."""
-        num_in_table = len(row.holding.block_table) * self._block_size - row.holding.num_computed_tokens
+        num_in_table = row.holding.num_granted_blocks * self._block_size - row.holding.num_computed_tokens
         row.join_decoding(self._steps)
         self._rows[row.slot] = row
         self._columns = None
