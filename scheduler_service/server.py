@@ -176,7 +176,7 @@ class _Scheduler:
     def _count_remembered(self) -> int:
         """About how many pieces of memory the prefix cache takes, and requests that wait."""
         state = self._step_loop.state
-        num_blocks = state.epoch.cache.index.num_cached_blocks + state.epoch.cache.index.num_cached_host_blocks
+        num_blocks = state.worker.cache.index.num_cached_blocks + state.worker.cache.index.num_cached_host_blocks
         return _PIECES_A_BLOCK * num_blocks + _PIECES_A_REQUEST * state.waiting.num_sequences
 
     def _service_stats(self) -> ServiceStats:

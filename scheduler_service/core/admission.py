@@ -7,14 +7,14 @@ from functools import partial
 
 from pagewire.common.messages import WorkerCapacity
 from scheduler_service.core.cache import CacheManager
-from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.options import SchedulerOptions
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
+from scheduler_service.core.worker_state import WorkerState
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What bounds a request and a step: the scheduler's own limits, or a worker's tighter ones."""
 
     max_sequence_tokens: int  # prompt and output that one sequence may have
@@ -32,7 +32,7 @@ class Admission:
     def __init__(self, state: Lifecycle, options: SchedulerOptions) -> None:
         self._state = state
         self._options = options
-        self._own = self.limits = Limits(
+        self._own = self.limits = RequestLimits(
             options.max_model_len or sys.maxsize,
             options.max_num_batched_tokens,
             options.max_num_seqs,
@@ -45,16 +45,16 @@ class Admission:
         own = self._own
         return min(own.max_rows, capacity.max_num_seqs, own.num_step_tokens, capacity.max_num_batched_tokens)
 
-    def join(self, epoch: Epoch) -> None:
+    def join(self, worker: WorkerState) -> None:
         """A worker is there. The model's length bounds a sequence, and the whole pool unless a window fits into it."""
-        own, capacity, cache = self._own, epoch.capacity, epoch.cache
+        own, capacity, cache = self._own, worker.capacity, worker.cache
         max_tokens = min(own.max_sequence_tokens, capacity.max_model_len)
         if not cache.window or cache.room.num_chunk_blocks(1) > capacity.num_device_blocks:
             max_tokens = min(max_tokens, capacity.num_device_blocks * capacity.block_size + 1)
-        self.limits = Limits(
+        self.limits = RequestLimits(
             max_tokens,
             min(own.num_step_tokens, capacity.max_num_batched_tokens),
-            epoch.slots.num_slots,
+            worker.slots.num_slots,
             capacity.grammar_version,
             f" ({_describe_pool(cache)})" if max_tokens < own.max_sequence_tokens else "",
             partial(_lacks_blocks, cache),

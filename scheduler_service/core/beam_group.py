@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from scheduler_service.core.beam import BeamSearch, BeamState, BeamStep, Child
-from scheduler_service.core.epoch import Epoch
-from scheduler_service.core.plans import PlanDraft
+from scheduler_service.core.plans import PlanBuilder
 from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.worker_state import WorkerState
 
 
 @dataclass(slots=True, eq=False)
@@ -35,23 +35,23 @@ class BeamGroup:
         self.candidates.clear()
         return step
 
-    def branch(self, group: SequenceGroup, children: list[Child], epoch: Epoch) -> None:
+    def branch(self, group: SequenceGroup, children: list[Child], worker: WorkerState) -> None:
         """Let the group's rows hold the children: the first child of a beam stays in its row, the others move to rows
         whose beam has none."""
         parents, rows = self.beams, {row.sequence: row for row in group.open_rows}
         used = {parents[child.parent] for child in children}
         spare = [sequence for sequence in group.sequences if sequence not in used]
         for sequence in spare:
-            epoch.cache.release(sequence.holding)
+            worker.cache.release(sequence.holding)
         self.beams = []
         for child in children:
             parent = beam = parents[child.parent]
             if parent in self.beams:
                 beam = spare.pop(0)
                 beam.token_ids[:] = parent.token_ids
-                epoch.cache.branch(beam.holding, parent.holding)
+                worker.cache.branch(beam.holding, parent.holding)
                 if beam not in rows:
-                    rows[beam] = epoch.take_slot(beam)
+                    rows[beam] = worker.take_slot(beam)
                     self.unborn_slots.add(rows[beam].slot)
                 self.forks.append((rows[parent].slot, rows[beam].slot))
             self.beams.append(beam)
@@ -60,13 +60,13 @@ class BeamGroup:
             row.go_on_with(child.token_id)
             beam.cumulative_logprob = child.cumulative_logprob
             self.appended.append((row.slot, child.token_id))
-            epoch.active[row] = None
-            epoch.publish(row)
+            worker.active[row] = None
+            worker.publish(row)
 
-    def tell(self, draft: PlanDraft) -> int:
+    def tell(self, builder: PlanBuilder) -> int:
         """Put what the last selection changed into the plan. How many rows that opens."""
-        draft.forks.extend(self.forks)
-        draft.appended_tokens.extend(self.appended)
+        builder.forks.extend(self.forks)
+        builder.appended_tokens.extend(self.appended)
         num_born = len(self.unborn_slots)
         self._forget_changes()
         return num_born

@@ -5,20 +5,20 @@ Nothing changes by them.
 
 from collections import Counter
 
-from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.request import BlockHolder, BlockMap, BlockUse, RequestReport, SchedulerStats
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 from scheduler_service.core.waiting import num_uncached_tokens
+from scheduler_service.core.worker_state import WorkerState
 
 
 def stats(state: Lifecycle) -> SchedulerStats:
     """Read the gauges of now and the counters since start."""
-    epoch, waiting, counters = state.epoch, state.waiting, state.counters
-    cache = epoch.cache
+    worker, waiting, counters = state.worker, state.waiting, state.counters
+    cache = worker.cache
     num_copying, num_host_copying = cache.moves.num_copying()
     return SchedulerStats(
-        num_running=epoch.num_rows,
+        num_running=worker.num_rows,
         # Those that are swapped stand in the queue too.
         num_waiting=waiting.num_sequences - sum(group.num_waiting_sequences for group in state.swapped),
         num_swapped=sum(group.num_unfinished for group in [*state.swapped, *state.loading]),
@@ -48,16 +48,16 @@ def stats(state: Lifecycle) -> SchedulerStats:
 
 def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
     """Say what a request does and why it waits. Raises KeyError if there is none."""
-    group, epoch = state.groups[tenant, request_id], state.epoch
+    group, worker = state.groups[tenant, request_id], state.worker
     has_place = group.state in QUEUED and group not in state.waiting.held
     position = state.waiting.position(group) if has_place else None
-    num_wanted = _num_wanted_blocks(group, epoch) if epoch.has_worker else 0
+    num_wanted = _num_wanted_blocks(group, worker) if worker.has_worker else 0
     sequences = group.sequences
     return RequestReport(
         request_id=group.request.request_id,
         tenant=group.request.tenant,
         state=(GroupState.WAITING if group.state is GroupState.PREPARING else group.state).value,
-        reason=_reason(group, epoch, position, num_wanted),
+        reason=_reason(group, worker, position, num_wanted),
         queue_position=position,
         num_prompt_tokens=len(group.request.prompt_token_ids),
         num_output_tokens=sum(sequence.num_output_tokens for sequence in sequences),
@@ -67,7 +67,7 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
         num_held_blocks=len({block for sequence in sequences for block in sequence.holding.blocks}),
         num_held_host_blocks=len({block for sequence in sequences for block in sequence.holding.host_blocks}),
         num_wanted_blocks=num_wanted,
-        num_free_blocks=epoch.cache.pool.num_free,
+        num_free_blocks=worker.cache.pool.num_free,
         num_preemptions=group.num_preemptions,
         holders=_holders(group, [*state.running, *state.loading]),
         arrived_at=group.arrived_at,
@@ -76,7 +76,7 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
 
 def block_map(state: Lifecycle) -> BlockMap:
     """Say who holds which block of the worker that is there."""
-    cache = state.epoch.cache
+    cache = state.worker.cache
     device, host = (
         [BlockUse.FREE.value if node is None else BlockUse.CACHED.value for node in contents[1:]]
         for contents in (cache.index.contents, cache.index.host_contents)
@@ -97,26 +97,26 @@ def block_map(state: Lifecycle) -> BlockMap:
     return BlockMap(tuple(owners), tuple(map(int, device)), tuple(map(int, host)))
 
 
-def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
+def _num_wanted_blocks(group: SequenceGroup, worker: WorkerState) -> int:
     """Count the blocks that a group lacks to run, or to run on."""
-    cache = epoch.cache
+    cache = worker.cache
     if group.state is GroupState.RUNNING:
-        lacking = [row for row in group.open_rows if row in epoch.active]
-        return max(0, epoch.num_missing_blocks([(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))
+        lacking = [row for row in group.open_rows if row in worker.active]
+        return max(0, worker.num_missing_blocks([(row, min(1, row.num_uncomputed_tokens)) for row in lacking]))
     if group.state in SWAPPED:
         return cache.room.num_swapped_blocks(group.swapped_holdings)
     if group.state is GroupState.WAITING and group.unopened_sequences:
         first: Sequence = group.unopened_sequences[0]
-        return cache.num_opening_blocks(first.holding, epoch.find(first).without_host())
+        return cache.num_opening_blocks(first.holding, worker.find(first).without_host())
     return 0
 
 
-def _reason(group: SequenceGroup, epoch: Epoch, position: int | None, num_wanted: int) -> str:
-    if not epoch.has_worker:
+def _reason(group: SequenceGroup, worker: WorkerState, position: int | None, num_wanted: int) -> str:
+    if not worker.has_worker:
         return "no worker is connected"
     if group.state is GroupState.PREPARING:
         return "its grammar is being prepared by the worker"
-    num_free = epoch.cache.pool.num_free
+    num_free = worker.cache.pool.num_free
     if group.state is GroupState.RUNNING:
         return f"it lacks {num_wanted} blocks to go on, {num_free} are free" if num_wanted > num_free else ""
     if group.state is GroupState.SWAPPING_OUT:
@@ -126,11 +126,11 @@ def _reason(group: SequenceGroup, epoch: Epoch, position: int | None, num_wanted
     was = "it was preempted and " if group.num_preemptions else "it "
     if position is not None and position > 1:
         return f"{was}waits behind {position - 1} other requests{_cost(group)}"
-    if epoch.last_acknowledged_step < group.planned_step:
+    if worker.last_acknowledged_step < group.planned_step:
         return f"{was}waits for a token that is on its way"
-    if epoch.slots.num_free < group.num_first_slots:
-        of_all = f"{group.num_first_slots} of {epoch.slots.num_slots}"
-        return f"{was}waits for {of_all} rows, {epoch.slots.num_free} are free{_cost(group)}"
+    if worker.slots.num_free < group.num_first_slots:
+        of_all = f"{group.num_first_slots} of {worker.slots.num_slots}"
+        return f"{was}waits for {of_all} rows, {worker.slots.num_free} are free{_cost(group)}"
     if num_wanted > num_free:
         return f"{was}waits for {num_wanted} blocks, {num_free} are free{_cost(group)}"
     return f"{was}is next{_cost(group)}"

@@ -9,42 +9,42 @@ from collections import Counter
 from itertools import pairwise
 
 from scheduler_service.core.cache import BlockPool, CacheManager, Holding, Node
-from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.sequence import GroupState, Row, Sequence, SequenceGroup
+from scheduler_service.core.worker_state import WorkerState
 
 LiveGroups = list[tuple[SequenceGroup, list[Sequence]]]  # each with its live sequences
 
 
 def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
     """Assert S1 to S5, S7, S8 and S10 to S12. Written to be called after every event of a simulation."""
-    epoch = state.epoch
+    worker = state.worker
     groups = [(group, group.live_sequences) for group in state.groups.values()]
     _check_queues(state, groups)
     for group, _ in groups:
-        _check_group(group, epoch)
-    in_flight = _check_dispatches(epoch, pipeline_depth, num_step_tokens)
-    _check_rows(epoch, groups, in_flight)
-    _check_blocks(epoch, groups)
-    _check_content(epoch.cache)
-    _check_cursors(state, epoch.cache)
+        _check_group(group, worker)
+    in_flight = _check_dispatches(worker, pipeline_depth, num_step_tokens)
+    _check_rows(worker, groups, in_flight)
+    _check_blocks(worker, groups)
+    _check_content(worker.cache)
+    _check_cursors(state, worker.cache)
     for sequence in _running(groups):
         if sequence.holding.num_published_blocks:
-            _check_published(epoch.cache.block_size, sequence.holding)
+            _check_published(worker.cache.block_size, sequence.holding)
 
 
 def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
     """Assert a few invariants in time that does not grow with the pools: the counts of blocks, rows and plans."""
-    epoch = state.epoch
-    pool = epoch.cache.pool
+    worker = state.worker
+    pool = worker.cache.pool
     assert 0 <= pool.num_idle_cached <= pool.num_free <= pool.num_blocks, "S1"
-    assert epoch.num_rows + epoch.slots.num_free <= epoch.slots.num_slots, "S11"
-    assert len(epoch.unacknowledged) <= pipeline_depth, "S11"
-    for dispatch in epoch.unacknowledged:
+    assert worker.num_rows + worker.slots.num_free <= worker.slots.num_slots, "S11"
+    assert len(worker.unacknowledged) <= pipeline_depth, "S11"
+    for dispatch in worker.unacknowledged:
         assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
-    for row in epoch.active:
+    for row in worker.active:
         assert row.num_in_flight >= 0, f"S5: {row}"
-        num_positions = row.holding.num_granted_blocks * epoch.cache.block_size
+        num_positions = row.holding.num_granted_blocks * worker.cache.block_size
         assert row.holding.num_computed_tokens <= num_positions, f"S5: {row}"
 
 
@@ -81,7 +81,7 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
 
 def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
     """A group that is anywhere but among those whose grammar is prepared has one that is ready, or none."""
-    grammars = state.epoch.grammars
+    grammars = state.worker.grammars
     num_needing = Counter(group.request.grammar for group, _ in groups if group.request.grammar is not None)
     counted = {grammar: need.num_requests for grammar, need in grammars._needs.items()}
     assert counted == num_needing, "S8: a grammar is counted wrong"
@@ -92,7 +92,7 @@ def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
             assert is_preparing != grammars.is_ready(grammar), "S8: a group and its grammar disagree"
 
 
-def _check_group(group: SequenceGroup, epoch: Epoch) -> None:
+def _check_group(group: SequenceGroup, worker: WorkerState) -> None:
     state = group.state
     for sequence in group.sequences:
         if state is GroupState.RUNNING:
@@ -108,12 +108,12 @@ def _check_group(group: SequenceGroup, epoch: Epoch) -> None:
     if group.reserved_slots:
         assert state in (GroupState.RUNNING, GroupState.SWAPPING_IN)
     if state is GroupState.SWAPPED:
-        assert group.moved_step <= epoch.last_moved_step, "S4: swapped before it was moved"
+        assert group.moved_step <= worker.last_moved_step, "S4: swapped before it was moved"
 
 
-def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Row, int]) -> None:
-    block_size = epoch.cache.block_size
-    slots = epoch.slots._free.copy()
+def _check_rows(worker: WorkerState, groups: LiveGroups, in_flight: dict[Row, int]) -> None:
+    block_size = worker.cache.block_size
+    slots = worker.slots._free.copy()
     num_rows = 0
     for group, live in groups:
         slots += group.reserved_slots
@@ -127,23 +127,23 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Row, int]) -> 
             assert num_computed <= row.holding.num_granted_blocks * block_size, f"S5: {row}"
             max_expected = max(sequence.max_num_tokens, sequence.num_prompt_tokens + 1)  # an embedding is expected too
             assert num_computed <= num_expected <= max_expected, f"S5, planned too far: {row}"
-            assert (row in epoch.active) == (not row.is_decoding and row.num_uncomputed_tokens > 0)
-            assert row.is_decoding == (epoch.decoding._rows.get(row.slot) is row)
+            assert (row in worker.active) == (not row.is_decoding and row.num_uncomputed_tokens > 0)
+            assert row.is_decoding == (worker.decoding._rows.get(row.slot) is row)
             if row.is_decoding:
                 assert num_computed == num_expected - 1, f"S5: a decoding row is not at its end: {row}"
-                assert row.due_step > epoch.num_steps, "a decoding row was not looked at when it was due"
+                assert row.due_step > worker.num_steps, "a decoding row was not looked at when it was due"
         if group.state is GroupState.RUNNING:
             opened = [row.slot for row in group.open_rows]
             slots += opened
             num_rows += len(opened) - (0 if group.beam is None else len(group.beam.unborn_slots))
-    assert num_rows == epoch.num_rows
+    assert num_rows == worker.num_rows
     slots.sort()
-    assert slots == list(range(epoch.slots.num_slots)), "a slot is lost, or has two owners"
+    assert slots == list(range(worker.slots.num_slots)), "a slot is lost, or has two owners"
 
 
-def _check_dispatches(epoch: Epoch, pipeline_depth: int, num_step_tokens: int) -> dict[Row, int]:
+def _check_dispatches(worker: WorkerState, pipeline_depth: int, num_step_tokens: int) -> dict[Row, int]:
     """Assert S11 of the plans under way. Returns how many samples on their way will count, by row."""
-    dispatches = epoch.unacknowledged
+    dispatches = worker.unacknowledged
     assert len(dispatches) <= pipeline_depth, "S11"
     in_flight: Counter[Row] = Counter()
     for dispatch in dispatches:
@@ -157,8 +157,8 @@ def _check_dispatches(epoch: Epoch, pipeline_depth: int, num_step_tokens: int) -
     return in_flight
 
 
-def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
-    cache = epoch.cache
+def _check_blocks(worker: WorkerState, groups: LiveGroups) -> None:
+    cache = worker.cache
     holders, host_holders = [0] * (cache.pool.num_blocks + 1), [0] * (cache.host_pool.num_blocks + 1)
     for holding in [sequence.holding for group, _ in groups for sequence in group.sequences]:
         for block in holding.blocks:
@@ -168,7 +168,7 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
     for row in [row for group, _ in groups for row in group.open_rows]:
         _check_writable(cache, row, holders)
     for move in cache.moves:
-        assert move.step > epoch.last_moved_step, "S3: an acknowledged move is still pending"
+        assert move.step > worker.last_moved_step, "S3: an acknowledged move is still pending"
         if move.is_out:
             assert cache.index.host_contents[move.host_block] is None, "S4: content is found before it was moved"
         else:

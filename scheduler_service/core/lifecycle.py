@@ -16,8 +16,7 @@ from operator import attrgetter
 from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.beam_group import BeamGroup
 from scheduler_service.core.cache import Holding, content_root
-from scheduler_service.core.epoch import Epoch
-from scheduler_service.core.plans import PlanDraft
+from scheduler_service.core.plans import PlanBuilder
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.quarantine import Quarantine
 from scheduler_service.core.request import (
@@ -33,6 +32,7 @@ from scheduler_service.core.request import (
 from scheduler_service.core.retention import Expectation
 from scheduler_service.core.sequence import TRANSITIONS, GroupState, Row, Sequence, SequenceGroup
 from scheduler_service.core.waiting import Standings, WaitingQueue
+from scheduler_service.core.worker_state import WorkerState
 
 # Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
 QUEUED = (GroupState.WAITING, GroupState.PREPARING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
@@ -78,7 +78,7 @@ class Lifecycle:
         self.groups: dict[tuple[str, str], SequenceGroup] = {}  # by tenant and request id
         self.samples: dict[int, Sequence] = {}  # by sequence id
         self.num_tenant_requests: Counter[str] = Counter()
-        self.epoch = Epoch.without_worker()
+        self.worker = WorkerState.without_worker()
         self.waiting = WaitingQueue(policy)
         self.standings = Standings(policy, self.waiting, new_expectation)
         self.running: list[SequenceGroup] = []  # in the order in which they are served
@@ -146,7 +146,7 @@ class Lifecycle:
 
     def _new_holding(self, request: Request, token_ids: list[int]) -> Holding:
         """Hold nothing, of the worker that is there."""
-        root = self._shared_root(request.tenant, request.cache_salt, self.epoch.capacity.model_digest)
+        root = self._shared_root(request.tenant, request.cache_salt, self.worker.capacity.model_digest)
         return Holding(request, root, token_ids)
 
     def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
@@ -169,7 +169,7 @@ class Lifecycle:
     def _ask_for_grammar(self, group: SequenceGroup) -> None:
         """Let a group that waits have its grammar prepared, if it has one that is not."""
         grammar = group.request.grammar
-        if grammar is not None and not self.epoch.grammars.need(grammar):
+        if grammar is not None and not self.worker.grammars.need(grammar):
             self._enter(group, GroupState.PREPARING)
 
     def prepared(self, grammar: Grammar, outputs: TokenOutputs, error: str) -> None:
@@ -220,14 +220,14 @@ class Lifecycle:
         self._enter(group, GroupState.SWAPPING_IN)
         group.moved_step = step
 
-    def run(self, group: SequenceGroup, sequences: list[Sequence], epoch: Epoch, draft: PlanDraft) -> None:
+    def run(self, group: SequenceGroup, sequences: list[Sequence], worker: WorkerState, builder: PlanBuilder) -> None:
         """Open the rows of these sequences, whose blocks are there."""
         self._enter(group, GroupState.RUNNING)
-        group.resume(draft.now)
+        group.resume(builder.now)
         for sequence in sequences:
-            epoch.open_row(sequence, draft)
+            worker.open_row(sequence, builder)
         if group.beam is None:
-            epoch.give_back_reserved(group)
+            worker.give_back_reserved(group)
         if group.unopened_sequences:
             self.unopened[group] = None
 
@@ -241,38 +241,38 @@ class Lifecycle:
             if group.moved_step <= step:
                 self._enter(group, GroupState.SWAPPED)
 
-    def preempt(self, group: SequenceGroup, epoch: Epoch, draft: PlanDraft) -> None:
+    def preempt(self, group: SequenceGroup, worker: WorkerState, builder: PlanBuilder) -> None:
         """Take the blocks of a running group: it will be swapped in, or computed again, whichever is cheaper."""
-        draft.has_preempted = True
-        epoch.slide_wholly(group)
+        builder.has_preempted = True
+        worker.slide_wholly(group)
         holdings = [row.holding for row in group.open_rows]
-        num_blocks, num_host_blocks = epoch.cache.tiers.num_swap_blocks(holdings)
+        num_blocks, num_host_blocks = worker.cache.tiers.num_swap_blocks(holdings)
         swaps = (
             num_blocks > 0
             and not group.begins_anew
-            and num_host_blocks <= epoch.cache.host_pool.num_free
-            and epoch.cost.prefers_swap(num_blocks, epoch.cache.tiers.num_lost_tokens(holdings))
+            and num_host_blocks <= worker.cache.host_pool.num_free
+            and worker.cost.prefers_swap(num_blocks, worker.cache.tiers.num_lost_tokens(holdings))
         )
         if not swaps:
-            self.discard(group, epoch, draft.now)
+            self.discard(group, worker, builder.now)
             return
         self.counters.num_swap_preemptions += 1
-        self._interrupt(group, draft.now)
-        is_moving = epoch.cache.tiers.swap_out(holdings, draft.step)
-        epoch.vacate_group(group)
-        group.moved_step = draft.step if is_moving else 0
+        self._interrupt(group, builder.now)
+        is_moving = worker.cache.tiers.swap_out(holdings, builder.step)
+        worker.vacate_group(group)
+        group.moved_step = builder.step if is_moving else 0
         self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)
 
-    def discard(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
+    def discard(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
         """Take everything that a group has on the worker, in whatever state: it will be computed again."""
         self._interrupt(group, now)
-        epoch.forget(group)
+        worker.forget(group)
         self._enter(group, GroupState.WAITING)
 
-    def redo(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
+    def redo(self, group: SequenceGroup, worker: WorkerState, now: float) -> None:
         """Have a group computed again: what it has computed is bad, and so are its samples on their way."""
         if group.state is not GroupState.WAITING:
-            self.discard(group, epoch, now)
+            self.discard(group, worker, now)
         for row in group.rows:
             row.drop()
 
@@ -290,14 +290,14 @@ class Lifecycle:
 
     # The worker
 
-    def join_worker(self, epoch: Epoch) -> None:
+    def join_worker(self, worker: WorkerState) -> None:
         """A worker is there, with nothing in its cache."""
-        self._begin(epoch)
-        self.standings.join(epoch.cache, list(self.groups.values()), self.now)
+        self._begin(worker)
+        self.standings.join(worker.cache, list(self.groups.values()), self.now)
 
-    def _begin(self, epoch: Epoch) -> None:
+    def _begin(self, worker: WorkerState) -> None:
         """Let all groups, which wait, do so for what is there from now on."""
-        self.epoch = epoch
+        self.worker = worker
         for group in self.groups.values():
             for sequence in group.sequences:
                 sequence.begin_epoch(self._new_holding(group.request, sequence.token_ids))
@@ -306,19 +306,19 @@ class Lifecycle:
     def lose_worker(self, now: float) -> list[SequenceGroup]:
         """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem
         to have crashed it, and must end."""
-        epoch = self.epoch
-        preparing = {group for group in self.waiting.held if epoch.grammars.is_preparing(group.request.grammar)}
+        worker = self.worker
+        preparing = {group for group in self.waiting.held if worker.grammars.is_preparing(group.request.grammar)}
         self.standings.lose(self.groups.values())
-        self.counters.num_moved_blocks_out += epoch.cache.moves.num_moved_out
-        self.counters.num_moved_blocks_in += epoch.cache.moves.num_moved_in
+        self.counters.num_moved_blocks_out += worker.cache.moves.num_moved_out
+        self.counters.num_moved_blocks_in += worker.cache.moves.num_moved_in
         for group in self.groups.values():
             if group.state not in QUEUED:
                 group.pause(now)
-            epoch.vacate_group(group)
+            worker.vacate_group(group)
             if group.state is not GroupState.WAITING:
                 self._enter(group, GroupState.WAITING)
-        self._begin(Epoch.without_worker())
-        dispatched = {group for dispatch in epoch.unacknowledged for group in dispatch.groups()}
+        self._begin(WorkerState.without_worker())
+        dispatched = {group for dispatch in worker.unacknowledged for group in dispatch.groups()}
         return self.quarantine.crashed((group for group in dispatched if not group.is_finished), preparing)
 
     # Ends
@@ -336,14 +336,14 @@ class Lifecycle:
     ) -> None:
         """A sample ends with its first so many tokens, by default all, and its request with the last sample. What is on
         its way no longer counts."""
-        group, epoch = sequence.group, self.epoch
+        group, worker = sequence.group, self.worker
         row = sequence.open_row
         if row is not None:
             if reason in _COMPLETE:
-                epoch.publish(row)
-            epoch.vacate(row)
+                worker.publish(row)
+            worker.vacate(row)
         sequence.finish()
-        epoch.cache.release(sequence.holding)
+        worker.cache.release(sequence.holding)
         if num_output_tokens is not None:
             del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
         self.charge((sequence,))
@@ -390,9 +390,9 @@ class Lifecycle:
     def _leave(self, group: SequenceGroup) -> None:
         """The group's last sequence has ended: nothing remembers it."""
         tenant = group.request.tenant
-        self.epoch.forget(group)
+        self.worker.forget(group)
         if group.request.grammar is not None:
-            self.epoch.grammars.give_up(group.request.grammar)
+            self.worker.grammars.give_up(group.request.grammar)
         self._enter(group, GroupState.FINISHED)
         ran = [sequence for sequence in group.sequences if sequence.first_scheduled_at is not None]
         num_tokens = max((sequence.num_tokens - 1 for sequence in ran), default=0)  # the last is not computed

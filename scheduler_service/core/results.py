@@ -1,11 +1,11 @@
 """Processes a step's result: tokens that continue their samples, candidates of beams, rows that failed."""
 
 from pagewire.common.messages import RowStatus
-from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plans import Dispatch, PlannedRow, ResolvedResult, SampledRow
 from scheduler_service.core.request import EndReason, TokenLogprobs, TokenOutputs
 from scheduler_service.core.sequence import Row, Sequence
+from scheduler_service.core.worker_state import WorkerState
 
 # How a request ends of which the worker could not compute a row.
 _FAILURES = {
@@ -41,11 +41,11 @@ class Results:
     def __init__(self, state: Lifecycle) -> None:
         self._state = state
 
-    def take(self, epoch: Epoch, dispatch: Dispatch, resolved: ResolvedResult, now: float) -> TokenOutputs:
+    def take(self, worker: WorkerState, dispatch: Dispatch, resolved: ResolvedResult, now: float) -> TokenOutputs:
         """Say what comes of a plan. Each row is asked whether it counts when its turn comes: what went before may have
         ended its sequence, or have it computed again."""
         outputs = TokenOutputs()
-        self._take_failures(epoch, dispatch, resolved.samples, outputs, now)
+        self._take_failures(worker, dispatch, resolved.samples, outputs, now)
         for planned, entries in resolved.prompt_logprobs:
             if not planned.row.sequence.is_finished:
                 self._take_prompt_logprobs(planned, entries, outputs)
@@ -53,11 +53,11 @@ class Results:
             if sample.row.is_dropped:
                 continue
             if sample.status is RowStatus.OK:
-                self._take_sample(epoch, sample, outputs, now)
+                self._take_sample(worker, sample, outputs, now)
             elif sample.status is RowStatus.LATE:
-                epoch.repeat(sample.row)
+                worker.repeat(sample.row)
         if resolved.decoded:
-            self._take_decoded(epoch, dispatch, resolved.decoded, outputs)
+            self._take_decoded(worker, dispatch, resolved.decoded, outputs)
         return outputs
 
     def _take_prompt_logprobs(self, planned: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
@@ -69,7 +69,7 @@ class Results:
             outputs.prompt_logprobs.setdefault(sequence.sequence_id, []).extend(new)
 
     def _take_failures(
-        self, epoch: Epoch, dispatch: Dispatch, samples: list[SampledRow], outputs: TokenOutputs, now: float
+        self, worker: WorkerState, dispatch: Dispatch, samples: list[SampledRow], outputs: TokenOutputs, now: float
     ) -> None:
         """End the requests whose rows were not computed, or whose logits are not numbers, and have whatever was
         computed on top of their blocks redone. Blocks are no better if the sequence has ended by itself meanwhile."""
@@ -92,24 +92,24 @@ class Results:
             for bad in written:
                 # Others may write the same content before its next row comes back.
                 bad.has_failed = ends or bad.is_finished
-                epoch.cache.unpublish(bad.holding)
+                worker.cache.unpublish(bad.holding)
             for other in list(self._state.groups.values()):
                 if (other is not group or not ends) and any(
-                    epoch.cache.stands_on(one.holding, bad.holding) for one in other.sequences for bad in written
+                    worker.cache.stands_on(one.holding, bad.holding) for one in other.sequences for bad in written
                 ):
-                    self._state.redo(other, epoch, now)
+                    self._state.redo(other, worker, now)
             if ends:
                 reason, message = _FAILURES[failed[row]]
                 self._state.end_group(group, reason, outputs, message=message)
 
-    def _take_sample(self, epoch: Epoch, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
+    def _take_sample(self, worker: WorkerState, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
         """Take the token, the candidates for one, or the embedding of a row that was planned by itself."""
         row, sequence, token_id = sample.row, sample.row.sequence, sample.token_id
         self._state.quarantine.cleared(sequence.group)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
         if sample.candidates is not None:
-            self._take_candidates(epoch, row, sample.candidates, outputs)
+            self._take_candidates(worker, row, sample.candidates, outputs)
             return
         if sample.embedding is not None:
             self._state.end(sequence, EndReason.STOP, outputs, embedding=sample.embedding)
@@ -125,12 +125,12 @@ class Results:
         elif sequence.num_tokens >= sequence.max_num_tokens:
             self._state.end(sequence, EndReason.LENGTH, outputs)
         elif row.slot >= 0:
-            epoch.publish(row)
+            worker.publish(row)
             if row.is_gated:
-                epoch.active[row] = None
+                worker.active[row] = None
 
     def _take_candidates(
-        self, epoch: Epoch, row: Row, candidates: list[tuple[int, float]], outputs: TokenOutputs
+        self, worker: WorkerState, row: Row, candidates: list[tuple[int, float]], outputs: TokenOutputs
     ) -> None:
         """Take what a beam's row has reported. Once all have, the search goes on with the best, or is done."""
         group, beam = row.sequence.group, row.sequence.group.beam
@@ -143,13 +143,15 @@ class Results:
             self._state.end_search(group, beam, outputs)
             return
         self._state.charge_search(group, len(step.children))
-        beam.branch(group, step.children, epoch)
+        beam.branch(group, step.children, worker)
 
-    def _take_decoded(self, epoch: Epoch, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs) -> None:
+    def _take_decoded(
+        self, worker: WorkerState, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs
+    ) -> None:
         """Take one token for each decoding row. This is the hot loop of the scheduler: it looks at nothing but the
         token and its stop set, unless any sample was dropped, or a first one late, since the plan was sent."""
         columns, quarantine = dispatch.columns, self._state.quarantine
-        if dispatch.num_drops != epoch.drops.num_drops or quarantine.charged:
+        if dispatch.num_drops != worker.drops.num_drops or quarantine.charged:
             kept = [i for i, row in enumerate(columns.rows) if not row.is_dropped]
             columns, token_ids = columns.take(kept), [token_ids[i] for i in kept]
             for sequence in [row.sequence for row in columns.rows]:

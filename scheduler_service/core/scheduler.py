@@ -11,7 +11,8 @@ A request is a group of sequences, admitted and preempted as a whole. Rows that 
 plan (`plans/decode_batch.py`); all others are planned one by one, in order.
 
 Here is what happens at each event. `lifecycle.py` knows the groups and changes their states, `admission.py` which
-requests are taken, `openings.py` who gets rows, `results.py` what comes of a result, `epoch.py` what is on the worker.
+requests are taken, `openings.py` who gets rows, `results.py` what comes of a result, `worker_state.py` what is on the
+worker.
 """
 
 from collections import Counter
@@ -22,11 +23,10 @@ from scheduler_service.core import invariants
 from scheduler_service.core.admission import Admission
 from scheduler_service.core.cache import CacheManager
 from scheduler_service.core.cost import CostModel, PreemptionMode
-from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.openings import Openings
 from scheduler_service.core.options import SchedulerOptions
-from scheduler_service.core.plans import PlanDraft, read_result
+from scheduler_service.core.plans import PlanBuilder, read_result
 from scheduler_service.core.policy import Policy, create_policy
 from scheduler_service.core.request import (
     BlockStored,
@@ -41,6 +41,7 @@ from scheduler_service.core.request import (
 from scheduler_service.core.results import Results
 from scheduler_service.core.retention import EXPECTATIONS, Expectation
 from scheduler_service.core.sequence import GroupState, Row, SequenceGroup
+from scheduler_service.core.worker_state import WorkerState
 
 
 class Scheduler:
@@ -96,124 +97,128 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Make the next plan, or none while there is nothing to do or the pipeline is full."""
         self._state.now = now
-        state, epoch, openings = self._state, self._state.epoch, self._openings
-        if openings is None or len(epoch.unacknowledged) >= self._options.pipeline_depth:
+        state, worker, openings = self._state, self._state.worker, self._openings
+        if openings is None or len(worker.unacknowledged) >= self._options.pipeline_depth:
             return None
-        if state.quarantine.suspects and not self._isolate_trial(epoch, now):
+        if state.quarantine.suspects and not self._isolate_trial(worker, now):
             return None
-        draft = PlanDraft(epoch.num_steps + 1, self._draft_tokens(epoch), epoch.decoding, epoch.cache.moves, now)
-        draft.added_grammars.extend(epoch.grammars.take_added(self._may_prepare))
-        if self._policy.moves_keys and epoch.active:
+        builder = PlanBuilder(
+            worker.num_steps + 1, self._token_budget(worker), worker.decoding, worker.cache.moves, now
+        )
+        builder.added_grammars.extend(worker.grammars.take_added(self._may_prepare))
+        if self._policy.moves_keys and worker.active:
             max_wait_s = self._policy.max_wait_s
-            num_next_tokens = openings.num_next_tokens(draft)
-            epoch.share_prompts(draft, num_next_tokens, lambda group: now - group.arrived_at >= max_wait_s)
-        for group, rows in epoch.rows_to_plan(draft):
+            num_next_tokens = openings.num_next_tokens(builder)
+            worker.share_prompts(builder, num_next_tokens, lambda group: now - group.arrived_at >= max_wait_s)
+        for group, rows in worker.rows_to_plan(builder):
             if group.state is not GroupState.RUNNING:
                 continue
-            work = epoch.share_tokens(rows, draft)
-            if not self._make_room(epoch, draft, group, work):
+            work = worker.share_tokens(rows, builder)
+            if not self._make_room(worker, builder, group, work):
                 continue
             if group.beam is not None:
-                epoch.num_rows += group.beam.tell(draft)
-            epoch.give_blocks(work, draft)
+                worker.num_rows += group.beam.tell(builder)
+            worker.give_blocks(work, builder)
             for row, num_tokens in work:
                 if row.is_decoding:
-                    epoch.decoding.got_block(row, draft.step)
-                    draft.began_block.append(row)
+                    worker.decoding.got_block(row, builder.step)
+                    builder.began_block.append(row)
                 else:
-                    epoch.plan_row(row, num_tokens, draft)
-        openings.open_loaded(draft)  # only now: what a plan opens is never its victim
+                    worker.plan_row(row, num_tokens, builder)
+        openings.open_loaded(builder)  # only now: what a plan opens is never its victim
         # What was preempted makes room for what runs, unless nothing does.
-        if (draft.is_empty or not draft.has_preempted) and openings.open_siblings(draft):
-            while openings.admit(draft):
+        if (builder.is_empty or not builder.has_preempted) and openings.open_siblings(builder):
+            while openings.admit(builder):
                 pass
-        epoch.cache.tiers.promote(draft.step)
-        if draft.num_tokens:
-            epoch.cache.tiers.demote(draft.step, draft.num_tokens)
-        return epoch.dispatch(draft)
+        worker.cache.tiers.promote(builder.step)
+        if builder.num_tokens:
+            worker.cache.tiers.demote(builder.step, builder.num_tokens)
+        return worker.dispatch(builder)
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:
         """Take the result of the oldest unacknowledged plan. Raises WorkerProtocolError for any other (S9)."""
         self._state.now = now
-        state, epoch = self._state, self._state.epoch
-        if not epoch.unacknowledged:
+        state, worker = self._state, self._state.worker
+        if not worker.unacknowledged:
             raise WorkerProtocolError(f"a result of step {result.step}, but no plan is unacknowledged")
-        dispatch = epoch.unacknowledged[0]
-        if (result.epoch, result.step) != (epoch.number, dispatch.step):
+        dispatch = worker.unacknowledged[0]
+        if (result.epoch, result.step) != (worker.epoch, dispatch.step):
             raise WorkerProtocolError(
                 f"a result of epoch {result.epoch} step {result.step}, "
-                f"but epoch {epoch.number} step {dispatch.step} is the oldest unacknowledged"
+                f"but epoch {worker.epoch} step {dispatch.step} is the oldest unacknowledged"
             )
-        resolved = read_result(dispatch, result, epoch.capacity.vocab_size)
-        del epoch.unacknowledged[0]
+        resolved = read_result(dispatch, result, worker.capacity.vocab_size)
+        del worker.unacknowledged[0]
         if not dispatch.has_moves:  # a worker may do them in the time of the step
-            epoch.cost.observe_step(dispatch.num_tokens, dispatch.num_prompt_tokens, result.duration_us / 1e6)
-        outputs = self._results.take(epoch, dispatch, resolved, now)
+            worker.cost.observe_step(dispatch.num_tokens, dispatch.num_prompt_tokens, result.duration_us / 1e6)
+        outputs = self._results.take(worker, dispatch, resolved, now)
         began_block = [row for row in dispatch.began_block if row.slot >= 0]
         for row in began_block:
-            epoch.cache.publish(row.holding, row.num_settled_tokens)
+            worker.cache.publish(row.holding, row.num_settled_tokens)
         state.charge(row.sequence for row in began_block)
-        state.charge_masks(resolved.mask_times, epoch.cost.prefill_rate)
+        state.charge_masks(resolved.mask_times, worker.cost.prefill_rate)
         return outputs
 
     def moved(self, step: int, now: float) -> None:
         """The moves of all plans up to `step` are done. Raises WorkerProtocolError if there is no such plan."""
         self._state.now = now
-        epoch = self._state.epoch
-        if step > epoch.num_steps:
+        worker = self._state.worker
+        if step > worker.num_steps:
             raise WorkerProtocolError(f"moves of step {step} are done, but no such step was planned")
-        if step > epoch.last_moved_step:
-            epoch.last_moved_step = step
-            epoch.cache.moves.acknowledge(step)
+        if step > worker.last_moved_step:
+            worker.last_moved_step = step
+            worker.cache.moves.acknowledge(step)
             self._state.moved(step)
 
     def grammar_ready(self, grammar_id: int, error: str, now: float) -> TokenOutputs:
         """The worker has prepared a grammar of the epoch, or says why it cannot: then those that need it end. Raises
         WorkerProtocolError if there is no such grammar."""
         self._state.now = now
-        outputs, epoch = TokenOutputs(), self._state.epoch
-        if not 1 <= grammar_id <= epoch.grammars.last_id:
+        outputs, worker = TokenOutputs(), self._state.worker
+        if not 1 <= grammar_id <= worker.grammars.last_id:
             raise WorkerProtocolError(f"grammar {grammar_id} is reported, but none was added by this number")
-        grammar = epoch.grammars.report(grammar_id, is_ready=not error)
+        grammar = worker.grammars.report(grammar_id, is_ready=not error)
         if grammar is not None:
             self._state.prepared(grammar, outputs, error)
         return outputs
 
     # Planning
 
-    def _draft_tokens(self, epoch: Epoch) -> int:
+    def _token_budget(self, worker: WorkerState) -> int:
         """Choose the token budget of the next step: where rows decode, prompts slow them down by no more than they
         may."""
         num_step_tokens, max_slowdown = self._admission.limits.num_step_tokens, self._options.max_decode_slowdown
-        if max_slowdown is None or not len(epoch.decoding):
+        if max_slowdown is None or not len(worker.decoding):
             return num_step_tokens
-        max_prompt_tokens = epoch.cost.max_prompt_tokens(max_slowdown)
+        max_prompt_tokens = worker.cost.max_prompt_tokens(max_slowdown)
         if max_prompt_tokens is None:
             return num_step_tokens
-        return min(num_step_tokens, len(epoch.decoding) + max_prompt_tokens)
+        return min(num_step_tokens, len(worker.decoding) + max_prompt_tokens)
 
-    def _make_room(self, epoch: Epoch, draft: PlanDraft, group: SequenceGroup, work: list[tuple[Row, int]]) -> bool:
+    def _make_room(
+        self, worker: WorkerState, builder: PlanBuilder, group: SequenceGroup, work: list[tuple[Row, int]]
+    ) -> bool:
         """Have the blocks for a group's work free, if need be by preempting the last groups, which first give what
         their windows have passed. False: it waits.
 
-        Groups are planned in order, so the last one has no work in this draft unless it is this one.
+        Groups are planned in order, so the last one has no work in this plan unless it is this one.
         """
-        state, pool, moves = self._state, epoch.cache.pool, epoch.cache.moves
-        num_missing = epoch.num_missing_blocks(work)
+        state, pool, moves = self._state, worker.cache.pool, worker.cache.moves
+        num_missing = worker.num_missing_blocks(work)
         if num_missing > pool.num_free:
-            epoch.slide_wholly(group)
+            worker.slide_wholly(group)
         while num_missing > pool.num_free and group.state is GroupState.RUNNING:
             if num_missing <= pool.num_free + moves.num_returning:
                 break
-            if epoch.cache.window and state.loading and state.running[-1] is group:
+            if worker.cache.window and state.loading and state.running[-1] is group:
                 break  # who is being loaded will run, and gives way if it comes later in order
-            if not epoch.slide_wholly(state.running[-1]):
-                state.preempt(state.running[-1], epoch, draft)
+            if not worker.slide_wholly(state.running[-1]):
+                state.preempt(state.running[-1], worker, builder)
         if num_missing <= pool.num_free and group.state is GroupState.RUNNING:
             return True
         for row, _ in work:
             if row.is_decoding:
-                epoch.pause(row)
+                worker.pause(row)
         return False
 
     def _may_prepare(self, grammar: Grammar) -> bool:
@@ -223,20 +228,20 @@ class Scheduler:
             group.request.grammar == grammar and quarantine.admits(group) for group in self._state.waiting.held
         )
 
-    def _isolate_trial(self, epoch: Epoch, now: float) -> bool:
+    def _isolate_trial(self, worker: WorkerState, now: float) -> bool:
         """Let no other group run beside a trial. False while others are still on the worker."""
         state, admits = self._state, self._state.quarantine.admits
         for group in [*state.running, *state.loading]:
             if not admits(group):
-                state.discard(group, epoch, now)
-        return all(admits(group) for dispatch in epoch.unacknowledged for group in dispatch.groups())
+                state.discard(group, worker, now)
+        return all(admits(group) for dispatch in worker.unacknowledged for group in dispatch.groups())
 
     # The worker
 
     def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs:
         """A worker with an empty cache is ready. Requests that cannot fit it end."""
         self._state.now = now
-        if self._state.epoch.has_worker:
+        if self._state.worker.has_worker:
             raise RuntimeError("a worker joined while another is there")
         if epoch <= self._last_epoch:
             raise WorkerProtocolError(f"epoch {epoch} is not above {self._last_epoch}")
@@ -248,7 +253,7 @@ class Scheduler:
             watermark=self._options.watermark,
         )
         cost = CostModel(PreemptionMode(self._options.preemption), capacity.block_bytes, capacity.swap_bandwidth)
-        joined = Epoch(epoch, capacity, cache, self._admission.num_slots(capacity), cost)
+        joined = WorkerState(epoch, capacity, cache, self._admission.num_slots(capacity), cost)
         self._admission.join(joined)
         self._state.join_worker(joined)
         self._openings = Openings(self._state, joined)
@@ -262,14 +267,14 @@ class Scheduler:
     def worker_lost(self, now: float) -> TokenOutputs:
         """The epoch is over: its cache and plans are gone, what ran goes back to waiting in order of arrival."""
         self._state.now = now
-        outputs, epoch = TokenOutputs(), self._state.epoch
-        if not epoch.has_worker:
+        outputs, worker = TokenOutputs(), self._state.worker
+        if not worker.has_worker:
             return outputs
         self._openings = None
         self._admission.lose()
-        self._events.extend(epoch.cache.index.take_events())
+        self._events.extend(worker.cache.index.take_events())
         self._events.append(CacheCleared())
-        epoch.cache.tiers.dissolve()
+        worker.cache.tiers.dissolve()
         for group in self._state.lose_worker(now):
             message = "the worker crashed twice while it computed this request, or prepared its grammar, alone"
             self._state.end_group(group, EndReason.CRASHES_WORKER, outputs, message=message)
@@ -287,7 +292,7 @@ class Scheduler:
 
     def _end_without_worker(self, ends: Callable[[SequenceGroup], bool]) -> TokenOutputs:
         outputs = TokenOutputs()
-        if not self._state.epoch.has_worker:
+        if not self._state.worker.has_worker:
             for group in filter(ends, list(self._state.waiting)):  # without a worker no grammar is being prepared
                 self._state.end_group(group, EndReason.NO_WORKER, outputs, message="no worker is connected")
         return outputs
@@ -295,7 +300,7 @@ class Scheduler:
     def flush_cache(self, now: float) -> None:
         """Forget all cached content. Nothing happens while there are requests: their caches are built on it."""
         if not self._state.groups:
-            self._state.epoch.cache.flush()
+            self._state.worker.cache.flush()
 
     # What others may ask
 
@@ -316,17 +321,17 @@ class Scheduler:
     def take_kv_events(self) -> list[KvEvent]:
         """Say what changed in the cache since the last call."""
         events, self._events = self._events, []
-        return [*events, *self._state.epoch.cache.index.take_events()]
+        return [*events, *self._state.worker.cache.index.take_events()]
 
     def drop_kv_events(self) -> KvEventCounts:
         """Forget what `take_kv_events` would say, where there is no subscriber, and return how many events these
         were."""
         events, self._events = self._events, []
-        return Counter(map(type, events)) + self._state.epoch.cache.index.drop_events()
+        return Counter(map(type, events)) + self._state.worker.cache.index.drop_events()
 
     def kv_snapshot(self) -> list[BlockStored]:
         """Say what is cached, parents first."""
-        return self._state.epoch.cache.index.snapshot()
+        return self._state.worker.cache.index.snapshot()
 
     def check(self) -> None:
         """Assert every invariant of the design that is the core's. Costs time in proportion to all state."""

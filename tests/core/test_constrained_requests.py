@@ -212,7 +212,7 @@ def test_a_late_row_gives_its_tokens_by_as_many_plans_more(num_late: int):
 
 def test_the_time_of_masks_is_charged_as_prompt_tokens_are():
     scheduler = running()
-    epoch = scheduler.state.epoch
+    epoch = scheduler.state.worker
     epoch.cost.prefill_rate = 1000.0  # tokens per second
     before = scheduler._policy.rank("t")
     for step in (2, 3):

@@ -203,7 +203,7 @@ def test_a_prefix_that_was_evicted_to_the_host_is_loaded_and_not_computed():
     for i in range(5):  # others push it out
         system.add(prompt_of(40, i + 1), 4)
         system.run()
-    chain = system.scheduler.state.epoch.cache.index.match(content_root("", "", b"m"), shared, 15)
+    chain = system.scheduler.state.worker.cache.index.match(content_root("", "", b"m"), shared, 15)
     assert chain
     assert not all(node.blocks for node in chain), "it is on the device still: the test tests nothing"
     before = explain.stats(system.scheduler.state)
@@ -237,8 +237,8 @@ def test_prompts_of_a_single_step_do_not_outrun_demotion():
 def test_content_that_is_not_cheaper_to_load_is_computed():
     system = System(num_blocks=32, num_host_blocks=64, max_num_seqs=4)
     system.join()
-    system.scheduler.state.epoch.cost._swap_bandwidth = 1e-9
-    system.scheduler.state.epoch.cost.prefill_rate = 1e9
+    system.scheduler.state.worker.cost._swap_bandwidth = 1e-9
+    system.scheduler.state.worker.cost.prefill_rate = 1e9
     system.add([*prompt_of(60), 1], 4)
     system.run()
     for i in range(6):

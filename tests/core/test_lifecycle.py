@@ -56,7 +56,7 @@ def test_the_cache_knows_no_sequence():
 def test_none_but_the_cache_counts_on_one_table_of_blocks():
     """Others ask a holding. Invariants look into it, and a plan tells a worker of the one that it has."""
     tables = modules(lambda node: isinstance(node, ast.Attribute) and node.attr in {"block_table", "host_table"})
-    assert {name for name in tables if not name.startswith("cache/")} == {"invariants.py", "epoch.py"}
+    assert {name for name in tables if not name.startswith("cache/")} == {"invariants.py", "worker_state.py"}
 
 
 def test_what_is_on_its_way_of_a_row_counts_until_that_is_dropped():
@@ -65,10 +65,10 @@ def test_what_is_on_its_way_of_a_row_counts_until_that_is_dropped():
     system.join()
     system.plan()
     state = system.scheduler.state
-    sequence, drops = state.samples[sequence_id], state.epoch.drops
+    sequence, drops = state.samples[sequence_id], state.worker.drops
     row = sequence.open_row
     assert str(row) == f"slot 0 of sequence {sequence_id}: 3 of 4 tokens computed, decodes"
-    state.epoch.vacate(row)
+    state.worker.vacate(row)
     assert (sequence.row, sequence.open_row, row.num_in_flight, row.is_dropped) == (row, None, 1, False)
     sequence.finish()
     sequence.finish()
@@ -109,13 +109,13 @@ def modules(matches):
 
 
 def is_epoch(node):
-    return getattr(node, "attr", getattr(node, "id", "")) in ("epoch", "_epoch")
+    return getattr(node, "attr", getattr(node, "id", "")) in ("worker", "_worker")
 
 
 def test_only_the_scheduler_asks_whether_a_worker_is_there():
-    """All else has the epoch as an argument, and there always is one. `explain` says what the answer is."""
+    """All else has the worker as an argument, and there always is one. `explain` says what the answer is."""
     asks = modules(lambda node: isinstance(node, ast.Attribute) and node.attr == "has_worker")
-    assert asks == {"scheduler.py", "explain.py", "epoch.py"}
+    assert asks == {"scheduler.py", "explain.py", "worker_state.py"}
     reads = modules(lambda node: isinstance(node, ast.Attribute) and is_epoch(node))
     assert reads == {"scheduler.py", "lifecycle.py", "explain.py", "invariants.py", "openings.py"}
 
@@ -126,6 +126,6 @@ def test_only_the_scheduler_asks_whether_a_worker_is_there():
             return any(map(is_epoch, node.values))
         return is_epoch(getattr(node, "test", None)) or is_epoch(getattr(node, "operand", None))
 
-    assert takes_it_for_absent(ast.parse("x = 1 if state.epoch else 2").body[0].value)
+    assert takes_it_for_absent(ast.parse("x = 1 if state.worker else 2").body[0].value)
     assert not modules(takes_it_for_absent)
-    assert not modules(lambda node: isinstance(node, ast.BinOp) and ast.unparse(node) == "Epoch | None")
+    assert not modules(lambda node: isinstance(node, ast.BinOp) and ast.unparse(node) == "WorkerState | None")

@@ -99,7 +99,7 @@ def test_prompts_slow_decoding_rows_down_by_no_more_than_told():
 
     def step():
         system.plan()
-        [dispatch] = system.scheduler.state.epoch.unacknowledged
+        [dispatch] = system.scheduler.state.worker.unacknowledged
         num_prompt_tokens.append(dispatch.num_prompt_tokens)
         seconds = dispatch.num_prompt_tokens / 1000 or 0.02
         system.results.append(replace(system.results.popleft(), duration_us=int(seconds * 1e6)))
@@ -430,9 +430,9 @@ def test_a_poison_request_among_64_fails_alone():
         plan = system.scheduler.schedule(0.0)
         if plan is not None:
             dispatched = {
-                planned.row.sequence.sequence_id for planned in system.scheduler.state.epoch.unacknowledged[-1].rows
+                planned.row.sequence.sequence_id for planned in system.scheduler.state.worker.unacknowledged[-1].rows
             }
-            columns = system.scheduler.state.epoch.unacknowledged[-1].columns
+            columns = system.scheduler.state.worker.unacknowledged[-1].columns
             dispatched |= set(columns.sequence_ids)
             if poison in dispatched:
                 crashes += 1

@@ -227,7 +227,7 @@ def test_the_prompt_that_has_least_left_is_computed_first():
 
 def kept(system: System, prompt: list[int], tenant: str = "") -> int:
     """How many tokens of a prompt are cached, in either tier."""
-    index = system.scheduler.state.epoch.cache.index
+    index = system.scheduler.state.worker.cache.index
     return 4 * len(index.match(content_root(tenant, "", b"m"), prompt, len(prompt) // 4))
 
 
@@ -278,7 +278,7 @@ def test_who_will_not_return_is_evicted_first():
 
 def only_on_host(system: System, prompt: list[int]) -> int:
     """Count the tokens of a prompt's prefix that would have to be loaded."""
-    index = system.scheduler.state.epoch.cache.index
+    index = system.scheduler.state.worker.cache.index
     chain = index.match(content_root("", "", b"m"), prompt, len(prompt) // 4)
     return 4 * sum(not node.blocks for node in chain)
 
@@ -361,7 +361,7 @@ def test_a_free_list_used_again_leads_to_no_other_session(monkeypatch):
         system.complete()
     system.add(prompt_of(8, 8), 2, request_id="thief", tenant="b")
     block = state.groups["a", "holds"].sequences[0].holding.block_table[0]
-    free_list = state.epoch.cache.pool.free_list_of(block)
+    free_list = state.worker.cache.pool.free_list_of(block)
     assert free_list == state.groups["b", "thief"].session.free_list
     system.add([*history[:40], 2], 2, request_id="back", tenant="a")
     assert state.groups["a", "back"].session.tenant == "a"
@@ -558,5 +558,5 @@ def test_other_policies_follow_nothing():
     system = System()
     system.join()
     system.add(prompt_of(20), 2)
-    assert system.scheduler.state.epoch.cache.index.num_cursors == 0
+    assert system.scheduler.state.worker.cache.index.num_cursors == 0
     system.run()

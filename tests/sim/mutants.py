@@ -111,8 +111,8 @@ MUTANTS = (
         "index.forget_host",
         "lambda block: None",
     ),
-    mutant("bad blocks stay published", "_take_failures", "epoch.cache.unpublish(bad.holding)", ""),
-    mutant("what was computed on bad blocks is kept", "_take_failures", "self._state.redo(other, epoch, now)", ""),
+    mutant("bad blocks stay published", "_take_failures", "worker.cache.unpublish(bad.holding)", ""),
+    mutant("what was computed on bad blocks is kept", "_take_failures", "self._state.redo(other, worker, now)", ""),
     mutant("copies of bad blocks on the host stay published", "forget_subtree", "self.forget_host(host_block)", ""),
     mutant(
         "a sample publishes on top of a block that is not held",
@@ -178,8 +178,8 @@ MUTANTS = (
     mutant(
         "a group is opened before its blocks are there",
         "open_loaded",
-        "epoch.last_moved_step",
-        "epoch.last_acknowledged_step",
+        "worker.last_moved_step",
+        "worker.last_acknowledged_step",
     ),
     mutant(
         "moves of the next step are taken for done",
@@ -240,7 +240,7 @@ MUTANTS = (
     mutant(
         "a victim is resumed with a token in flight",
         "admit",
-        "self._epoch.last_acknowledged_step < group.planned_step",
+        "self._worker.last_acknowledged_step < group.planned_step",
         "False",
     ),
     mutant("a row that ended is not told", "vacate", "self.slots.end_row(row.slot)", ""),
@@ -286,14 +286,14 @@ MUTANTS = (
     mutant(
         "a result of an old epoch is accepted",
         "complete",
-        "(result.epoch, result.step) != (epoch.number, dispatch.step)",
+        "(result.epoch, result.step) != (worker.epoch, dispatch.step)",
         "result.step != dispatch.step",
     ),
     mutant(
         "a result of another step is accepted",
         "complete",
-        "(result.epoch, result.step) != (epoch.number, dispatch.step)",
-        "result.epoch != epoch.number",
+        "(result.epoch, result.step) != (worker.epoch, dispatch.step)",
+        "result.epoch != worker.epoch",
     ),
     mutant(
         "what was in flight is still awaited in the next epoch",
@@ -312,8 +312,8 @@ MUTANTS = (
     mutant(
         "the first is the victim, not the last",
         "_make_room",
-        "state.preempt(state.running[-1], epoch, draft)",
-        "state.preempt(next(iter(state.running)), epoch, draft)",
+        "state.preempt(state.running[-1], worker, builder)",
+        "state.preempt(next(iter(state.running)), worker, builder)",
     ),
     mutant(
         "the newest running group is served first",
@@ -325,14 +325,14 @@ MUTANTS = (
     mutant(
         "no group is admitted in place of one that gave way to none",
         "schedule",
-        "draft.is_empty or not draft.has_preempted",
-        "not draft.has_preempted",
+        "builder.is_empty or not builder.has_preempted",
+        "not builder.has_preempted",
     ),
     Mutant(
         "groups that lack room for their samples wait for each other",
         (
-            Patch("open_siblings", "not (draft.is_empty and epoch.is_idle) or state.running[-1] is group", "True"),
-            Patch("_open_sibling", "is_alone or (draft.is_empty and epoch.is_idle)", "is_alone"),
+            Patch("open_siblings", "not (builder.is_empty and worker.is_idle) or state.running[-1] is group", "True"),
+            Patch("_open_sibling", "is_alone or (builder.is_empty and worker.is_idle)", "is_alone"),
         ),
     ),
     mutant(
@@ -393,13 +393,13 @@ MUTANTS = (
     ),
     mutant("an end token is ignored below min_tokens", "_may_stop", "token_id in group.end_token_ids", "False"),
     mutant("a beam dies at an end token below min_tokens", "_ranked", "not self._end_token_ids", "True"),
-    mutant("a gated row with a grammar is planned once", "_take_sample", "epoch.active[row] = None", ""),
+    mutant("a gated row with a grammar is planned once", "_take_sample", "worker.active[row] = None", ""),
     mutant(
         "a row is gated as by the worker before",
         "take_slot",
         "gates = request.grammar is not None and self.capacity.gates_grammars",
-        "Epoch.kept = vars(Epoch).get('kept') or {}\n"
-        "gates = request.grammar is not None and Epoch.kept.setdefault(sequence, self.capacity.gates_grammars)",
+        "WorkerState.kept = vars(WorkerState).get('kept') or {}\n"
+        "gates = request.grammar is not None and WorkerState.kept.setdefault(sequence, self.capacity.gates_grammars)",
     ),
     Mutant(
         "a grammar that cannot be read is taken for ready",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pagewire.common.messages import Pooling, RowStatus, StepPlan, StepResult
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.request import BlockRemoved, KvEvent, OutputMode, Tier
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
+from scheduler_service.core.worker_state import WorkerState
 from tests.sim.client import Client
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ class Reach:
         self._late: set[Sequence] = set()  # whose last sampling row was late
 
     @property
-    def _epoch(self) -> Epoch:
-        return self._simulation.scheduler.state.epoch
+    def _epoch(self) -> WorkerState:
+        return self._simulation.scheduler.state.worker
 
     def _group(self, client: Client) -> SequenceGroup:
         return self._simulation.scheduler.state.groups[client.key]
@@ -191,7 +191,7 @@ class Reach:
         for slot in plan.fork_target_slots:
             self._count["a beam forks into an old row" if slot in occupied else "a beam forks into a new row"] += 1
 
-    def _see_moves(self, epoch: Epoch, plan: StepPlan) -> None:
+    def _see_moves(self, epoch: WorkerState, plan: StepPlan) -> None:
         count = self._count
         opened = {block for opening in plan.openings for block in opening.block_ids}
         demoted: set[int] = set()
@@ -213,7 +213,7 @@ class Reach:
             if group is not None and group.state is GroupState.WAITING:
                 count["a request waits for another one's load"] += epoch.find(group.sequences[0]).is_loading
 
-    def _see_windows(self, epoch: Epoch, plan: StepPlan) -> None:
+    def _see_windows(self, epoch: WorkerState, plan: StepPlan) -> None:
         held = [s.holding for group in self._simulation.scheduler.state.running for s in group.sequences]
         self._count["a block falls out of the window"] += any(holding.num_freed_blocks for holding in held)
         self._count["a window's hole is opened or forked"] += any(0 in opening.block_ids for opening in plan.openings)
@@ -221,7 +221,7 @@ class Reach:
             len(holding.block_table) > epoch.cache.pool.num_blocks for holding in held
         )
 
-    def _see_preemption(self, epoch: Epoch, plan: StepPlan, group: SequenceGroup) -> None:
+    def _see_preemption(self, epoch: WorkerState, plan: StepPlan, group: SequenceGroup) -> None:
         count = self._count
         if any(row.num_in_flight > 0 for row in group.rows):
             count["preempted with a token in flight"] += 1
@@ -264,7 +264,7 @@ class Reach:
             count["bad logits while moves are under way"] += bool(len(epoch.cache.moves))
             count["bad logits while another request is swapped"] += bool(self._simulation.scheduler.state.swapped)
 
-    def _see_late_rows(self, epoch: Epoch, result: StepResult) -> None:
+    def _see_late_rows(self, epoch: WorkerState, result: StepResult) -> None:
         count, dispatch = self._count, epoch.unacknowledged[0]
         rows = {planned.slot: planned.row for planned in dispatch.sampling_rows()}
         rows |= zip(dispatch.columns.slots, dispatch.columns.rows, strict=True)

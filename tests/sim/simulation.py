@@ -312,7 +312,7 @@ class Simulation(Timeline):
 
     def _check_no_other_waits_for_grammars(self) -> None:
         """A worker with nothing to do is one that prepares the grammars of all who wait."""
-        state, epoch = self.scheduler.state, self.scheduler.state.epoch
+        state, epoch = self.scheduler.state, self.scheduler.state.worker
         if not epoch.has_worker or epoch.unacknowledged or len(epoch.cache.moves) or state.quarantine.suspects:
             return
         for group in state.groups.values():
@@ -343,7 +343,7 @@ class Simulation(Timeline):
         `added` now are of the former."""
         state = self.scheduler.state
         needed = {group: group.request.grammar for group in state.groups.values() if group.request.grammar is not None}
-        ids = {group: state.epoch.grammars.id_of(grammar) for group, grammar in needed.items()}
+        ids = {group: state.worker.grammars.id_of(grammar) for group, grammar in needed.items()}
         admitted = {grammar_id for group, grammar_id in ids.items() if state.quarantine.admits(group)}
         assert admitted <= connection.grammar_ids <= set(ids.values()) - {0}, "S8: grammars"
         assert added <= admitted, "a grammar is prepared beside suspects that do not need it"
@@ -465,14 +465,14 @@ class Simulation(Timeline):
 
     def _preparing(self, connection: Connection) -> dict[SequenceGroup, Grammar]:
         """The requests whose grammars the worker prepares, as far as the scheduler knows, and these."""
-        epoch, preparing = self.scheduler.state.epoch, connection.grammar_ids - connection.told_grammar_ids
+        epoch, preparing = self.scheduler.state.worker, connection.grammar_ids - connection.told_grammar_ids
         if not preparing:
             return {}
         needed = {group: group.request.grammar for group in self.scheduler.state.groups.values()}
         return {group: one for group, one in needed.items() if one and epoch.grammars.id_of(one) in preparing}
 
     def _unacknowledged(self) -> list[Dispatch]:
-        return self.scheduler.state.epoch.unacknowledged
+        return self.scheduler.state.worker.unacknowledged
 
     def poison_crashed(self) -> None:
         """S10: one request among n is found by its 3 + log2(n)-th crash, if nothing else goes wrong."""
@@ -594,7 +594,7 @@ class Simulation(Timeline):
 
     def false_acknowledgement(self) -> None:
         """Of moves that were never ordered; then one that says nothing new."""
-        epoch = self.scheduler.state.epoch
+        epoch = self.scheduler.state.worker
         try:
             self.scheduler.moved(epoch.num_steps + 1, self.now())
         except WorkerProtocolError:
@@ -608,7 +608,7 @@ class Simulation(Timeline):
 
     def _report_false_grammars(self) -> None:
         """One that was never added; then one that is gone."""
-        epoch = self.scheduler.state.epoch
+        epoch = self.scheduler.state.worker
         last_id = epoch.grammars.last_id
         try:
             self.scheduler.grammar_ready(last_id + 1, "", self.now())
@@ -624,7 +624,7 @@ class Simulation(Timeline):
         stats, block_map = explain.stats(self.scheduler.state), explain.block_map(self.scheduler.state)
         assert len(block_map.device) == stats.num_device_blocks
         assert len(block_map.host) == stats.num_host_blocks
-        epoch = self.scheduler.state.epoch
+        epoch = self.scheduler.state.worker
         if epoch.has_worker:
             # Requests hold what their swaps move; the copying of cached content holds nothing of theirs.
             swaps, cache = [move for move in epoch.cache.moves if move.node is None], epoch.cache

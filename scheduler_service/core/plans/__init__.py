@@ -2,12 +2,12 @@
 
 from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import Dispatch, PlannedRow, ResolvedResult, SampledRow, read_result
-from scheduler_service.core.plans.draft import PlanDraft, RowSlots
+from scheduler_service.core.plans.plan_builder import PlanBuilder, RowSlots
 
 __all__ = [
     "DecodeBatch",
     "Dispatch",
-    "PlanDraft",
+    "PlanBuilder",
     "PlannedRow",
     "ResolvedResult",
     "RowSlots",

@@ -17,9 +17,9 @@ _MAX_OPENING_VALUES = 2 * 1024 * 1024
 
 
 @dataclass(slots=True)
-class PlanDraft:
-    """A draft of the plan of `step`. The decoding rows are in it without being named, and so are the moves of this step
-    in the ledger."""
+class PlanBuilder:
+    """The plan of `step` while it is made. The decoding rows are in it without being named, and so are the moves of
+    this step in the ledger."""
 
     step: int
     max_tokens: int

@@ -9,26 +9,26 @@ from pagewire.common.messages import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.cache import CacheManager, Holding, Match, StepCount
 from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.grammars import NeededGrammars
-from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanDraft, PlannedRow, RowSlots
+from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanBuilder, PlannedRow, RowSlots
 from scheduler_service.core.sequence import DropCount, Row, Sequence, SequenceGroup
 
 # Of no worker: nothing fits on that.
 _NO_CAPACITY = WorkerCapacity("", b"", 0, 0, 1, 0, 0, 0, 0, "", "", "")
 
 
-class Epoch:
-    """One worker as the scheduler knows it, from the moment it joins until it is lost. Between two workers there is an
-    epoch too, with the number 0, so that none but `scheduler.py` needs to ask whether a worker is there."""
+class WorkerState:
+    """One worker as the scheduler knows it, from the moment it joins until it is lost. Between two workers there is
+    a state too, of epoch 0, so that none but `scheduler.py` needs to ask whether a worker is there."""
 
     def __init__(
         self,
-        number: int,
+        epoch: int,
         capacity: WorkerCapacity,
         cache: CacheManager,
         num_slots: int,
         cost: CostModel,
     ) -> None:
-        self.number = number
+        self.epoch = epoch
         self.capacity = capacity
         self.cache = cache
         self.cost = cost
@@ -43,14 +43,14 @@ class Epoch:
         self.last_moved_step = 0
 
     @classmethod
-    def without_worker(cls) -> "Epoch":
+    def without_worker(cls) -> "WorkerState":
         """What there is instead of a worker: no row, no block."""
         cache = CacheManager(_NO_CAPACITY, num_step_tokens=0, enable_prefix_caching=False, watermark=0.0)
         return cls(0, _NO_CAPACITY, cache, 0, CostModel(PreemptionMode.RECOMPUTE, 0, 0.0))
 
     @property
     def has_worker(self) -> bool:
-        return self.number > 0
+        return self.epoch > 0
 
     @property
     def num_steps(self) -> int:
@@ -84,18 +84,18 @@ class Epoch:
         gates = request.grammar is not None and self.capacity.gates_grammars
         return sequence.take_slot(slot, self.drops, is_gated=gates or not request.sampling.chooses_tokens)
 
-    def open_row(self, sequence: Sequence, draft: PlanDraft) -> None:
+    def open_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
         """Have the worker open a row of a sequence that has its blocks, and let it compute what the budget allows."""
         row = self.take_slot(sequence)
         if row.holding.num_computed_tokens >= sequence.num_prompt_tokens:
-            row.holding.may_be_forked(draft.step + 1)  # it may have matched what this very plan computes
+            row.holding.may_be_forked(builder.step + 1)  # it may have matched what this very plan computes
         self.active[row] = None
         self.num_rows += 1
-        draft.open(self._opening(row))
-        work = self.share_tokens([row], draft)
+        builder.open(self._opening(row))
+        work = self.share_tokens([row], builder)
         if self.num_missing_blocks(work) <= self.cache.pool.num_free:
-            self.give_blocks(work, draft)
-            self.plan_row(*work[0], draft)
+            self.give_blocks(work, builder)
+            self.plan_row(*work[0], builder)
 
     def _opening(self, row: Row) -> RowOpening:
         sequence, request = row.sequence, row.sequence.group.request
@@ -211,15 +211,15 @@ class Epoch:
         num_missing = sum(self._num_missing(row.holding, num_tokens) for row, num_tokens in work)
         return num_missing + len(self._tails_to_copy(work))
 
-    def give_blocks(self, work: list[tuple[Row, int]], draft: PlanDraft) -> None:
+    def give_blocks(self, work: list[tuple[Row, int]], builder: PlanBuilder) -> None:
         """Give a group's rows the blocks that `num_missing_blocks` counted."""
         for row in self._tails_to_copy(work):
             index, source, target = self.cache.replace_tail(row.holding)
-            draft.copies.append((source, target))
-            draft.set_blocks.append((row.slot, index, target))
+            builder.copies.append((source, target))
+            builder.set_blocks.append((row.slot, index, target))
         for row, num_tokens in work:
             for block in self.cache.append(row.holding, self._num_missing(row.holding, num_tokens)):
-                draft.appended_blocks.append((row.slot, block))
+                builder.appended_blocks.append((row.slot, block))
 
     def _tails_to_copy(self, work: list[tuple[Row, int]]) -> list[Row]:
         """Find the beams that must have a copy of the block they write to next, because another one writes there
@@ -237,21 +237,21 @@ class Epoch:
 
     # Plans
 
-    def rows_to_plan(self, draft: PlanDraft) -> Iterator[tuple[SequenceGroup, list[Row]]]:
+    def rows_to_plan(self, builder: PlanBuilder) -> Iterator[tuple[SequenceGroup, list[Row]]]:
         """Go through the rows that need a decision, by group, in order: those with tokens to compute, and decoding ones
         that need a block or come to their last token."""
-        due = self.decoding.take_due(draft.step)
+        due = self.decoding.take_due(builder.step)
         for row in due:
-            if row.last_step == draft.step:
+            if row.last_step == builder.step:
                 self.pause(row)
         due = [row for row in due if row.is_decoding]
-        if self._has_ample_blocks(len(due), draft.max_tokens):
+        if self._has_ample_blocks(len(due), builder.max_tokens):
             for row in due:
                 if self.cache.window:
                     self.slide(row)
-                draft.appended_blocks.append((row.slot, self.cache.append_next(row.holding)))
-                self.decoding.got_block(row, draft.step)
-            draft.began_block.extend(due)
+                builder.appended_blocks.append((row.slot, self.cache.append_next(row.holding)))
+                self.decoding.got_block(row, builder.step)
+            builder.began_block.extend(due)
             due.clear()
         rows = {**self.active, **dict.fromkeys(due)}
         in_order = sorted(rows, key=lambda row: row.order)
@@ -267,24 +267,26 @@ class Epoch:
         num_blocks = num_due + sum(max(0, num) + 1 for num in num_missing)  # 1: a beam's copy
         return num_blocks <= self.cache.pool.num_free
 
-    def share_prompts(self, draft: PlanDraft, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]) -> None:
+    def share_prompts(
+        self, builder: PlanBuilder, num_next_tokens: int, precedes: Callable[[SequenceGroup], bool]
+    ) -> None:
         """Have long prompts give way to short ones: rows that do not decode get tokens in order of what they have left,
         and behind those that have less left than `num_next_tokens` so many are kept for the request that is next, if it
         would be done at once. Those that `precede` give way to none."""
         rows = [(not precedes(row.sequence.group), row.num_uncomputed_tokens, row.order, row) for row in self.active]
         rows.sort(key=itemgetter(0, 1, 2))
-        draft.shares = {}
-        num_free, is_kept = draft.num_free_tokens, not num_next_tokens
+        builder.shares = {}
+        num_free, is_kept = builder.num_free_tokens, not num_next_tokens
         for gives_way, num_left, _, row in rows:
             if not is_kept and gives_way and num_left > num_next_tokens:
                 is_kept = True
                 num_free -= num_next_tokens if num_next_tokens <= num_free else 0
-            num_tokens = draft.shares[row] = min(num_left, num_free)
+            num_tokens = builder.shares[row] = min(num_left, num_free)
             num_free -= num_tokens
 
-    def share_tokens(self, rows: Iterable[Row], draft: PlanDraft) -> list[tuple[Row, int]]:
+    def share_tokens(self, rows: Iterable[Row], builder: PlanBuilder) -> list[tuple[Row, int]]:
         """Say how many tokens of the budget each row computes. A decoding row has its one already."""
-        num_free = draft.num_free_tokens
+        num_free = builder.num_free_tokens
         work = []
         for row in rows:
             self.slide(row)
@@ -292,13 +294,13 @@ class Epoch:
             if not row.is_decoding:
                 num_left = row.num_uncomputed_tokens
                 num_tokens = min(self.cache.room.num_computable_tokens(row.holding, num_left), num_free)
-                if draft.shares is not None:
-                    num_tokens = min(num_tokens, draft.shares.get(row, num_tokens))
+                if builder.shares is not None:
+                    num_tokens = min(num_tokens, builder.shares.get(row, num_tokens))
                 num_free -= num_tokens
             work.append((row, num_tokens))
         return work
 
-    def plan_row(self, row: Row, num_tokens: int, draft: PlanDraft) -> None:
+    def plan_row(self, row: Row, num_tokens: int, builder: PlanBuilder) -> None:
         """Let a row compute `num_tokens` positions for which it has blocks; 0 lets it rest."""
         if not num_tokens:
             return
@@ -308,29 +310,29 @@ class Epoch:
         # It wants them as when its row was opened, which has reported no position from `start` on.
         num_prompt_logprobs = num_owed if sequence.wants_prompt_logprobs else 0
         num_tokens_next = int(not row.is_gated) if samples else num_tokens
-        draft.work(PlannedRow(row.slot, row, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs))
-        row.plan(draft.step, num_tokens, samples=samples)
+        builder.work(PlannedRow(row.slot, row, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs))
+        row.plan(builder.step, num_tokens, samples=samples)
         if not row.holding.forkable_from and start + num_tokens >= sequence.num_prompt_tokens:
-            row.holding.may_be_forked(draft.step + 1)
+            row.holding.may_be_forked(builder.step + 1)
         if samples:
             del self.active[row]
         self.publish(row)
 
-    def dispatch(self, draft: PlanDraft) -> StepPlan | None:
+    def dispatch(self, builder: PlanBuilder) -> StepPlan | None:
         """Make the plan final. None if there is nothing to do."""
-        if draft.is_empty:
+        if builder.is_empty:
             return None
         self.steps.num_steps += 1
-        self.cache.copied(draft.copies)
-        rows, moves = tuple(draft.rows), self.cache.moves.ordered_by(draft.step)
+        self.cache.copied(builder.copies)
+        rows, moves = tuple(builder.rows), self.cache.moves.ordered_by(builder.step)
         self.unacknowledged.append(
             Dispatch(
-                step=draft.step,
+                step=builder.step,
                 rows=rows,
                 columns=self.decoding.columns(),
-                began_block=tuple(draft.began_block),
+                began_block=tuple(builder.began_block),
                 num_drops=self.drops.num_drops,
-                num_tokens=draft.num_tokens,
+                num_tokens=builder.num_tokens,
                 num_prompt_tokens=sum(
                     planned.num_tokens
                     for planned in rows
@@ -339,8 +341,8 @@ class Epoch:
                 has_moves=bool(moves),
             )
         )
-        plan = draft.freeze(
-            self.number,
+        plan = builder.freeze(
+            self.epoch,
             swaps_out=[(move.device_block, move.host_block) for move in moves if move.is_out],
             swaps_in=[(move.host_block, move.device_block) for move in moves if not move.is_out],
             released_slots=self.slots.take_released(),
