@@ -14,7 +14,6 @@ from itertools import count, groupby
 from operator import attrgetter
 
 from scheduler_service.core.beam import BeamSearch
-from scheduler_service.core.beam_group import BeamGroup
 from scheduler_service.core.cache import Holding, content_root
 from scheduler_service.core.plans import PlanBuilder
 from scheduler_service.core.policy import Policy
@@ -30,7 +29,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.retention import Expectation
-from scheduler_service.core.sequence import TRANSITIONS, GroupState, Row, Sequence, SequenceGroup
+from scheduler_service.core.sequence import TRANSITIONS, BeamGroup, GroupState, Row, Sequence, SequenceGroup
 from scheduler_service.core.waiting import Standings, WaitingQueue
 from scheduler_service.core.worker_state import WorkerState
 

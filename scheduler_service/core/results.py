@@ -143,7 +143,7 @@ class Results:
             self._state.end_search(group, beam, outputs)
             return
         self._state.charge_search(group, len(step.children))
-        beam.branch(group, step.children, worker)
+        worker.branch(group, beam, step.children)
 
     def _take_decoded(
         self, worker: WorkerState, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs

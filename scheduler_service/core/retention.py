@@ -9,10 +9,9 @@ blocks as any of them. So hints and waiting requests order a tenant's own sessio
 """
 
 import math
-from dataclasses import dataclass, field
 
 from scheduler_service.core.cache import CacheManager, RetentionPriority
-from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.sequence import SequenceGroup, Session
 
 # The priority of a free list begins with one of these: no request is expected to use its blocks, one may, the session
 # has a request, one waits and will use them.
@@ -25,24 +24,6 @@ _MIN_GAP_S = 0.1
 _PRIOR_GAPS = 3  # the gaps of everybody count as many as these of a session's own
 _NUM_GAPS = 10  # a session's own gaps that its mean looks back on, and everybody's
 _NUM_ALL_GAPS = 1000
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """A session that has requests, or blocks that may serve another one."""
-
-    free_list: int
-    tenant: str
-    name: str  # empty: it was found by its prefix
-    last_used_at: float
-    has_returned: bool = False  # it has had more than one request
-    num_blocks: int = 0  # that its last request had computed
-    num_groups: int = 0  # that wait or run
-    waiting: dict[SequenceGroup, None] = field(default_factory=dict)
-    will_return: bool | None = None  # as its last request said
-    retention_s: float = 0.0  # the same
-    num_gaps: int = 0  # seconds between its requests that are in the mean
-    mean_log_gap: float = 0.0
 
 
 class Expectation:

@@ -117,7 +117,7 @@ class Scheduler:
             if not self._make_room(worker, builder, group, work):
                 continue
             if group.beam is not None:
-                worker.num_rows += group.beam.tell(builder)
+                worker.tell_branches(group.beam, builder)
             worker.give_blocks(work, builder)
             for row, num_tokens in work:
                 if row.is_decoding:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagewire.common.messages import Pooling
+from scheduler_service.core.beam import BeamSearch, BeamState, BeamStep
 from scheduler_service.core.cache import Cursor, Holding, StepCount
 from scheduler_service.core.request import OutputMode, Request
-
-if TYPE_CHECKING:
-    from scheduler_service.core.beam_group import BeamGroup
-    from scheduler_service.core.retention import Session
 
 
 class GroupState(Enum):
@@ -60,6 +57,24 @@ class DropCount:
     """How often samples on their way were dropped, of any row. While it stands still, all of them count."""
 
     num_drops: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A session that has requests, or blocks that may serve another one (`retention.py`)."""
+
+    free_list: int
+    tenant: str
+    name: str  # empty: it was found by its prefix
+    last_used_at: float
+    has_returned: bool = False  # it has had more than one request
+    num_blocks: int = 0  # that its last request had computed
+    num_groups: int = 0  # that wait or run
+    waiting: dict[SequenceGroup, None] = field(default_factory=dict)
+    will_return: bool | None = None  # as its last request said
+    retention_s: float = 0.0  # the same
+    num_gaps: int = 0  # seconds between its requests that are in the mean
+    mean_log_gap: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -365,3 +380,43 @@ class Row:
         """Count what plans compute of it one by one again."""
         self.planned_step, self._num_expected, self.due_step = steps.num_steps, self.num_expected_tokens, 0
         self.holding.leave_decoding()
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The search of a group while it runs, whose sequences are rows that beams move between, not beams."""
+
+    search: BeamSearch
+    output_ids: list[int]  # sequence ids that the hypotheses will have, best first
+    beams: list[Sequence]  # rows of the live ones, best first
+    # Candidates of the beams whose row has reported since the last selection: (token id, logprob), best first.
+    candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
+    # What the selection changed and no plan has told the worker yet.
+    forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
+    appended: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
+    unborn_slots: set[int] = field(default_factory=set)  # targets of these forks that have no row yet
+    num_tokens: int = 0  # that its beams have gone on with, all together
+
+    def report(self, beam: Sequence, candidates: list[tuple[int, float]]) -> bool:
+        """A beam's row has computed its candidates. Whether all have by now, so that `select` can choose among them."""
+        self.candidates[beam] = candidates
+        return len(self.candidates) == len(self.beams)
+
+    def select(self) -> BeamStep:
+        """Choose the beams that go on, among the candidates of all."""
+        states = [BeamState(beam.cumulative_logprob, beam.token_ids[beam.num_prompt_tokens :]) for beam in self.beams]
+        step = self.search.advance(states, [self.candidates[beam] for beam in self.beams])
+        self.candidates.clear()
+        return step
+
+    def forget_step(self) -> None:
+        """Forget the candidates that were reported since the last selection, and the changes of rows that no plan has
+        named yet."""
+        self.candidates.clear()
+        self.forget_changes()
+
+    def forget_changes(self) -> None:
+        """Forget what the selection changed."""
+        self.forks.clear()
+        self.appended.clear()
+        self.unborn_slots.clear()

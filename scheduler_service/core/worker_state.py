@@ -6,11 +6,12 @@ from itertools import groupby
 from operator import itemgetter
 
 from pagewire.common.messages import RowOpening, StepPlan, WorkerCapacity
+from scheduler_service.core.beam import Child
 from scheduler_service.core.cache import CacheManager, Holding, Match, StepCount
 from scheduler_service.core.cost import CostModel, PreemptionMode
 from scheduler_service.core.grammars import NeededGrammars
 from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanBuilder, PlannedRow, RowSlots
-from scheduler_service.core.sequence import DropCount, Row, Sequence, SequenceGroup
+from scheduler_service.core.sequence import BeamGroup, DropCount, Row, Sequence, SequenceGroup
 
 # Of no worker: nothing fits on that.
 _NO_CAPACITY = WorkerCapacity("", b"", 0, 0, 1, 0, 0, 0, 0, "", "", "")
@@ -163,6 +164,43 @@ class WorkerState:
         self.vacate_group(group)
         for sequence in group.sequences:
             self.cache.release(sequence.holding)
+
+    # Beams
+
+    def branch(self, group: SequenceGroup, beam_group: BeamGroup, children: list[Child]) -> None:
+        """Let the group's rows hold the children: the first child of a beam stays in its row, the others move to rows
+        whose beam has none."""
+        parents, rows = beam_group.beams, {row.sequence: row for row in group.open_rows}
+        used = {parents[child.parent] for child in children}
+        spare = [sequence for sequence in group.sequences if sequence not in used]
+        for sequence in spare:
+            self.cache.release(sequence.holding)
+        beam_group.beams = []
+        for child in children:
+            parent = beam = parents[child.parent]
+            if parent in beam_group.beams:
+                beam = spare.pop(0)
+                beam.token_ids[:] = parent.token_ids
+                self.cache.branch(beam.holding, parent.holding)
+                if beam not in rows:
+                    rows[beam] = self.take_slot(beam)
+                    beam_group.unborn_slots.add(rows[beam].slot)
+                beam_group.forks.append((rows[parent].slot, rows[beam].slot))
+            beam_group.beams.append(beam)
+        for beam, child in zip(beam_group.beams, children, strict=True):
+            row = rows[beam]
+            row.go_on_with(child.token_id)
+            beam.cumulative_logprob = child.cumulative_logprob
+            beam_group.appended.append((row.slot, child.token_id))
+            self.active[row] = None
+            self.publish(row)
+
+    def tell_branches(self, beam_group: BeamGroup, builder: PlanBuilder) -> None:
+        """Put what the last selection changed into the plan, which opens rows that had none."""
+        builder.forks.extend(beam_group.forks)
+        builder.appended_tokens.extend(beam_group.appended)
+        self.num_rows += len(beam_group.unborn_slots)
+        beam_group.forget_changes()
 
     # Blocks
 

@@ -20,8 +20,9 @@ from scheduler_service.core.request import (
     SchedulerStats,
     SequenceEnd,
 )
-from scheduler_service.core.retention import EXPECTATIONS, Expectation, Session
+from scheduler_service.core.retention import EXPECTATIONS, Expectation
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.sequence import Session
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.observer import Observer
 from scheduler_service.serving.output import SampleRecord

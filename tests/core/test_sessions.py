@@ -8,8 +8,8 @@ import pytest
 from scheduler_service.core import explain, retention
 from scheduler_service.core.cache import content_root
 from scheduler_service.core.request import EndReason
-from scheduler_service.core.retention import Expectation, ReturnTimes, Session
-from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.retention import Expectation, ReturnTimes
+from scheduler_service.core.sequence import SequenceGroup, Session
 from tests.core.system import System, prompt_of
 
 

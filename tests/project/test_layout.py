@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def is_under(name: str, prefix: str) -> bool:
 def offenders(folders: Sequence[str], rule: Callable[[Path], Iterable[str]]) -> list[str]:
     """Returns a line for each breach of a rule in the modules of some folders."""
     return [f"{path}: {breach}" for path in sources(*folders) for breach in rule(path)]
+
+
+def test_no_files_of_the_scheduler_import_each_other_in_a_circle() -> None:
+    """For type checkers alone neither."""
+    modules = {module_name(path): path for path in sources("scheduler_service")}
+    graph = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in imports(parse(path))} & set(modules)
+        for module, path in modules.items()
+    }
+    assert "scheduler_service.core.sequence" in graph["scheduler_service.core.scheduler"]
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_imports_keep_to_the_contracts() -> None:
