@@ -25,7 +25,7 @@ import grpc.aio
 
 from pagewire import background_loop, wire
 from pagewire.arguments import check_text, refuse_unknown, require
-from pagewire.common.sampling_ranges import MAX_SAMPLES
+from pagewire.common.generate_many import GenerateManyClient, is_broken
 from pagewire.common.transport.dialling import open_channel
 from pagewire.common.transport.http_proxy import http_proxy_of
 from pagewire.common.transport.tls import TlsFiles
@@ -46,8 +46,6 @@ OPTIONS = (
 )
 # Of a request that shares a call. A server refuses a message that is too large together with the call that brought it.
 MAX_SHARED_BYTES = 1 << 20
-# What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
-FAILED_WRITE = "Internal error from Core"
 Metadata = tuple[tuple[str, str], ...]
 _FORKED = (
     "this process was forked while a call of its parent ran, or an AsyncClient was open there, which gRPC does not "
@@ -85,42 +83,31 @@ class GenerateManyCall:
     """One GenerateMany call, while it lasts. One with a request too large to share `is_alone`, and ends with that."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall, url: str, *, is_alone: bool = False) -> None:
-        self._call = call
+        self._client = GenerateManyClient(call)
         self._url = url
         self.is_alone = is_alone
         self._requests: dict[int, _Request] = {}
-        self._next_stream_id = 0
-        self._unsent: dict[int, pb.GenerateManyRequest] = {}  # by stream
-        self._outbox: asyncio.Queue[int] = asyncio.Queue()  # the streams of what is unsent, or was dropped, in order
-        self._has_begun = asyncio.Event()
         self.is_over = False
-        self._sending = asyncio.create_task(self._send())
         self._receiving = asyncio.create_task(self._receive())
 
     def submit(self, request: pb.GenerateRequest, put: Put, timeout: float | None) -> Callable[[], None]:
         """Sends a request. Returns what aborts it if it has not ended; nothing comes of it then."""
-        stream_id, num_samples = self._next_stream_id, wire.num_samples(request)
+        stream_id, num_samples = self._client.next_stream_id, wire.num_samples(request)
         submitted = self._requests[stream_id] = _Request(put, num_samples)
         if timeout is not None:
             late = DeadlineExceeded(wire.TIMEOUT_PASSED, code=grpc.StatusCode.DEADLINE_EXCEEDED)
             submitted.timer = asyncio.get_running_loop().call_later(timeout, put, late)
-        # A server refuses more samples; the request then has one stream.
-        self._next_stream_id += min(num_samples, MAX_SAMPLES)
         submission = wire.message(pb.Submission, stream_id=stream_id, request=request, timeout_seconds=timeout)
-        self._unsent[stream_id] = pb.GenerateManyRequest(submit=submission)
-        self._outbox.put_nowait(stream_id)
+        self._client.submit(pb.GenerateManyRequest(submit=submission), num_samples)
         return partial(self._abort, stream_id)
 
     async def close(self) -> None:
-        self._call.cancel()
-        self._sending.cancel()
-        await asyncio.gather(self._sending, self._receiving, return_exceptions=True)
+        self._client.end()
+        await asyncio.gather(self._receiving, return_exceptions=True)
 
     def _abort(self, stream_id: int) -> None:
-        # What is unsent is dropped: a slow server would begin it, and read much later that nobody wants it.
-        if self._end(stream_id) is not None and not self.is_over and self._unsent.pop(stream_id, None) is None:
-            self._unsent[stream_id] = pb.GenerateManyRequest(abort=pb.StreamAbort(stream_id=stream_id))
-            self._outbox.put_nowait(stream_id)
+        if self._end(stream_id) is not None and not self.is_over:
+            self._client.abort(stream_id)
 
     def _end(self, stream_id: int) -> _Request | None:
         """Forgets a request, which ends a call that was its own."""
@@ -128,38 +115,29 @@ class GenerateManyCall:
         if request is not None and request.timer is not None:
             request.timer.cancel()
         if request is not None and self.is_alone:
-            self._call.cancel()
+            self._client.call.cancel()
         return request
 
     def _finish(self, stream_id: int, failure: PagewireError | None) -> None:
         if request := self._end(stream_id):
             request.put(failure)
 
-    async def _send(self) -> None:
-        # A server that knows the method answers at once. Of one that does not, a failed write would hide the status.
-        await self._has_begun.wait()
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # what was wrong is what reading ends with
-            while True:
-                message = self._unsent.pop(await self._outbox.get(), None)
-                if message is not None:
-                    await self._call.write(message)
-
     async def _receive(self) -> None:
         failure: PagewireError = wire.closed()
         try:
-            async for message in self._call:
-                self._has_begun.set()
+            async for message in self._client.call:
+                self._client.begin()
                 self._take(message)
             failure = Unavailable(f"the server at {self._url} has shut down", code=grpc.StatusCode.UNAVAILABLE)
         except grpc.RpcError as error:
             failure = wire.decode_error(error, self._url)
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 failure = NotShared(str(failure), code=failure.code)
-            elif error.details() == FAILED_WRITE:
+            elif is_broken(error):
                 failure = Unavailable(f"the connection to {self._url} broke", code=grpc.StatusCode.UNAVAILABLE)
         finally:
             self.is_over = True
-            self._sending.cancel()
+            self._client.end()
             for stream_id in list(self._requests):
                 self._finish(stream_id, failure)
 

@@ -5,7 +5,6 @@ their requests. A stream's id is the id of its sequence here.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from pagewire.common.generate_many import GenerateManyClient, is_broken
 from pagewire.common.sampling_ranges import MAX_SAMPLES
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
@@ -38,8 +38,6 @@ _PORT = RightPort.of_link(
     give="give the gRPC port of a scheduler in --scheduler, which is 50051 unless its --port says otherwise",
     strangers="a worker's port or another service's",
 )
-# What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
-_FAILED_WRITE = "Internal error from Core"
 _END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINISH_REASONS.items()}
 
 
@@ -66,8 +64,7 @@ class SchedulerLink:
         self.changed = asyncio.Event()  # whether it serves; for one follower, who clears it
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
-        self._outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest] | None = None  # None: not connected
-        self._unsent: set[int] = set()  # first streams of the submissions in the outbox that are still wanted
+        self._client: GenerateManyClient | None = None  # None: not connected
         self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT, partial(setattr, self, "_reason"))
         self._reason = "it has not answered yet"  # why not
         self._connected = asyncio.Event()  # for the first time, or no caller waits for it any more
@@ -75,7 +72,7 @@ class SchedulerLink:
         self._idle.set()
         self._streams: dict[int, tuple[SampleRecord, ActiveRequest]] = {}  # those that have not ended
         self._requests: dict[tuple[str, str], ActiveRequest] = {}  # by tenant and request id
-        self._next_stream_id = 0  # never used twice, whatever the call
+        self._first_stream_id = 0  # of the next call: none is used twice, whatever the call
         self.counts = TokenCounts()  # of the clients here
         self.num_ended: Counter[EndReason] = Counter()  # samples
         self.num_failed = 0  # requests
@@ -97,7 +94,7 @@ class SchedulerLink:
         """The reason why requests are refused now, or nothing."""
         if self._is_draining:
             return "the front end is shutting down; send the request to another one"
-        if self._outbox is None:
+        if self._client is None:
             return f"no connection to the scheduler at {self._address}: {self._reason}; try again later"
         return self._server_info.unavailable_reason
 
@@ -123,7 +120,7 @@ class SchedulerLink:
 
     async def loads(self) -> scheduler_pb2.GetLoadsResponse:
         """Ask the scheduler what it has to do now. Raises RefusedError."""
-        if self._outbox is None:
+        if self._client is None:
             raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
         if self._loads is None:
             self._loads = asyncio.get_running_loop().create_future()
@@ -137,12 +134,12 @@ class SchedulerLink:
     def submit(self, request: ActiveRequest, trace: Mapping[str, str]) -> None:
         """Send a request on its way. It hears of the scheduler's refusals, and takes in all that comes one by one, with
         a ready list too. Raises RefusedError."""
-        if self._outbox is None or self._is_draining:
+        if self._client is None or self._is_draining:
             raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
         asked = request.request
         timeout = None if asked.deadline is None else max(0.0, asked.deadline - self.clock.now())
         submission = scheduler_pb2.Submission(
-            stream_id=self._next_stream_id,
+            stream_id=self._client.next_stream_id,
             request=encode_request(asked, self._eos_token_ids, self.max_sequence_tokens),
             timeout_seconds=timeout,
             token_only=True,
@@ -154,13 +151,11 @@ class SchedulerLink:
         message = scheduler_pb2.GenerateManyRequest(submit=submission)
         if message.ByteSize() > MAX_MESSAGE_BYTES:  # the scheduler would end the call, with all that share it
             raise invalid("", too_large(message.ByteSize(), MAX_MESSAGE_BYTES))
-        first, self._next_stream_id = self._next_stream_id, self._next_stream_id + asked.n
-        request.queued(asked, range(first, self._next_stream_id), self.clock.now())
+        self._client.submit(message, asked.n)
+        request.queued(asked, range(submission.stream_id, self._client.next_stream_id), self.clock.now())
         self._streams.update((output.sequence_id, (output, request)) for output in request.outputs)
         self._requests.setdefault((asked.tenant, asked.request_id), request)
         self._idle.clear()
-        self._unsent.add(first)
-        self._outbox.put_nowait(message)
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Let a request end with ABORT. Raises KeyError if there is none of that name here."""
@@ -187,8 +182,8 @@ class SchedulerLink:
 
     def _command(self, **command: Message) -> None:
         """Send a command about what the scheduler has, unless it is gone."""
-        if self._outbox is not None:
-            self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(**command))
+        if self._client is not None:
+            self._client.send(scheduler_pb2.GenerateManyRequest(**command))
 
     @property
     def num_running(self) -> int:
@@ -202,7 +197,7 @@ class SchedulerLink:
 
     @property
     def is_connected(self) -> bool:
-        return self._outbox is not None
+        return self._client is not None
 
     # Running
 
@@ -228,57 +223,44 @@ class SchedulerLink:
     def end_all(self, message: str) -> None:
         """End every request with UNAVAILABLE and this message."""
         self._is_draining = True
-        self._unsent.clear()
         for request in {request for _, request in self._streams.values()}:
-            self._abort(request)
+            if self._client is not None:
+                self._client.abort(request.outputs[0].sequence_id)
         self._fail_all(message)
 
     async def _hold(self) -> Ended:
         """Hold one call to its end, and say why it ended."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(await self._dialler.channel())
         call = stub.GenerateMany(wait_for_ready=True, metadata=tuple(self._read_metadata()))
-        sending: asyncio.Task[None] | None = None
+        client = GenerateManyClient(call, self._first_stream_id)
         try:
             connecting = call.wait_for_connection()
             await self._waiting.connect(connecting, self._dialler, stub.GenerateMany)
             async for message in call:
                 if message.HasField("server_info"):
                     if mismatch := self._mismatch(message.server_info):
-                        return Ended(mismatch, sending is not None)
+                        return Ended(mismatch, self.is_connected)
                     self._server_info = message.server_info
                     if message.server_info.HasField("worker"):
                         self.capacity = message.server_info.worker
-                    if sending is None:
-                        self._outbox = asyncio.Queue()
-                        sending = asyncio.create_task(self._send(call, self._outbox))
+                    if not self.is_connected:
+                        self._client = client
+                        client.begin()
                         self._connected.set()
                         logger.info("connected to the scheduler at %s", self._address)
                     self.changed.set()
                 self._take(message)
-            return Ended("it has shut down", sending is not None, is_calm=True)
+            return Ended("it has shut down", self.is_connected, is_calm=True)
         except Outdated as error:
             return Ended(str(error), False, is_calm=True)
         except grpc.aio.AioRpcError as error:
-            is_broken, code = error.details() == _FAILED_WRITE, error.code()
-            reason = "the connection broke" if is_broken else f"{code.name}: {error.details()}"
-            return Ended(reason, sending is not None, is_calm=not is_broken and code is grpc.StatusCode.UNAVAILABLE)
+            if is_broken(error):
+                return Ended("the connection broke", self.is_connected)
+            is_calm = error.code() is grpc.StatusCode.UNAVAILABLE
+            return Ended(f"{error.code().name}: {error.details()}", self.is_connected, is_calm=is_calm)
         finally:
-            self._outbox = None
-            self._unsent.clear()
-            call.cancel()
-            if sending is not None:
-                sending.cancel()
-
-    async def _send(
-        self, call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest]
-    ) -> None:
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # reading ends with what was wrong
-            while True:
-                message = await outbox.get()
-                if message.HasField("submit") and message.submit.stream_id not in self._unsent:
-                    continue
-                self._unsent.discard(message.submit.stream_id)
-                await call.write(message)
+            self._client, self._first_stream_id = None, client.next_stream_id
+            client.end()
 
     def _mismatch(self, info: scheduler_pb2.GetServerInfoResponse) -> str:
         """Return why this front end cannot serve for that scheduler, or nothing."""
@@ -333,13 +315,9 @@ class SchedulerLink:
         request.take_in(output, token_ids, *more)
 
     def _abort(self, request: ActiveRequest) -> None:
-        """Let the scheduler end a request. One that is unsent ends here: a slow scheduler would begin it, and read much
-        later that nobody wants it."""
-        stream_id = request.outputs[0].sequence_id
-        if stream_id not in self._unsent:
-            self._command(abort=scheduler_pb2.StreamAbort(stream_id=stream_id))
+        """Let the scheduler end a request. One that is unsent ends here."""
+        if self._client is None or self._client.abort(request.outputs[0].sequence_id):
             return
-        self._unsent.discard(stream_id)
         usage = scheduler_pb2.Usage(prompt_tokens=len(request.request.prompt_token_ids))
         end = scheduler_pb2.GenerateResponse(finish_reason=scheduler_pb2.FINISH_REASON_ABORT, usage=usage)
         for output in request.outputs:

@@ -226,7 +226,7 @@ class CountingScheduler(ScriptedScheduler):
 
 def tasks_of_calls() -> list[asyncio.Task[Any]]:
     """Those of shared calls; gRPC may have some of its own that end a little later."""
-    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.startswith("GenerateManyCall.")]
+    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.startswith("GenerateMany")]
 
 
 async def test_nothing_runs_of_a_shared_call_that_was_closed() -> None:

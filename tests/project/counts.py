@@ -26,7 +26,7 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_090, "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants"
+        9_073, "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants"
     ),
     "worker_service": Ceiling(
         6_133, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
@@ -36,15 +36,15 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        5_255,
+        5_297,
         "29 architectures, each composed over its checkpoint's names, GGUF, transport, tracing, limits, templates",
     ),
     "pagewire": Ceiling(
-        5_754,
+        5_737,
         "client, commands, their completion, files that hide modules, `LLM`, what runs services, benchmarks",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(344, "a noun each, the parsed request and the refusal the last")
+MAX_MODULES_IN_ALL = Ceiling(345, "a noun each, the one client of GenerateMany the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     48, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
