@@ -37,7 +37,7 @@ class GenerateManyClient:
 
     def abort(self, stream_id: int) -> bool:
         """Have a request aborted. Return whether it was on its way: what is unsent is dropped, since a slow server
-        would begin it, and read much later that nobody wants it."""
+        would begin it, and read much later that it is wanted no more."""
         if self._unsent.pop(("submit", stream_id), None) is not None:
             return False
         self.send(pb.GenerateManyRequest(abort=pb.StreamAbort(stream_id=stream_id)))

@@ -147,8 +147,8 @@ MUTANTS = (
     # The library's end
     mutant(
         "what a client aborts is not told",
-        "GenerateManyCall._abort",
-        "self._unsent[stream_id] = pb.GenerateManyRequest(abort=pb.StreamAbort(stream_id=stream_id))",
+        "GenerateManyClient.abort",
+        "self.send(pb.GenerateManyRequest(abort=pb.StreamAbort(stream_id=stream_id)))",
         "",
     ),
     mutant(
@@ -172,7 +172,13 @@ PLANTING = Planting(
     KNOWN_SEEDS,
     campaign="tests.sim.outputs.campaign",
     copied=("pagewire", "scheduler_service", "worker_service", "testing", "tests/sim"),
-    planted_in=("pagewire", "scheduler_service/doors", "scheduler_service/links", "scheduler_service/serving"),
+    planted_in=(
+        "pagewire",
+        "pagewire/common",  # a link, which is looked into where it is named
+        "scheduler_service/doors",
+        "scheduler_service/links",
+        "scheduler_service/serving",
+    ),
 )
 
 
