@@ -230,7 +230,8 @@ class WorkerState:
 
     def slide(self, row: Row) -> None:
         """Free the blocks that fell out of a row's window, if there is one."""
-        self.cache.slide(row.holding, row.next_position)
+        if self.cache.window:
+            self.cache.slide(row.holding, row.next_position)
 
     def slide_wholly(self, group: SequenceGroup) -> bool:
         """Let the group's rows hold no block more than they read. Whether that freed any."""
@@ -285,8 +286,7 @@ class WorkerState:
         due = [row for row in due if row.is_decoding]
         if self._has_ample_blocks(len(due), builder.max_tokens):
             for row in due:
-                if self.cache.window:
-                    self.slide(row)
+                self.slide(row)
                 builder.appended_blocks.append((row.slot, self.cache.append_next(row.holding)))
                 self.decoding.got_block(row, builder.step)
             builder.began_block.extend(due)

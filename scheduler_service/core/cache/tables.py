@@ -135,7 +135,9 @@ class CacheManager:
 
     def append(self, holding: Holding, num_blocks: int) -> list[int]:
         """Give the holding so many more blocks, and return these."""
-        return [self.append_next(holding) for _ in range(num_blocks)]
+        blocks = [self._allocate() for _ in range(num_blocks)]
+        holding.block_table += blocks
+        return blocks
 
     def append_next(self, holding: Holding) -> int:
         """Give the holding one more block, and return it."""

@@ -315,5 +315,5 @@ def _encode_grammar(grammar: Grammar, message: scheduler_pb2.SamplingParams) -> 
 
 
 def value_or(message: Message, field: str, default: Any) -> Any:
-    """Return what a field of a message is set to."""
+    """Return what a field of a message is set to, or the default if it is not."""
     return getattr(message, field) if message.HasField(field) else default
