@@ -5,9 +5,10 @@ import os
 import sys
 import time
 
-from tests.sim.campaign import Summary, command_for, run_campaign, trace_seed
+from tests.sim.campaign import CAMPAIGN
 from tests.sim.compiled import CompilationError, run_compiled
 from tests.sim.reach import STATES
+from tests.sim.seeds import Summary
 
 # With fewer seeds a rare state may be missed by chance.
 _MIN_SEEDS_FOR_REACH = 5000
@@ -28,9 +29,9 @@ def main() -> int:
             print(f"cannot run compiled: {error}", file=sys.stderr)
             return 1
     if arguments.trace:
-        return 0 if trace_seed(arguments.first) else 1
+        return 0 if CAMPAIGN.trace_seed(arguments.first) else 1
     started = time.perf_counter()
-    summary = run_campaign(arguments.first, arguments.seeds, arguments.jobs)
+    summary = CAMPAIGN.run(arguments.first, arguments.seeds, arguments.jobs)
     _report(summary, time.perf_counter() - started, arguments.jobs)
     missing = [state for state in STATES if not summary.reached[state]]
     if missing and arguments.seeds >= _MIN_SEEDS_FOR_REACH:
@@ -42,14 +43,13 @@ def _report(summary: Summary, seconds: float, num_jobs: int) -> None:
     for state in sorted({*STATES, *summary.reached}):
         print(f"{summary.reached[state]:>10,}  {state}")
     per_core = summary.num_seeds / seconds / num_jobs
-    num_events = summary.num_audits
+    num_events = summary.numbers["num_audits"]
     print(
         f"{summary.num_seeds:,} seeds, {num_events:,} audited events ({num_events / summary.num_seeds:.0f} a seed), "
-        f"{summary.num_steps:,} plans in {seconds:.1f} s: {per_core:.0f} seeds/s and "
+        f"{summary.numbers['num_steps']:,} plans in {seconds:.1f} s: {per_core:.0f} seeds/s and "
         f"{num_events / seconds / num_jobs:,.0f} events/s a core; log hash {summary.log_hash:016x}"
     )
-    for seed, error in sorted(summary.failures.items()):
-        print(f"seed {seed} failed: {error}\n    {command_for(seed)}")
+    print(CAMPAIGN.failed(summary), end="")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.sim.campaign import run_seeds
+from tests.sim.campaign import CAMPAIGN
 
 ROOT = Path(__file__).parents[2]
 _PACKAGES = ("scheduler_service/core", "tests/sim")
@@ -53,6 +53,7 @@ _INTERPRETED = (
     "option_limits.py",
     "options.py",
     "refusal.py",
+    "seeds.py",
 )
 _NUM_COMPARED_SEEDS = 50
 
@@ -103,10 +104,12 @@ def run_compiled(arguments: list[str]) -> int:
     interpreter's. The exit status; raises CompilationError."""
     folder = build()
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    program = f"from tests.sim.campaign import run_seeds; print(run_seeds(range({_NUM_COMPARED_SEEDS})).log_hash)"
+    program = (
+        f"from tests.sim.campaign import CAMPAIGN; print(CAMPAIGN.run_seeds(range({_NUM_COMPARED_SEEDS})).log_hash)"
+    )
     command = [sys.executable, "-c", program]
     compiled = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    interpreted = run_seeds(range(_NUM_COMPARED_SEEDS)).log_hash
+    interpreted = CAMPAIGN.run_seeds(range(_NUM_COMPARED_SEEDS)).log_hash
     if int(compiled.stdout) != interpreted:
         raise CompilationError(f"the first {_NUM_COMPARED_SEEDS} seeds have other histories when compiled")
     return subprocess.run([sys.executable, "-m", "tests.sim", *arguments], cwd=folder, env=environment).returncode

@@ -53,7 +53,7 @@ class Planting:
     mutants: tuple[Mutant, ...]
     found_by: Path  # the seed that finds each
     known_seeds: Collection[int]  # that once found defects
-    campaign: str  # the module that runs a seed
+    campaign: str  # the module of it
     copied: tuple[str, ...]  # the folders of which a simulation takes code
     planted_in: tuple[str, ...]  # the folders and modules of what it simulates
 
@@ -177,9 +177,9 @@ def _hunt(planting: Planting, mutant: Mutant, recorded: int | None, num_seeds: i
         _plant(planting, mutant, folder)
         program = (
             "import json\n"
-            f"from {planting.campaign} import run_seed\n"
+            f"from {planting.campaign} import CAMPAIGN\n"
             f"for number, seed in enumerate({seeds}, start=1):\n"
-            "    for error in run_seed(seed).failures.values():\n"
+            "    for error in CAMPAIGN.run_seed(seed).failures.values():\n"
             "        print(json.dumps([seed, number, error]))\n"
             "        raise SystemExit\n"
         )

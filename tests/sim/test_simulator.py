@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.campaign import command_for, run_campaign, run_seed, run_seeds
+from tests.sim.campaign import CAMPAIGN
 from tests.sim.known_seeds import KNOWN_SEEDS
 from tests.sim.mutants import MUTANTS, PLANTING
 from tests.sim.planting import Mutant, Patch, hunt_all, misplaced, planted
@@ -25,16 +25,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_thousand_seeds():
-    summary = run_campaign(0, 1_000, num_jobs=1)
-    print(f"{summary.num_seeds} seeds, {summary.num_audits} audited events")
-    assert not summary.failures, "\n".join(
-        f"seed {seed}: {error}; {command_for(seed)}" for seed, error in summary.failures.items()
-    )
+    summary = CAMPAIGN.run(0, 1_000, num_jobs=1)
+    print(f"{summary.num_seeds} seeds, {summary.numbers['num_audits']} audited events")
+    assert not summary.failures, CAMPAIGN.failed(summary)
 
 
 @pytest.mark.parametrize("seed", KNOWN_SEEDS)
 def test_known_seeds(seed):
-    assert not run_seed(seed).failures
+    assert not CAMPAIGN.run_seed(seed).failures
 
 
 def test_every_planted_bug_has_its_place():
@@ -109,10 +107,10 @@ def test_what_has_ended_is_freed_without_the_collector():
 
 def test_a_seed_is_a_history():
     """The same in another process, where strings hash otherwise."""
-    program = "from tests.sim.campaign import run_seeds; print(run_seeds(range(40)).log_hash)"
+    program = "from tests.sim.campaign import CAMPAIGN; print(CAMPAIGN.run_seeds(range(40)).log_hash)"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     other = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert int(other.stdout) == run_seeds(range(40)).log_hash
-    assert run_seeds(range(40)).log_hash != run_seeds(range(1, 41)).log_hash
+    assert int(other.stdout) == CAMPAIGN.run_seeds(range(40)).log_hash
+    assert CAMPAIGN.run_seeds(range(40)).log_hash != CAMPAIGN.run_seeds(range(1, 41)).log_hash

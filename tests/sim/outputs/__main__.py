@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from tests.sim.outputs.campaign import command_for, run_campaign, trace_seed
+from tests.sim.outputs.campaign import CAMPAIGN
 
 
 def main() -> int:
@@ -16,18 +16,17 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print the history of the first seed, and no other")
     arguments = parser.parse_args()
     if arguments.trace:
-        return 0 if trace_seed(arguments.first) else 1
+        return 0 if CAMPAIGN.trace_seed(arguments.first) else 1
     started = time.perf_counter()
-    summary = run_campaign(arguments.first, arguments.seeds, arguments.jobs)
+    summary = CAMPAIGN.run(arguments.first, arguments.seeds, arguments.jobs)
     seconds = time.perf_counter() - started
     for what in sorted(summary.reached):
         print(f"{summary.reached[what]:>10,}  {what}")
     print(
-        f"{summary.num_seeds:,} seeds, {summary.num_events:,} events that clients saw in {seconds:.1f} s: "
+        f"{summary.num_seeds:,} seeds, {summary.numbers['num_events']:,} events that clients saw in {seconds:.1f} s: "
         f"{summary.num_seeds / seconds / arguments.jobs:.0f} seeds/s a core; log hash {summary.log_hash:016x}"
     )
-    for seed, error in sorted(summary.failures.items()):
-        print(f"seed {seed} failed: {error}\n    {command_for(seed)}")
+    print(CAMPAIGN.failed(summary), end="")
     return 1 if summary.failures else 0
 
 

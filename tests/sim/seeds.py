@@ -1,0 +1,91 @@
+"""Many seeds of a simulation on many processes, and what came of them."""
+
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+MAX_FAILURES = 5
+_CHUNK = 10
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a number of seeds did. `log_hash` does not depend on their order."""
+
+    num_seeds: int = 0
+    log_hash: int = 0
+    numbers: Counter[str] = field(default_factory=Counter)  # those that the campaign names
+    reached: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)  # by seed: the error
+
+    def add(self, other: "Summary") -> None:
+        self.num_seeds += other.num_seeds
+        self.log_hash = (self.log_hash + other.log_hash) % 2**64
+        self.numbers.update(other.numbers)
+        self.reached.update(other.reached)
+        self.failures.update(other.failures)
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """Seeds of one simulation."""
+
+    simulate: Callable[..., Any]  # makes the simulation of a seed, which has a log_hash, and what it has `reached`
+    program: str  # the command that runs it
+    numbers: tuple[str, ...]  # the attributes of a simulation that are added up
+
+    def run_seed(self, seed: int) -> Summary:
+        simulation = self.simulate(seed)
+        failures = {}
+        try:
+            simulation.run()
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            failures[seed] = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+        log_hash = hash((seed, simulation.log_hash)) % 2**64
+        numbers = Counter({name: getattr(simulation, name) for name in self.numbers})
+        return Summary(1, log_hash, numbers, simulation.reached, failures)
+
+    def run_seeds(self, seeds: range) -> Summary:
+        summary = Summary()
+        for seed in seeds:
+            summary.add(self.run_seed(seed))
+        return summary
+
+    def run(self, first: int, num_seeds: int, num_jobs: int) -> Summary:
+        """Stops early after some failures."""
+        summary, end = Summary(), first + num_seeds
+        chunks = [range(seed, min(seed + _CHUNK, end)) for seed in range(first, end, _CHUNK)]
+        for part in self._each(chunks, num_jobs):
+            summary.add(part)
+            if len(summary.failures) >= MAX_FAILURES:
+                break
+        return summary
+
+    def _each(self, chunks: list[range], num_jobs: int) -> Iterator[Summary]:
+        if num_jobs == 1:
+            yield from map(self.run_seeds, chunks)
+            return
+        with get_context("spawn").Pool(num_jobs) as pool:
+            yield from pool.imap(self.run_seeds, chunks)
+
+    def trace_seed(self, seed: int) -> bool:
+        """Print one history. Whether it went well."""
+        simulation = self.simulate(seed, trace=print)
+        try:
+            simulation.run()
+        except Exception:
+            traceback.print_exc(file=sys.stdout)
+            return False
+        return True
+
+    def failed(self, summary: Summary) -> str:
+        """A line for each seed that failed, and one with the command that shows its history."""
+        return "".join(
+            f"seed {seed} failed: {error}\n    {self.program} --first {seed} --trace\n"
+            for seed, error in sorted(summary.failures.items())
+        )
