@@ -1,15 +1,38 @@
 """Many seeds of a simulation on many processes, and what came of them."""
 
+import signal
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
 MAX_FAILURES = 5
 _CHUNK = 10
+_MAX_CPU_SECONDS = 10.0  # of a seed, which takes some hundredths
+
+
+class EndlessError(BaseException):
+    """A seed goes on without end. What is simulated catches no such error."""
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Raise EndlessError inside the block when it has taken far too long."""
+
+    def give_up(*_: object) -> None:
+        raise EndlessError(f"no end in {_MAX_CPU_SECONDS:.0f} seconds of a processor")
+
+    before = signal.signal(signal.SIGPROF, give_up)
+    signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @dataclass(slots=True)
@@ -42,8 +65,9 @@ class Campaign:
         simulation = self.simulate(seed)
         failures = {}
         try:
-            simulation.run()
-        except Exception as error:
+            with _bounded():
+                simulation.run()
+        except (Exception, EndlessError) as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             failures[seed] = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
         log_hash = hash((seed, simulation.log_hash)) % 2**64
