@@ -121,6 +121,22 @@ def load_rounded(checkpoint: Path) -> transformers.PreTrainedModel:
     return _load(checkpoint, torch.bfloat16)
 
 
+def load_unsteady(checkpoint: Path, seed: int) -> transformers.PreTrainedModel:
+    """The model with what each layer computes moved at random, by as much as rounding it to bfloat16 may at most. Each
+    call moves anew, so that many are a sample of what rounding does to a text."""
+    model, generator = load(checkpoint), torch.Generator().manual_seed(seed)
+
+    def move(module: torch.nn.Module, inputs: object, output: object) -> torch.Tensor | None:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return None
+        return output * (1 + (2 * torch.rand(output.shape, generator=generator) - 1) * 2**-8)
+
+    for module in model.modules():
+        if not any(module.children()):
+            module.register_forward_hook(move)
+    return model
+
+
 def rounding_error(
     rounded: transformers.PreTrainedModel, exact: transformers.PreTrainedModel, tokens: list[int]
 ) -> float:
