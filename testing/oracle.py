@@ -122,14 +122,15 @@ def load_rounded(checkpoint: Path) -> transformers.PreTrainedModel:
 
 
 def load_unsteady(checkpoint: Path, seed: int) -> transformers.PreTrainedModel:
-    """The model with what each layer computes moved at random, by as much as rounding it to bfloat16 may at most. Each
-    call moves anew, so that many are a sample of what rounding does to a text."""
-    model, generator = load(checkpoint), torch.Generator().manual_seed(seed)
+    """The model in bfloat16, with what each layer computes moved at random by up to half a unit of its last place. Each
+    call moves anew, so that many calls are a sample of what rounding does to a text."""
+    model, generator = load_rounded(checkpoint), torch.Generator().manual_seed(seed)
 
     def move(module: torch.nn.Module, inputs: object, output: object) -> torch.Tensor | None:
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return None
-        return output * (1 + (2 * torch.rand(output.shape, generator=generator) - 1) * 2**-8)
+        moved = output.float() * (1 + (2 * torch.rand(output.shape, generator=generator) - 1) * 2**-8)
+        return moved.to(output.dtype)
 
     for module in model.modules():
         if not any(module.children()):
