@@ -1,13 +1,36 @@
-"""A request as its door has read it, before its prompt is tokens."""
+"""A request as its door has read it, before its prompt is tokens: each of its fields is checked and resolved once,
+whatever door it came by, and nothing is left to choose but lengths.
 
-from collections.abc import Sequence
+The legal ranges of its numbers stand in `common/sampling_ranges.py`.
+"""
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from pagewire.common.messages import Pooling
-from scheduler_service.core.request import Request
+from pagewire.common.messages import GrammarKind, Pooling, SamplingParams
+from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES
+from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, Request
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.checkpoint.sampling_defaults import FILTERS_OFF
 from scheduler_service.serving.prompt_text import too_many_tokens
 from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_STOP_TEXTS = 16
+MAX_STOP_TEXT_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_GRAMMAR_BYTES = 512 * 1024  # of UTF-8
+_MAX_NAME_CHARS = {"tenant": 1024, "cache_salt": 1024, "session_id": 128}
+# What a request and a row call by the same name.
+SAME_NUMBERS = tuple(name for name in RANGES if name in SamplingParams.__dataclass_fields__)
+# Options of a request by their names in the public proto: those that are set.
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +88,207 @@ class ParsedRequest:
 
 def check_token_id(field: str, token_id: int, model: ModelInfo) -> None:
     """Raises RefusedError for a token that the model does not have, which `field` of the request names."""
-    if token_id >= model.vocab_size:
+    if not 0 <= token_id < model.vocab_size:
         raise invalid(field, f"token id {token_id} is not in the vocabulary of {model.vocab_size} tokens")
+
+
+def parse_request(
+    prompt: str | tuple[int, ...],
+    options: Options | None,
+    call: Call,
+    model: ModelInfo,
+    *,
+    request_id: str | None = None,
+    tenant: str = "",
+    priority: int = 0,
+    cache_salt: str = "",
+    session_id: str = "",
+    will_return: bool | None = None,
+    retention_seconds: int | None = None,
+) -> ParsedRequest:
+    """Make a request of what its door found, which came with a call. Without `options` of sampling it is for an
+    embedding. Raises RefusedError."""
+    request = Request(
+        request_id=f"req-{secrets.token_hex(8)}" if request_id is None else request_id,
+        tenant=call.caller.tenant(tenant),
+        prompt_token_ids=(),
+        sampling=SamplingParams(pooling=model.embedding.pooling),
+        max_tokens=0,
+        priority=priority,
+        cache_salt=cache_salt,
+        session_id=session_id or call.session_id,
+        will_return=will_return,
+        retention_seconds=retention_seconds,
+    )
+    _check_names(request)
+    if isinstance(prompt, str) and not model.has_tokenizer:
+        raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
+    parsed = ParsedRequest(request, prompt)
+    if options is not None:
+        return _with_sampling(parsed, options, model)
+    if model.embedding.refusal:
+        raise invalid("embed", model.embedding.refusal)
+    return parsed
+
+
+def _check_names(request: Request) -> None:
+    if not 1 <= len(request.request_id) <= MAX_REQUEST_ID_CHARS:
+        raise invalid(
+            "request_id",
+            f"request_id has {len(request.request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}; "
+            "leave it unset to have one drawn",
+        )
+    for field, limit in _MAX_NAME_CHARS.items():
+        length = len(getattr(request, field))
+        if length > limit:
+            raise invalid(field, f"{field} has {length} characters, at most {limit} are allowed; shorten it")
+    if request.retention_seconds == 0:
+        raise invalid("retention_seconds", "retention_seconds is 0, but must be at least 1; leave it unset for none")
+
+
+def _with_sampling(parsed: ParsedRequest, options: Options, model: ModelInfo) -> ParsedRequest:
+    for field, legal in RANGES.items():
+        value = options.get(field)
+        if value is not None and not legal.holds(value):
+            raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {legal}")
+    beam, grammar = _read_beam(options), _read_grammar(options, model)
+    request = replace(
+        parsed.request,
+        sampling=_read_sampling(options, model, beam, grammar),
+        seed=options["seed"] if "seed" in options else secrets.randbits(64),
+        n=options.get("n", 1),
+        beam=beam,
+        grammar=grammar,
+    )
+    return replace(
+        parsed,
+        request=request,
+        max_tokens=options.get("max_tokens"),
+        stop=_read_stop(options, model),
+        include_stop_text=options.get("include_stop_str_in_output", False),
+        skip_special_tokens=options.get("skip_special_tokens", True),
+    )
+
+
+def _read_sampling(
+    options: Options, model: ModelInfo, beam: BeamParams | None, grammar: Grammar | None
+) -> SamplingParams:
+    _check_tokens(options, model)
+    # A grammar ends at end tokens whatever else is asked for; min_tokens delays them where it allows others.
+    eos_token_ids = () if options.get("ignore_eos") and grammar is None else model.eos_token_ids
+    defaults = model.sampling_defaults
+    suppressed = zip(defaults.logit_bias_token_ids, defaults.logit_bias_values, strict=True)
+    biases = sorted({**options.get("logit_bias", {}), **dict(suppressed)}.items())
+    resolved = replace(
+        defaults,
+        logit_bias_token_ids=tuple(token_id for token_id, _ in biases),
+        logit_bias_values=tuple(bias for _, bias in biases),
+        stop_token_ids=tuple(sorted({*options.get("stop_token_ids", ()), *eos_token_ids})),
+        num_logprobs=options.get("logprobs"),
+        num_prompt_logprobs=options.get("prompt_logprobs"),
+        **{name: options[name] for name in SAME_NUMBERS if name in options},
+    )
+    if beam is None:
+        return resolved
+    end_token_ids = {*resolved.stop_token_ids, *(grammar.end_token_ids if grammar is not None else ())}
+    # Continuations of each beam that a step looks at: even if all stop tokens come first, enough go on (after
+    # transformers).
+    candidates = min(model.vocab_size, max(2, 1 + len(end_token_ids)) * beam.beam_width)
+    return replace(resolved, num_candidates=candidates, **FILTERS_OFF)
+
+
+def _check_tokens(options: Options, model: ModelInfo) -> None:
+    stop_token_ids, logit_bias = options.get("stop_token_ids", ()), options.get("logit_bias", {})
+    _check_count("stop_token_ids", len(stop_token_ids), MAX_STOP_TOKEN_IDS)
+    for position, token_id in enumerate(stop_token_ids):
+        check_token_id(f"sampling.stop_token_ids[{position}]", token_id, model)
+    _check_count("logit_bias", len(logit_bias), MAX_LOGIT_BIASES)
+    for token_id, bias in logit_bias.items():
+        check_token_id(f"sampling.logit_bias[{token_id}]", token_id, model)
+        if not LOGIT_BIAS.holds(bias):
+            raise invalid(
+                f"sampling.logit_bias[{token_id}]",
+                f"the logit bias of token {token_id} is {bias:g}, but must be {LOGIT_BIAS}",
+            )
+
+
+def _read_beam(options: Options) -> BeamParams | None:
+    """Return the search that is asked for, if one is. Raises RefusedError. The ranges of numbers have been checked
+    already."""
+    if "beam_width" not in options:
+        for field in ("length_penalty", "early_stopping"):
+            if field in options:
+                raise invalid(
+                    f"sampling.{field}",
+                    f"{field} is set, but without beam_width there is no beam search; set beam_width too",
+                )
+        return None
+    n, beam_width, length_penalty = options.get("n", 1), options["beam_width"], options.get("length_penalty", 1.0)
+    if n > beam_width:
+        raise invalid(
+            "sampling.n",
+            f"n is {n}, but {beam_width} beams find at most as many hypotheses; lower n or raise beam_width",
+        )
+    if not math.isfinite(length_penalty):
+        raise invalid("sampling.length_penalty", f"length_penalty is {length_penalty:g}, but must be a finite number")
+    for field, off in FILTERS_OFF.items():
+        value = options.get(field, off)
+        if value != off:
+            raise invalid(
+                f"sampling.{field}",
+                f"{field} is {value:g}, but beam search chooses nothing at random; leave {field} or beam_width unset",
+            )
+    for field in ("logprobs", "prompt_logprobs"):
+        if field in options:
+            raise invalid(
+                f"sampling.{field}",
+                f"beam search reports no {field}; leave {field} unset, or sample without beam_width",
+            )
+    if options.get("stop"):
+        raise invalid(
+            "sampling.stop", "beam search watches for no stop texts; use stop_token_ids, or sample without beam_width"
+        )
+    return BeamParams(
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping=options.get("early_stopping", EarlyStopping.HEURISTIC),
+    )
+
+
+def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
+    """Return what the output must match; whether that can be read is found out later. Raises RefusedError."""
+    kind = next((kind for kind in GrammarKind if kind.name.lower() in options), None)
+    if kind is None:
+        return None
+    name = kind.name.lower()
+    value, field = options[name], f"sampling.{name}"
+    if model.grammar_refusal:
+        raise invalid(field, model.grammar_refusal)
+    if value is False:
+        raise invalid(field, "json_object is false, but only true says something; leave it unset")
+    if not value:
+        raise invalid(field, f"{name} is empty; say what the output must match, or leave it unset")
+    text = json.dumps(value, ensure_ascii=False) if kind is GrammarKind.CHOICE else "" if value is True else value
+    size = len(text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise invalid(field, f"{name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; shorten it")
+    return Grammar(kind, text, model.grammar_end_token_ids)
+
+
+def _read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
+    stop = tuple(options.get("stop", ()))
+    _check_count("stop", len(stop), MAX_STOP_TEXTS)
+    if stop and not model.has_tokenizer:
+        raise invalid("sampling.stop", "the served checkpoint has no tokenizer and knows no text; use stop_token_ids")
+    for position, text in enumerate(stop):
+        if not 1 <= len(text) <= MAX_STOP_TEXT_CHARS:
+            raise invalid(
+                f"sampling.stop[{position}]",
+                f"a stop text has {len(text)} characters, but must have 1 to {MAX_STOP_TEXT_CHARS}",
+            )
+    return stop
+
+
+def _check_count(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise invalid(f"sampling.{field}", f"{field} has {count} entries, at most {limit} are allowed; send fewer")

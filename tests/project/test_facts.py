@@ -26,10 +26,10 @@ from pagewire.kernels.cpu import VARIANTS
 from scheduler_service import metrics_server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.policy import POLICIES
-from scheduler_service.doors.scheduler import generate_request, shared_call
+from scheduler_service.doors.scheduler import shared_call
 from scheduler_service.links.worker import liveness
 from scheduler_service.server import EXIT_FENCED
-from scheduler_service.serving import grammars, recording
+from scheduler_service.serving import grammars, parsed_request, recording
 from scheduler_service.serving.checkpoint import chat_template
 from tests.environments import constraints
 from tests.project.documents import DOCUMENTS, ROOT, read
@@ -39,7 +39,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = constraints()
 LEAST = {package.name: package.least for package in installation.NEEDED["gpu"]}
 MIB = 1 << 20
-MAX_NAMES = generate_request._MAX_NAME_CHARS
+MAX_NAMES = parsed_request._MAX_NAME_CHARS
 # What a page says, with the code's own values.
 FACTS = [
     ("docs/upgrading.md", f"a protocol version (now {PROTOCOL_VERSION})"),
@@ -68,7 +68,7 @@ FACTS = [
     ("docs/tracing.md", f"in a queue of at most {queued_writer.MAX_WAITING_BYTES // MIB} MiB"),
     ("docs/tracing.md", f"waits at most {logs.FLUSH_TIMEOUT:g} seconds"),
     ("docs/structured_output.md", f"| {1000 * trial.MAX_MASK_SECONDS:g} ms each on average"),
-    ("docs/structured_output.md", f"more than {generate_request.MAX_GRAMMAR_BYTES >> 10} KiB"),
+    ("docs/structured_output.md", f"more than {parsed_request.MAX_GRAMMAR_BYTES >> 10} KiB"),
     ("docs/structured_output.md", f"at most {round(1000 * trial.MAX_CPU_SECONDS)} ms of CPU time"),
     ("docs/structured_output.md", f"of CPU time and {trial.MAX_BYTES // MIB} MiB of memory"),
     ("docs/structured_output.md", f"more than {grammars.MAX_TENANT_WAITING} different ones of one tenant"),

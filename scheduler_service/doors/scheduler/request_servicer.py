@@ -97,10 +97,8 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Embed(
         self, request: scheduler_pb2.EmbedRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.EmbedResponse:
-        fields = {field.name: value for field, value in request.ListFields()}
-        message = scheduler_pb2.GenerateRequest(embed=True, **fields)
         call = self._entrance.call(context)
-        request_id, end = await self.intake.embed(read_request(message, call, self.intake.model), call)
+        request_id, end = await self.intake.embed(read_request(request, call, self.intake.model), call)
         embedding = decode_embedding(end.embedding)
         return scheduler_pb2.EmbedResponse(request_id=request_id, embedding=embedding, usage=usage_of(end))
 
