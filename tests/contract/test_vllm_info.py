@@ -19,8 +19,9 @@ from pagewire.common.messages import WorkerCapacity
 from pagewire.hosting.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.doors.vllm.generate_request import translate_request
+from scheduler_service.doors.vllm.generate_request import read_generate_request
 from scheduler_service.serving.checkpoint.model_info import read_model_info
+from scheduler_service.serving.tenants.caller import Call, Caller
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import EOS, VOCAB_SIZE, Stack, make_checkpoint, serve
 from testing.starting_worker import StartingWorker
@@ -100,12 +101,15 @@ async def test_model_info(tmp_path: Path) -> None:
     assert json.loads(info.default_sampling_params_json) == {"temperature": 0.5, "top_k": 20}
 
 
-def test_the_checkpoints_sampling_defaults_are_the_gateways_business() -> None:
+def test_the_checkpoints_sampling_defaults_are_the_gateways_business(tmp_path: Path) -> None:
     """What it does not send is off, or a request for no filter at all could not be told from one for the default."""
-    sampling = translate_request(request(PROMPT)).sampling
-    off = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "n": 1}
-    assert {name: getattr(sampling, name) for name in off if sampling.HasField(name)} == off
-    assert not sampling.HasField("max_tokens")
+    defaults = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    model = read_model_info(str(make_checkpoint(tmp_path / "tiny", **defaults)))
+    assert {name: getattr(model.sampling_defaults, name) for name in defaults} == defaults
+    parsed = read_generate_request(request(PROMPT), Call(Caller(None)), model)
+    off = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    assert {name: getattr(parsed.request.sampling, name) for name in off} == off
+    assert (parsed.request.n, parsed.max_tokens) == (1, None)
 
 
 async def test_server_info(checkpoint: Path) -> None:

@@ -1,4 +1,5 @@
-"""A VllmEngine GenerateRequest as one of ours. Ranges are checked where ours are; here only what has no counterpart.
+"""A VllmEngine GenerateRequest as plain values, of which `serving/parsed_request.py` makes a request. Ranges are
+checked there; here only what it has no word for.
 
 proto3 cannot tell an unset number from 0, so 0 means what vLLM's servicer takes it for. The checkpoint's own sampling
 defaults are not filled in: a gateway reads them from GetModelInfo and sends them itself. What is never served is
@@ -6,23 +7,17 @@ INVALID_ARGUMENT, which a gateway answers with 400: of UNIMPLEMENTED it makes 50
 """
 
 import json
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2
 
 from pagewire.common.sampling_ranges import RANGES
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.parsed_request import ParsedRequest, parse_request
 from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
 
-_CONSTRAINTS = vllm_engine_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"]
-# Numbers and truth values that both have by the same name, and whether theirs may be unset.
-_SAME = {
-    field.name: field.has_presence
-    for field in vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields
-    for ours in (scheduler_pb2.SamplingParams.DESCRIPTOR.fields_by_name.get(field.name),)
-    if ours is not None and ours.has_presence and field.containing_oneof != _CONSTRAINTS
-}
-# Fields that are 0 where they are unset, though theirs is no legal value: that means 1, off.
-_ZERO_IS_ONE = [name for name, legal in RANGES.items() if not legal.holds(0) and _SAME.get(name) is False]
 _UNSUPPORTED_INPUTS = {
     "mm_inputs": "images, audio and video",
     "extra_mm_inputs": "images, audio and video",
@@ -30,6 +25,23 @@ _UNSUPPORTED_INPUTS = {
     "kv_transfer_params": "a KV cache of another engine",
     "kv_transfer_params_json": "a KV cache of another engine",
 }
+_SAMPLING_FIELDS = vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields
+# How the values of some fields are read; those of others mean what ours do. What is 0 where it is unset, though 0 is no
+# legal value, is 1 then: off.
+_READINGS: Mapping[str, Callable[[Any], Any]] = {
+    **{
+        field.name: lambda value: value or type(value)(1)
+        for field in _SAMPLING_FIELDS
+        if field.name in RANGES and not field.has_presence and not RANGES[field.name].holds(0)
+    },
+    "seed": lambda seed: seed % 2**64,
+    "choice": lambda choice: list(choice.choices),
+    "json_schema": lambda schema: close_calls(schema),
+}
+# Each field, with whether it may be unset.
+_OPTIONS = [
+    (field.name, field.has_presence, _READINGS.get(field.name, lambda value: value)) for field in _SAMPLING_FIELDS
+]
 # How a gateway's JSON Schema begins where `tool_choice` is "required": a list of calls, each an object with the name of
 # a tool and its parameters.
 _CALLS_BEGINNING = '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":'
@@ -38,21 +50,14 @@ _MAX_SCHEMA_LENGTH = 512 * 1024  # of a schema that is served
 _SPELLING_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def translate_request(message: vllm_engine_pb2.GenerateRequest) -> scheduler_pb2.GenerateRequest:
-    """Raises RefusedError for what this engine does not do."""
+def read_generate_request(message: vllm_engine_pb2.GenerateRequest, call: Call, model: ModelInfo) -> ParsedRequest:
+    """Read all of a request that came with a call. Raises RefusedError, also for what this engine does not do."""
     _check_supported(message)
-    request = scheduler_pb2.GenerateRequest()
-    if message.request_id:
-        request.request_id = message.request_id
     given = message.WhichOneof("input")
     if given is None:
         raise invalid("input", "the request has no prompt; set tokenized or text")
-    if given == "text":
-        request.text = message.text
-    else:
-        request.token_ids.ids.extend(message.tokenized.input_ids)
-    _translate_sampling(message.sampling_params, request.sampling)
-    return request
+    prompt = message.text if given == "text" else tuple(message.tokenized.input_ids)
+    return parse_request(prompt, _options(message.sampling_params), call, model, request_id=message.request_id or None)
 
 
 def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
@@ -71,40 +76,24 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
         )
 
 
-def _translate_sampling(given: vllm_engine_pb2.SamplingParams, sampling: scheduler_pb2.SamplingParams) -> None:
-    sampling.temperature = 1.0
-    for field, may_be_unset in _SAME.items():
-        if may_be_unset and not given.HasField(field):
-            continue
-        value = getattr(given, field)
-        if field in ("logprobs", "prompt_logprobs") and value < 0:
+def _options(sampling: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
+    """Return the options that are set, by their names, which are ours. A constraint begins at the first token, whatever
+    `grammar_from_first_token` says: the server parses no reasoning after which one could begin, and tells gateways so
+    in GetServerInfo."""
+    options: dict[str, Any] = {"temperature": 1.0}
+    for name, may_be_unset, read in _OPTIONS:
+        if not may_be_unset or sampling.HasField(name):
+            options[name] = read(getattr(sampling, name))
+    for name in ("logprobs", "prompt_logprobs"):
+        if (number := options.get(name, 0)) < 0:
             raise invalid(
-                f"sampling_params.{field}",
-                f"{field} is {value}, but this server does not send the whole vocabulary; ask for a number of them",
+                f"sampling_params.{name}",
+                f"{name} is {number}, but this server does not send the whole vocabulary; ask for a number of them",
             )
-        if field in _ZERO_IS_ONE:
-            value = value or 1
-        setattr(sampling, field, value % 2**64 if field == "seed" else value)
-    sampling.stop.extend(given.stop)
-    sampling.stop_token_ids.extend(given.stop_token_ids)
-    for token_id, bias in given.logit_bias.items():
+    for token_id in options["logit_bias"]:
         if token_id < 0:
             raise invalid(f"sampling_params.logit_bias[{token_id}]", f"{token_id} is no token id; send 0 or more")
-        sampling.logit_bias[token_id] = bias
-    _translate_constraint(given, sampling)
-
-
-def _translate_constraint(given: vllm_engine_pb2.SamplingParams, sampling: scheduler_pb2.SamplingParams) -> None:
-    """A constraint begins at the first token, whatever `grammar_from_first_token` says: the server parses no reasoning
-    after which one could begin, and tells gateways so in GetServerInfo."""
-    constraint = given.WhichOneof("constraint")
-    if constraint == "choice":
-        sampling.choice.SetInParent()
-        sampling.choice.texts.extend(given.choice.choices)
-    elif constraint == "json_schema":
-        sampling.json_schema = close_calls(given.json_schema)
-    elif constraint is not None:
-        setattr(sampling, constraint, getattr(given, constraint))
+    return options
 
 
 def close_calls(schema: str) -> str:

@@ -21,14 +21,14 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.cache import content_root
 from scheduler_service.core.request import OutputMode
 from scheduler_service.doors.entrance import Entrance
-from scheduler_service.doors.scheduler.generate_request import read_request
 from scheduler_service.doors.scheduler.generate_response import decode_embedding, send_headers_if_silent, write_all
-from scheduler_service.doors.vllm.generate_request import translate_request
+from scheduler_service.doors.vllm.generate_request import read_generate_request
 from scheduler_service.doors.vllm.generate_response import ResponseTranslator
 from scheduler_service.doors.vllm.kv_events import KvEventFeed
 from scheduler_service.doors.vllm.report import Load, model_info, scheduler_load, server_info
 from scheduler_service.doors.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.parsed_request import parse_request
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.step_loop import StepLoop
 
@@ -97,14 +97,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.EmbedResponse:
         """Pool a prompt of tokens, whatever text they were made of."""
         self._last_request_at = time.time()
-        message = scheduler_pb2.GenerateRequest(embed=True)
-        if request.request_id:
-            message.request_id = request.request_id
-        message.token_ids.SetInParent()
-        message.token_ids.ids.extend(request.tokenized.input_ids)
+        token_ids, request_id = tuple(request.tokenized.input_ids), request.request_id or None
         call = self._entrance.call(context)
         try:
-            _, end = await self._intake.embed(read_request(message, call, self._intake.model), call)
+            parsed = parse_request(token_ids, None, call, self._intake.model, request_id=request_id)
+            _, end = await self._intake.embed(parsed, call)
         except RefusedError as error:
             raise _in_their_words(error.with_traceback(None)) from None
         embedding = decode_embedding(end.embedding)
@@ -219,7 +216,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _generate(self, message: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         call = self._entrance.call(context)
-        parsed = read_request(translate_request(message), call, self._intake.model)
+        parsed = read_generate_request(message, call, self._intake.model)
         active = await self._intake.begin(
             parsed,
             call,
