@@ -112,7 +112,7 @@ class WatchedFiles(Generic[T]):
 
     def _read(self) -> Contents:
         """Raises OSError."""
-        return tuple(_content(file) for file in self._files)
+        return tuple([_content(file) for file in self._files])
 
     def _parsed(self, contents: Contents) -> T:
         """Raises ValueError."""
