@@ -62,7 +62,7 @@ class ActiveRequest:
         self.has_ended = False
         self.on_news: Callable[[bool], None] | None = None  # told when a sample gets something, and whether its end
         self.on_end: Callable[[], None] | None = None  # called once
-        self.listeners: set[Callable[[], None]] = set()  # called after everything that came
+        self.listeners: dict[Callable[[], None], None] = {}  # in order; called after everything that came
         self._engine = engine
 
     # What the engine does
@@ -136,7 +136,7 @@ class ActiveRequest:
         readers = [OutputReader(output, first_token) for output, first_token in places]
         news = News()
         news.tell()
-        self.listeners.add(news.tell)
+        self.listeners[news.tell] = None
         try:
             while True:
                 await news.wait()
@@ -148,7 +148,7 @@ class ActiveRequest:
                 if self.has_ended and all(reader.has_ended for reader in readers):
                     return
         finally:
-            self.listeners.discard(news.tell)
+            self.listeners.pop(news.tell, None)
 
     def _look_for_end(self) -> None:
         if not self.has_ended and (self.error is not None or all(output.end is not None for output in self.outputs)):

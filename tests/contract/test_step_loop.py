@@ -110,7 +110,7 @@ class Reader:
 
     def submit(self, loop: StepLoop, request: Request) -> None:
         active = ActiveRequest(request, [self._output], loop)
-        active.listeners.add(self._read)
+        active.listeners[self._read] = None
         loop.submit(active)
 
     def _read(self) -> None:
@@ -388,7 +388,7 @@ async def test_fan_out_serves_a_few_per_turn_and_in_order() -> None:
 
     for i, output in enumerate(outputs):
         request = ActiveRequest(make_request(i), [output], StepLoop(make_scheduler(), [], worker_timeout=60.0))
-        request.listeners.add(partial(read, i))
+        request.listeners[partial(read, i)] = None
         output.publish(1, 0.0)
         fan_out.enqueue(output, request)
     for num_served in (3, 6, 9, 10):

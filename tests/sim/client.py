@@ -47,7 +47,7 @@ class Client:
         assert len(self.samples) == self.request.n
         taken_in = any(output.record.num_published or output.record.is_over for output in self.outputs)
         assert not taken_in, "something came before the request was queued"
-        self.active.listeners.add(self._read)
+        self.active.listeners[self._read] = None
 
     def _read(self) -> None:
         for output in self.outputs:
@@ -55,7 +55,7 @@ class Client:
         has_failed = any(output.record.failure is not None for output in self.outputs)
         assert has_failed or self.active.error is None, f"{self.active.error}"
         if all(output.end is not None for output in self.outputs):
-            self.active.listeners = set()  # or each would keep the other
+            self.active.listeners = {}  # or each would keep the other
             self._on_end(self)
 
     @property

@@ -63,7 +63,7 @@ async def send_headers_if_silent(active: ActiveRequest, context: grpc.aio.Servic
     server (`--worker-grace`) fails before, since an answer that has begun is tried nowhere else.
     """
     news = News()
-    active.listeners.add(news.tell)
+    active.listeners[news.tell] = None
     try:
         async with asyncio.timeout(SILENCE_S):
             if active.error is None and not any(output.num_tokens for output in active.outputs):
@@ -71,7 +71,7 @@ async def send_headers_if_silent(active: ActiveRequest, context: grpc.aio.Servic
     except TimeoutError:
         await context.send_initial_metadata(())
     finally:
-        active.listeners.discard(news.tell)
+        active.listeners.pop(news.tell, None)
 
 
 async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:

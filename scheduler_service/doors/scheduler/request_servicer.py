@@ -51,7 +51,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.intake = intake
         self._entrance = entrance
         self._make_shared_call = lambda call: SharedCall(intake, call, server_info, loads)
-        self._shared_calls: set[SharedCall] = set()
+        self._shared_calls: dict[SharedCall, None] = {}
         self._is_closed = False
 
     @property
@@ -86,13 +86,13 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
         call = self._make_shared_call(self._entrance.call(context))
-        self._shared_calls.add(call)
+        self._shared_calls[call] = None
         try:
             if self._is_closed:
                 call.close()
             await call.serve(requests, context)
         finally:
-            self._shared_calls.discard(call)
+            del self._shared_calls[call]
 
     async def Embed(
         self, request: scheduler_pb2.EmbedRequest, context: grpc.aio.ServicerContext

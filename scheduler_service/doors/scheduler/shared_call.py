@@ -207,7 +207,7 @@ class SharedCall:
             label=request.stream_id,
             is_relayed=submission.tells_kept,
         )
-        active.listeners.add(lambda: self._mark_ready(request))
+        active.listeners[lambda: self._mark_ready(request)] = None
         request.active = active
         request.readers = [OutputReader(output) for output in active.outputs]
         last = request.stream_id + len(request.readers)
