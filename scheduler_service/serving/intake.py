@@ -145,7 +145,9 @@ class Intake:
             return parsed.prompt
         assert self.texts is not None, "no text is read where there is no tokenizer"
         limit = self.engine.availability.max_sequence_tokens
-        return await self.texts.encode(parsed.prompt, parsed.request.tenant, limit)
+        return await self.texts.encode(
+            parsed.prompt, parsed.request.tenant, limit, add_special_tokens=parsed.add_special_tokens
+        )
 
     def _outputs(self, parsed: ParsedRequest, request: Request, label: int, *, with_text: bool) -> list[SampleRecord]:
         """Make an output for each sample. The outputs of a detached request are kept."""

@@ -37,6 +37,7 @@ Options = Mapping[str, Any]
 class ParsedRequest:
     request: Request  # whole, but for the prompt's tokens, the length of the output and the deadline
     prompt: str | tuple[int, ...]
+    add_special_tokens: bool = True  # around a text
     max_tokens: int | None = None  # None: as many as fit
     stop: tuple[str, ...] = ()  # texts that end an output
     include_stop_text: bool = False
@@ -105,6 +106,7 @@ def parse_request(
     session_id: str = "",
     will_return: bool | None = None,
     retention_seconds: int | None = None,
+    add_special_tokens: bool = True,
 ) -> ParsedRequest:
     """Make a request of what its door found, which came with a call. Without `options` of sampling it is for an
     embedding. Raises RefusedError."""
@@ -123,7 +125,7 @@ def parse_request(
     _check_names(request)
     if isinstance(prompt, str) and not model.has_tokenizer:
         raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
-    parsed = ParsedRequest(request, prompt)
+    parsed = ParsedRequest(request, prompt, add_special_tokens)
     if options is not None:
         return _with_sampling(parsed, options, model)
     if model.embedding.refusal:
