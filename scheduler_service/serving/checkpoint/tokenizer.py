@@ -27,6 +27,10 @@ _NUM_KEPT_TOKENS = 8
 _NUM_THREADS = 2
 _REPLACEMENT = "\ufffd"
 _NAME_OF_BYTE = "<0x{:02X}>"  # as sentencepiece writes it
+# How byte-level tokenizers write bytes in names of tokens: what can be printed as it is, the others from U+0100 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES_OF_CHARS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
@@ -58,7 +62,9 @@ class Tokenizer:
         self._byte_tokens = _byte_tokens(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
+        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
 
     async def encode(
         self, text: str, max_tokens: int, *, add_special_tokens: bool = True, is_long: bool = False
@@ -100,6 +106,14 @@ class Tokenizer:
             piece = pieces[token_id] = self.decode((token_id,), skip_special_tokens=skip_special_tokens)
         return None if _REPLACEMENT in piece else piece
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, which need not be whole characters; of a special one those of its
+        name."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._find_bytes(token_id)
+        return known
+
     def text_decoder(
         self,
         prompt_token_ids: Sequence[int],
@@ -111,6 +125,18 @@ class Tokenizer:
     ) -> "TextDecoder":
         decoder = IncrementalDecoder(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
         return TextDecoder(decoder, stop=stop, min_tokens=min_tokens, include_stop_text=include_stop_text)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id]
+        if token_id in self._byte_tokens:
+            return bytes((self._byte_tokens[token_id],))
+        name = self._tokenizer.id_to_token(token_id) or ""
+        if self._has_pieces and all(char in _BYTES_OF_CHARS for char in name):
+            return bytes(_BYTES_OF_CHARS[char] for char in name)
+        # Behind another, as itself: a text's first token may lose its space.
+        one, two = (self.decode((token_id,) * count, skip_special_tokens=False) for count in (1, 2))
+        return two[len(one) :].encode()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
