@@ -19,8 +19,10 @@ from scheduler_service.links.scheduler_link import CHANNEL_OPTIONS, SchedulerLin
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import serve_metrics
 from scheduler_service.request_service import RequestService, refused
+from scheduler_service.serving.tenants.tenant_file import TenantFile
 
 if TYPE_CHECKING:
+    from scheduler_service.doors.http.server import HttpDoor
     from scheduler_service.doors.vllm.report import Load
     from scheduler_service.doors.vllm.servicer import VllmServicer
 
@@ -73,11 +75,15 @@ async def run(
         )
         service.listen(servicer, partial(_make_vllm, link, servicer, service.entrance))
         read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)
+        door = _make_http(config, link, servicer, tenants) if config.http_port else None
         metrics = serve_metrics(FrontEndCollector(read_stats), config)
     except (ValueError, OSError) as error:
         return refused(error)
     try:
-        return await service.run(link, failed=_failed, stop=stop, stop_now=stop_now or asyncio.Event(), ready=ready)
+        parts = [door.run()] if door is not None else []
+        return await service.run(
+            link, *parts, failed=_failed, stop=stop, stop_now=stop_now or asyncio.Event(), ready=ready
+        )
     finally:
         await dialler.close()
         if metrics is not None:
@@ -112,6 +118,18 @@ def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, entrance: Entran
         return vllm.Load(decode_stats(loads), worker.block_size if worker else 0, max_num_seqs, throughput)
 
     return vllm.VllmServicer(servicer.intake, entrance, link.server_info, read_load, None)
+
+
+def _make_http(
+    config: FrontEndConfig, link: SchedulerLink, servicer: FrontEndServicer, tenants: TenantFile | None
+) -> "HttpDoor":
+    """Bind the port of the OpenAI API. Raises ValueError without the packages, and OSError."""
+    try:
+        from scheduler_service.doors.http.server import HttpAddress, HttpDoor
+    except ImportError as error:
+        raise ValueError(f"--http-port is {config.http_port}, but {error}; install pagewire[http]") from None
+    address = HttpAddress(config.http_host, config.http_port, config.tls_cert, config.tls_key, config.tls_client_ca)
+    return HttpDoor(address, servicer.intake, tenants, lambda: link.served_model_name)
 
 
 def _failed(error: BaseException | None) -> int:

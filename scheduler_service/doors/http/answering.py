@@ -1,0 +1,211 @@
+"""From the deltas of one call's requests to its answer, whole or as events."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
+from scheduler_service.doors.http.answers import PromptTokensDetails, Usage
+from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.requests import GenerationRequest, StreamOptions
+from scheduler_service.serving.active_request import ActiveRequest
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import Delta
+from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_FINISH_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
+_encode = msgspec.json.Encoder().encode
+
+
+class PromptProgress:
+    """What has come of one prompt so far."""
+
+    def __init__(self, index: int, active: ActiveRequest) -> None:
+        num_samples = active.request.n
+        self.index = index
+        self.active = active
+        self.num_tokens = [0] * num_samples
+        self.has_begun = [False] * num_samples  # something was told of the sample
+        self.num_cached_tokens = 0
+        self.logprobs: list[TokenLogprobs] = []  # of the prompt, from its second token on
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.active.request.prompt_token_ids
+
+    def take(self, delta: Delta) -> None:
+        self.logprobs += delta.prompt_logprobs
+        self.num_tokens[delta.sample_index] += len(delta.token_ids)
+        if delta.end is not None:
+            self.num_cached_tokens = delta.end.num_cached_tokens
+
+
+class AnswerWriter(Protocol):
+    """How one kind of answer is written."""
+
+    num_hidden_tokens: int  # of each sample, that were computed and are not shown
+
+    def first_choices(self, progress: PromptProgress) -> list[Any]:
+        """Make the choices that an answer in events begins with, each in an event of its own."""
+
+    def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> Any:
+        """Make the choice that tells a delta."""
+
+    def answer(
+        self, choices: list[Any], usage: Usage | UnsetType | None, progress: PromptProgress | None, *, is_whole: bool
+    ) -> Struct:
+        """Put choices into a whole answer or into an event. `progress` is that of the prompt that they are of, if it
+        is one, and none of its choices was told before."""
+
+
+async def begin_all(
+    intake: Intake, requests: Sequence[ParsedRequest], call: Call, request: GenerationRequest
+) -> list[PromptProgress]:
+    """Queue what a call asks for, all of it or nothing. Raises RefusedError."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "stream_options is set, but stream is not true; set it, or leave both unset")
+    mode = OutputMode.STREAMED if request.stream else OutputMode.WHOLE
+    begun: list[PromptProgress] = []
+    try:
+        for index, parsed in enumerate(requests):
+            begun.append(PromptProgress(index, await intake.begin(parsed, call, mode)))
+    except BaseException:
+        cancel_all(begun)
+        raise
+    return begun
+
+
+def cancel_all(begun: Sequence[PromptProgress]) -> None:
+    for progress in begun:
+        progress.active.cancel()
+
+
+async def whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_wanted: int | None = None) -> bytes:
+    """Return the answer once all has ended; of each prompt the best so many samples. Raises RefusedError."""
+    choices = []
+    for progress in begun:
+        await progress.active.wait_for_end()
+        wholes = [delta async for delta in _wholes(progress)]
+        if num_wanted is not None and num_wanted < len(wholes):
+            best = sorted(wholes, key=_mean_logprob, reverse=True)[:num_wanted]
+            wholes = [delta._replace(sample_index=index) for index, delta in enumerate(best)]
+        choices += [writer.choice(progress, delta, is_whole=True) for delta in wholes]
+    usage = _usage(begun, writer.num_hidden_tokens)
+    return _encode(writer.answer(choices, usage, begun[0] if len(begun) == 1 else None, is_whole=True))
+
+
+async def _wholes(progress: PromptProgress) -> Any:
+    """Yield all that came of each sample, as one delta."""
+    parts: list[list[Delta]] = [[] for _ in progress.num_tokens]
+    async with contextlib.aclosing(progress.active.deltas()) as deltas:
+        async for delta in deltas:
+            progress.take(delta)
+            parts[delta.sample_index].append(delta)
+    for deltas_of_sample in parts:
+        yield deltas_of_sample[-1]._replace(
+            first_token=0,
+            token_ids=[token_id for delta in deltas_of_sample for token_id in delta.token_ids],
+            logprobs=[entry for delta in deltas_of_sample for entry in delta.logprobs],
+            text="".join(delta.text for delta in deltas_of_sample),
+        )
+
+
+def _mean_logprob(delta: Delta) -> float:
+    return (delta.cumulative_logprob or 0.0) / max(1, len(delta.token_ids))
+
+
+async def stream_answer(
+    begun: Sequence[PromptProgress], writer: AnswerWriter, stream: EventStream, options: StreamOptions
+) -> None:
+    """Tell what comes as it comes. Raises RefusedError."""
+    if len(begun) == 1:
+        await _stream_prompt(begun[0], writer, stream, options)
+    else:
+        tasks = [asyncio.create_task(_stream_prompt(progress, writer, stream, options)) for progress in begun]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    if options.include_usage:
+        usage = _usage(begun, writer.num_hidden_tokens)
+        await stream.tell(_encode(writer.answer([], usage, None, is_whole=False)))
+    await stream.end()
+
+
+async def _stream_prompt(
+    progress: PromptProgress, writer: AnswerWriter, stream: EventStream, options: StreamOptions
+) -> None:
+    is_first = True
+    async with contextlib.aclosing(progress.active.deltas()) as deltas:
+        async for delta in deltas:
+            if is_first:
+                for choice in writer.first_choices(progress):
+                    await stream.tell(_event(writer, choice, progress, 0, options, is_first=is_first))
+                    is_first = False
+            progress.take(delta)
+            choice = writer.choice(progress, delta, is_whole=False)
+            if choice is not None:
+                num_tokens = progress.num_tokens[delta.sample_index]
+                await stream.tell(_event(writer, choice, progress, num_tokens, options, is_first=is_first))
+                is_first = False
+
+
+def _event(
+    writer: AnswerWriter,
+    choice: Any,
+    progress: PromptProgress,
+    num_tokens: int,
+    options: StreamOptions,
+    *,
+    is_first: bool,
+) -> bytes:
+    usage: Usage | UnsetType | None = UNSET
+    if options.include_usage:
+        usage = None
+        if options.continuous_usage_stats:
+            usage = _counts(len(progress.prompt_token_ids), num_tokens - min(num_tokens, writer.num_hidden_tokens))
+    return _encode(writer.answer([choice], usage, progress if is_first else None, is_whole=False))
+
+
+def _usage(begun: Sequence[PromptProgress], num_hidden_tokens: int) -> Usage:
+    return _counts(
+        sum(len(progress.prompt_token_ids) for progress in begun),
+        sum(num - min(num, num_hidden_tokens) for progress in begun for num in progress.num_tokens),
+        PromptTokensDetails(sum(progress.num_cached_tokens for progress in begun)),
+    )
+
+
+def _counts(num_prompt: int, num_output: int, details: PromptTokensDetails | UnsetType = UNSET) -> Usage:
+    return Usage(num_prompt, num_output, num_prompt + num_output, details)
+
+
+def finish_reason(end: SequenceEnd | None) -> str | None:
+    return None if end is None else _FINISH_REASONS[end.reason]
+
+
+def stop_reason(request: GenerationRequest, delta: Delta) -> int | str | None:
+    """Return the text or the token of the request that ended an output."""
+    if delta.end is None or delta.stop_text is not None:
+        return delta.stop_text
+    token_id = delta.end.stop_token_id
+    return token_id if token_id in (request.stop_token_ids or ()) else None
+
+
+def now() -> int:
+    """Return the seconds of Unix time at which an answer is made."""
+    return int(time.time())
+
+
+def numbered(request_id: str, count: int) -> Iterator[str]:
+    """Yield a name for each of so many requests of a call."""
+    for index in range(count):
+        yield request_id if count == 1 else f"{request_id}-{index}"

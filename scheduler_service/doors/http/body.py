@@ -1,0 +1,130 @@
+"""The body of a call, within its bounds, as a request of its type; or why it is none, in one line with the field, its
+value, and what would do."""
+
+import asyncio
+import difflib
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.types import Receive, Scope
+
+from scheduler_service.doors.http.refusals import HttpError
+from scheduler_service.serving.refusal import RefusedError, invalid
+
+MAX_BODY_BYTES = 16 << 20  # prompts are bounded by themselves (--max-prompt-bytes)
+BODY_TIMEOUT_S = 30.0
+_SHOWN_CHARS = 60
+_PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)
+_INDEX = re.compile(r"\[(\d+)\]")
+_Request = TypeVar("_Request", bound=Struct)
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """Return the whole body. Raises HttpError."""
+    headers = dict(scope["headers"])
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if encoding.lower() != "identity":
+        raise HttpError(415, f"the body is encoded as {encoding[:_SHOWN_CHARS]!r}; send it as it is")
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise _too_large(int(length))
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise HttpError(400, "the client has gone")
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large(len(body))
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise HttpError(408, f"the body has not come within {BODY_TIMEOUT_S:g} s") from None
+
+
+def _too_large(num_bytes: int) -> HttpError:
+    return HttpError(413, f"the body has {num_bytes} bytes or more, this server takes {MAX_BODY_BYTES}; shorten it")
+
+
+def decode_body(body: bytes, kind: type[_Request]) -> _Request:
+    """Raises RefusedError."""
+    try:
+        return _decoder(kind).decode(body)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), body, kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid("", f"the body is no JSON: {error}") from None
+    except RecursionError:
+        raise invalid("", "the body is nested too deeply") from None
+
+
+@functools.cache
+def _decoder(kind: type[_Request]) -> "msgspec.json.Decoder[_Request]":
+    return msgspec.json.Decoder(kind)
+
+
+def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
+    place = _PLACE.search(text)
+    path = place[1] if place else ""
+    said = text[: place.start()] if place else text
+    unknown = _UNKNOWN.match(said)
+    if unknown:
+        name = unknown[1]
+        field = f"{path}.{name}" if path else name
+        near = difflib.get_close_matches(name, _field_names(kind), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return invalid(field, f"{field[:_SHOWN_CHARS]} is no field of this request{hint}")
+    if not path:
+        return invalid("", f"the body is no request: {_lowered(said)}")
+    why = _reasons(kind).get(re.split(r"[.\[]", path, maxsplit=1)[0], "")
+    given = _shown(body, path)
+    if why and ("`null`, got" in said or "length <= 0" in said or "Invalid enum value" in said):
+        return invalid(path, f"{path}{given} is not served: {why}")
+    return invalid(path, f"{path}{given} cannot be: {_lowered(said)}")
+
+
+@functools.cache
+def _field_names(kind: type[Struct]) -> list[str]:
+    return list(kind.__struct_fields__)
+
+
+@functools.cache
+def _reasons(kind: type[Struct]) -> Mapping[str, str]:
+    """Return the descriptions of fields."""
+    return {
+        name: found for name, hint in get_type_hints(kind, include_extras=True).items() if (found := _described(hint))
+    }
+
+
+def _described(hint: Any) -> str:
+    """Return the description that a type has, or a part of it."""
+    for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
+        if isinstance(part, Meta):
+            if part.description:
+                return part.description
+        elif found := _described(part):
+            return found
+    return ""
+
+
+def _shown(body: bytes, path: str) -> str:
+    """Return the value that stands at a place, as far as it can be shown."""
+    try:
+        value = msgspec.json.decode(body)
+        for name in _INDEX.sub(r".\1", path).split("."):
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        text = msgspec.json.encode(value).decode()
+    except (msgspec.MsgspecError, LookupError, ValueError, TypeError, RecursionError):
+        return ""
+    return f" is {text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + '…'}, which"
+
+
+def _lowered(said: str) -> str:
+    return said[:1].lower() + said[1:]

@@ -1,0 +1,141 @@
+"""`/v1/chat/completions`: conversations, which the model's chat template makes prompts of."""
+
+import secrets
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from scheduler_service.doors.http.answering import (
+    PromptProgress,
+    begin_all,
+    cancel_all,
+    finish_reason,
+    now,
+    stop_reason,
+    stream_answer,
+    whole_answer,
+)
+from scheduler_service.doors.http.answers import ChatChoice, ChatCompletion, ChatMessage, Usage
+from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.options import RequestNames, options_of, parsed
+from scheduler_service.doors.http.prompts import render_messages
+from scheduler_service.doors.http.requests import ChatCompletionRequest, StreamOptions
+from scheduler_service.doors.http.token_texts import TokenTexts
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import Delta
+from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_ROLE = "assistant"
+
+
+class ChatWriter:
+    num_hidden_tokens = 0
+
+    def __init__(self, request: ChatCompletionRequest, head: tuple[str, str], intake: Intake) -> None:
+        """`head` is the answer's id, and the model's name."""
+        self._request = request
+        self._id, self._model = head
+        self._created = now()
+        self._texts = TokenTexts(intake.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+
+    def first_choices(self, progress: PromptProgress) -> list[ChatChoice]:
+        opening = ChatMessage(role=_ROLE, content="")
+        return [ChatChoice(index, UNSET, opening, None, None) for index in range(len(progress.num_tokens))]
+
+    def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> ChatChoice | None:
+        request, end = self._request, delta.end
+        shows = delta.text or end is not None or (delta.token_ids and (request.return_token_ids or request.logprobs))
+        if not shows:
+            return None
+        added = ChatMessage(content=delta.text) if delta.text or end is None else ChatMessage()
+        return ChatChoice(
+            delta.sample_index,
+            ChatMessage(_ROLE, delta.text, None) if is_whole else UNSET,
+            UNSET if is_whole else added,
+            self._texts.chat_logprobs(delta.logprobs) if request.logprobs else None,
+            finish_reason(end),
+            UNSET if end is None else stop_reason(request, delta),
+            list(delta.token_ids) if request.return_token_ids else UNSET,
+        )
+
+    def answer(
+        self,
+        choices: list[Any],
+        usage: Usage | UnsetType | None,
+        progress: PromptProgress | None,
+        *,
+        is_whole: bool,
+    ) -> ChatCompletion:
+        request = self._request
+        asks_ids = request.return_token_ids and progress is not None
+        asks_logprobs = request.prompt_logprobs is not None and progress is not None and is_whole
+        return ChatCompletion(
+            self._id,
+            "chat.completion" if is_whole else "chat.completion.chunk",
+            self._created,
+            self._model,
+            choices,
+            usage,
+            list(progress.prompt_token_ids) if asks_ids and progress is not None else UNSET,
+            self._texts.prompt_logprobs(progress.logprobs) if asks_logprobs and progress is not None else UNSET,
+        )
+
+
+async def complete_chat(
+    request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
+) -> bytes | None:
+    """Return the answer, unless it is streamed. Raises RefusedError."""
+    options, names = options_of(request)
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    in_its_words = RequestNames("messages", **names)
+    drawn = f"chatcmpl-{secrets.token_hex(12)}"
+    begun: list[PromptProgress] = []
+    try:
+        begun = await begin_all(intake, [await _read(request, options, call, intake, drawn)], call, request)
+        answer_id = drawn if request.request_id is None else f"chatcmpl-{request.request_id}"
+        writer = ChatWriter(request, (answer_id, model_name), intake)
+        if not request.stream:
+            return await whole_answer(begun, writer)
+        await stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
+        return None
+    except RefusedError as refusal:
+        raise in_its_words.in_its_words(refusal.with_traceback(None)) from None
+    finally:
+        cancel_all(begun)
+
+
+async def _read(
+    request: ChatCompletionRequest, options: dict[str, Any], call: Call, intake: Intake, drawn_id: str
+) -> ParsedRequest:
+    """Raises RefusedError."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "top_logprobs is set, but logprobs is not true; set it, or leave both unset")
+    if request.logprobs:
+        options["logprobs"] = request.top_logprobs or 0
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    variables = {
+        name: value for name in ("documents", "reasoning_effort") if (value := getattr(request, name)) is not None
+    }
+    text = await render_messages(
+        intake.model,
+        request.messages,
+        template_name=request.chat_template,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=variables | (request.chat_template_kwargs or {}),
+    )
+    return parsed(
+        request,
+        text,
+        options,
+        call,
+        intake.model,
+        request_id=request.request_id or drawn_id,
+        # A template writes those that belong there.
+        add_special_tokens=request.add_special_tokens is True,
+    )

@@ -1,0 +1,178 @@
+"""`/v1/completions`: texts or token ids as prompts, and what comes after them."""
+
+import secrets
+from typing import Any, NamedTuple
+
+from msgspec import UNSET, UnsetType
+
+from scheduler_service.core.request import EndReason
+from scheduler_service.doors.http.answering import (
+    PromptProgress,
+    begin_all,
+    cancel_all,
+    finish_reason,
+    now,
+    numbered,
+    stop_reason,
+    stream_answer,
+    whole_answer,
+)
+from scheduler_service.doors.http.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.options import RequestNames, options_of, parsed
+from scheduler_service.doors.http.prompts import prompts_of
+from scheduler_service.doors.http.requests import CompletionRequest, StreamOptions
+from scheduler_service.doors.http.token_texts import CompletionTokens, TokenTexts
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import Delta
+from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionWriter:
+    def __init__(self, request: CompletionRequest, head: tuple[str, str], intake: Intake, echoed: list[str]) -> None:
+        """`head` is the answer's id, and the model's name; `echoed` are the texts of prompts to begin with, or
+        none."""
+        self._request = request
+        self._id, self._model = head
+        self._created = now()
+        self._echoed = echoed
+        self._texts = TokenTexts(intake.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._tokens: dict[int, CompletionTokens] = {}  # of each choice
+        self.num_hidden_tokens = 1 if request.max_tokens == 0 else 0
+
+    def first_choices(self, progress: PromptProgress) -> list[CompletionChoice]:
+        return []
+
+    def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> CompletionChoice | None:
+        request, sample = self._request, delta.sample_index
+        index = progress.index * (request.n or 1) + sample
+        is_first = not progress.has_begun[sample]
+        text, token_ids, logprobs, end = delta.text, list(delta.token_ids), delta.logprobs, delta.end
+        if self.num_hidden_tokens:
+            text, token_ids, logprobs = "", [], ()
+        echoed = self._echoed[progress.index] if self._echoed and is_first else ""
+        shows = echoed or text or end is not None or (token_ids and (request.return_token_ids or logprobs))
+        if not shows or (delta.prompt_logprobs and not delta.token_ids and end is None):
+            return None
+        progress.has_begun[sample] = True
+        reason = finish_reason(end)
+        if end is not None and self.num_hidden_tokens and end.reason is not EndReason.ABORT:
+            reason = "length"
+        return CompletionChoice(
+            index,
+            echoed + text,
+            self._logprobs(index, delta._replace(logprobs=logprobs), progress if self._echoed and is_first else None),
+            reason,
+            stop_reason(request, delta),
+            token_ids if request.return_token_ids else UNSET,
+            list(progress.prompt_token_ids) if request.return_token_ids and is_first else UNSET,
+            self._texts.prompt_logprobs(progress.logprobs)
+            if request.prompt_logprobs is not None and is_first
+            else UNSET,
+        )
+
+    def answer(
+        self,
+        choices: list[Any],
+        usage: Usage | UnsetType | None,
+        progress: PromptProgress | None,
+        *,
+        is_whole: bool,
+    ) -> Completion:
+        return Completion(self._id, "text_completion", self._created, self._model, choices, usage)
+
+    def _logprobs(self, index: int, delta: Delta, echoed: PromptProgress | None) -> CompletionLogprobs | None:
+        """Return the log-probabilities of a delta's tokens, behind those of a prompt that it begins with."""
+        if self._request.logprobs is None:
+            return None
+        tokens = self._tokens.get(index)
+        if tokens is None:
+            tokens = self._tokens[index] = CompletionTokens(self._texts)
+        if echoed is None:
+            return tokens.logprobs(delta.logprobs)
+        return tokens.logprobs([*echoed.logprobs, *delta.logprobs], echoed.prompt_token_ids[0])
+
+
+class Completing(NamedTuple):
+    """A request as it goes to the intake, and what its prompts are called."""
+
+    requests: list[ParsedRequest]
+    request_id: str
+    names: RequestNames
+
+
+async def complete(
+    request: CompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
+) -> bytes | None:
+    """Return the answer, unless it is streamed. Raises RefusedError."""
+    asked = _read(request, call, intake)
+    begun: list[PromptProgress] = []
+    try:
+        echoed = [await _text_of(prompt.prompt, intake) for prompt in asked.requests] if request.echo else []
+        begun = await begin_all(intake, asked.requests, call, request)
+        writer = CompletionWriter(request, (asked.request_id, model_name), intake, echoed)
+        if not request.stream:
+            return await whole_answer(begun, writer, request.n or 1 if request.best_of is not None else None)
+        await stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
+        return None
+    except RefusedError as refusal:
+        raise asked.names.in_its_words(refusal.with_traceback(None)) from None
+    finally:
+        cancel_all(begun)
+
+
+def _read(request: CompletionRequest, call: Call, intake: Intake) -> Completing:
+    options, names = options_of(request)
+    in_its_words = RequestNames("prompt", **names)
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")
+    options["max_tokens"] = _DEFAULT_MAX_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+    if request.logprobs is not None:
+        options["logprobs"] = request.logprobs
+        if request.echo:
+            options.setdefault("prompt_logprobs", request.logprobs)
+    if request.best_of is not None:
+        _check_best_of(request, request.best_of)
+        options["n"] = request.best_of
+        options.setdefault("logprobs", 0)
+    prompts = prompts_of(request.prompt, "prompt")
+    drawn = f"cmpl-{secrets.token_hex(12)}"
+    try:
+        requests = [
+            parsed(
+                request,
+                prompt,
+                options,
+                call,
+                intake.model,
+                request_id=name,
+                add_special_tokens=request.add_special_tokens is not False,
+            )
+            for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
+        ]
+    except RefusedError as refusal:
+        raise in_its_words.in_its_words(refusal) from None
+    return Completing(requests, drawn if request.request_id is None else f"cmpl-{request.request_id}", in_its_words)
+
+
+def _check_best_of(request: CompletionRequest, best_of: int) -> None:
+    """Raises RefusedError."""
+    if best_of < (request.n or 1):
+        raise invalid("best_of", f"best_of is {best_of}, but n is {request.n}; best_of must be at least n")
+    if request.stream and best_of > (request.n or 1):
+        raise invalid("best_of", "which samples are best is known at the end alone; leave stream or best_of unset")
+
+
+async def _text_of(prompt: str | tuple[int, ...], intake: Intake) -> str:
+    """Return the text of a prompt. Raises RefusedError."""
+    if isinstance(prompt, str):
+        return prompt
+    if intake.tokenizer is None:
+        raise invalid("echo", "the served checkpoint has no tokenizer, and knows no text of a prompt; leave echo unset")
+    # Tokens that there are not are refused later.
+    known = [token_id for token_id in prompt if token_id < intake.model.vocab_size]
+    return await intake.tokenizer.text_of(known, skip_special_tokens=False)

@@ -1,0 +1,45 @@
+"""Server-sent events of one call. They begin with the first of them, or with a comment once the call has been silent
+for long: until then a failure has a status of its own."""
+
+import time
+
+from starlette.types import Send
+
+# Proxies cut what is silent for a minute, or for less.
+SILENCE_S = 15.0
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_END = b"data: [DONE]\n\n"
+_COMMENT = b": waiting\n\n"
+
+
+class EventStream:
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._told_at = time.monotonic()
+        self._is_telling = False
+        self.has_begun = False
+
+    async def tell(self, message: bytes) -> None:
+        """Send an event. Returns when the client has read enough for the next."""
+        await self._write(b"data: %b\n\n" % message)
+
+    async def end(self) -> None:
+        await self._write(_END, is_last=True)
+
+    async def break_silence(self) -> None:
+        """Send a comment if nothing was sent for long. A client that does not read what was sent gets none."""
+        if not self._is_telling and time.monotonic() - self._told_at >= SILENCE_S:
+            await self._write(_COMMENT)
+
+    async def _write(self, data: bytes, *, is_last: bool = False) -> None:
+        self._is_telling = True
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self._told_at = time.monotonic()
+        self._is_telling = False

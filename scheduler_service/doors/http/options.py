@@ -1,0 +1,123 @@
+"""Options of a request, by the names that they have everywhere else; and what the request itself calls them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw
+
+from scheduler_service.doors.http.requests import (
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    QueuedRequest,
+    SampledRequest,
+    StructuralTagFormat,
+)
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.parsed_request import Options, ParsedRequest, parse_request
+from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_SAME = tuple(SampledRequest.__annotations__)
+_NULL = b"null"
+_PARENT = "sampling."  # of the paths of fields that stand in a request itself here
+_LISTS_OF_TOKENS = "token_ids.ids"
+
+
+class RequestNames:
+    """What a request calls a field at fault."""
+
+    def __init__(self, prompt: str, **options: str) -> None:
+        """`prompt` is the field of the prompt; `options` are those whose names differ."""
+        self._prompt = prompt
+        self._options = options
+
+    def in_its_words(self, refusal: RefusedError) -> RefusedError:
+        field = refusal.field.removeprefix(_PARENT)
+        if field == "text" or field.startswith(_LISTS_OF_TOKENS):
+            field = self._prompt
+        field = self._options.get(field, field)
+        return RefusedError(refusal.reason, str(refusal), field)
+
+
+def options_of(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options that are set, and the names of fields that differ. Raises RefusedError."""
+    options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    if request.top_k is not None:
+        options["top_k"] = max(request.top_k, 0)
+    if request.seed is not None:
+        options["seed"] = request.seed % 2**64
+    if request.stop is not None:
+        options["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    if request.use_beam_search:
+        options.setdefault("beam_width", request.n or 1)
+    elif "beam_width" not in options and request.length_penalty == 1:
+        del options["length_penalty"]
+    found = list(_structured(request))
+    if len(found) > 1:
+        (first, *_), (second, *_) = found[:2]
+        raise invalid(second, f"{first} and {second} both say what the output must match; send one of them")
+    names = {}
+    for field, kind, value in found:
+        options[kind], names[kind] = value, field
+    return options, names
+
+
+def parsed(
+    request: QueuedRequest,
+    prompt: str | tuple[int, ...],
+    options: Options | None,
+    call: Call,
+    model: ModelInfo,
+    *,
+    request_id: str,
+    add_special_tokens: bool = True,
+) -> ParsedRequest:
+    """Make a request of one of the prompts. Raises RefusedError."""
+    return parse_request(
+        prompt,
+        options,
+        call,
+        model,
+        request_id=request_id,
+        tenant=request.tenant or "",
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        session_id=request.session_id or "",
+        will_return=request.will_return,
+        retention_seconds=request.retention_seconds,
+        add_special_tokens=add_special_tokens,
+    )
+
+
+def _structured(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
+    """Yield what the output must match: the field that says so, the kind, and its value."""
+    match request.response_format:
+        case JsonObjectFormat():
+            yield "response_format", "json_object", True
+        case JsonSchemaFormat(json_schema=named):
+            yield "response_format", "json_schema", _text(named.schema, "response_format")
+        case StructuralTagFormat() as tag:
+            parts = {name: value for name in tag.__struct_fields__ if (value := getattr(tag, name)) is not UNSET}
+            text = Raw(msgspec.json.encode({"type": "structural_tag", **parts}))
+            yield "response_format", "structural_tag", _text(text, "response_format")
+    for kind in ("json", "regex", "choice", "grammar", "structural_tag", "json_object"):
+        for field, value in (
+            (f"guided_{kind}", getattr(request, f"guided_{kind}", None)),
+            (f"structured_outputs.{kind}", getattr(request.structured_outputs, kind, None)),
+        ):
+            if isinstance(value, Raw):
+                if bytes(value) != _NULL:
+                    yield field, "json_schema", _text(value, field)
+            elif value is not None and value is not UNSET and value is not False:
+                yield field, kind, value
+
+
+def _text(schema: Raw, field: str) -> str:
+    """Return the JSON of a schema, which may have been sent as a text that holds it. Raises RefusedError."""
+    try:
+        text = bytes(schema).decode().strip()
+        return msgspec.json.decode(text, type=str) if text.startswith('"') else text
+    except UnicodeDecodeError:
+        raise invalid(field, f"{field} is not in UTF-8") from None

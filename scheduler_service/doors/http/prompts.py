@@ -1,0 +1,97 @@
+"""The prompts of a request: texts, token ids, or the text that a chat template makes of a conversation."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from pagewire.common.chat_template import ChatTemplateError, render
+from scheduler_service.doors.http.requests import MAX_PROMPTS, Prompt
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.refusal import invalid
+
+Message = Mapping[str, Any]
+
+
+def prompts_of(given: Prompt, field: str) -> list[str | tuple[int, ...]]:
+    """Return each prompt as a text, or as token ids. Raises RefusedError."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if kinds == {int}:
+        return [tuple(cast(list[int], given))]
+    if len(given) > MAX_PROMPTS:
+        raise invalid(field, f"{field} has {len(given)} entries, at most {MAX_PROMPTS} are allowed; send fewer")
+    if kinds == {str}:
+        return list(cast(list[str], given))
+    if kinds == {list}:
+        return [tuple(ids) for ids in cast(list[list[int]], given)]
+    raise invalid(field, f"{field} is a list of texts and of token ids; send one kind at a time")
+
+
+async def render_messages(
+    model: ModelInfo,
+    messages: Sequence[Message],
+    *,
+    template_name: str | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    variables: Mapping[str, Any],
+) -> str:
+    """Return the text of a conversation's prompt. Raises RefusedError."""
+    template = _template(model, template_name)
+    if continue_final_message and add_generation_prompt:
+        raise invalid(
+            "continue_final_message",
+            "continue_final_message goes on with the last message, and add_generation_prompt begins another; set one",
+        )
+    # As vLLM takes it, a content that is null is empty.
+    messages = [{**each, "content": ""} if each.get("content") is None else each for each in messages]
+    adds_prompt = not continue_final_message and add_generation_prompt is not False
+    try:
+        # A template may take its time.
+        text = await asyncio.to_thread(
+            render,
+            template,
+            messages,
+            special_tokens=model.special_tokens,
+            add_generation_prompt=adds_prompt,
+            variables=variables,
+        )
+    except ChatTemplateError as error:
+        raise invalid("messages", str(error)) from None
+    return _up_to_last(text, messages[-1]) if continue_final_message else text
+
+
+def _template(model: ModelInfo, name: str | None) -> str:
+    """Return the model's template, or one of its others. Raises RefusedError."""
+    if model.template_file is None:
+        raise invalid(
+            "messages", "the served model has no chat template; send a prompt to /v1/completions, or serve one that has"
+        )
+    if name is None:
+        return model.template_file.text
+    named = model.template_file.named
+    if name not in named:
+        known = ", ".join(sorted(named)) or "none"
+        raise invalid(
+            "chat_template", f"chat_template is {name[:40]!r}, which names no template of the model; it has {known}"
+        )
+    return named[name]
+
+
+def _up_to_last(text: str, message: Message) -> str:
+    """Cut off what a template writes behind the content of the last message, as transformers does. Raises
+    RefusedError."""
+    content = message["content"]
+    if not isinstance(content, str):
+        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        content = texts[-1] if texts else ""
+    place = text.rfind(content.strip())
+    if place < 0 or not content.strip():
+        raise invalid(
+            "continue_final_message",
+            "the last message does not stand in the prompt as it was sent, or is empty; leave continue_final_message "
+            "unset",
+        )
+    kept = content.lstrip()
+    return text[: place + len(kept)] if text.startswith(kept, place) else text[: place + len(content.strip())]

@@ -1,0 +1,61 @@
+"""What is refused, as OpenAI's API says such things: a status, and JSON with a message and the field at fault."""
+
+import msgspec
+from msgspec import Struct
+from starlette.responses import Response
+
+from scheduler_service.serving.refusal import Reason, RefusedError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_CODES = {Reason.UNAUTHENTICATED: "invalid_api_key", Reason.RESOURCE_EXHAUSTED: "rate_limit_exceeded"}
+
+
+class Error(Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(Struct, frozen=True):
+    error: Error
+
+
+class HttpError(Exception):
+    """A call that is refused for what is HTTP's own, so that no `Reason` has its status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def error_answer(refusal: RefusedError | HttpError) -> ErrorAnswer:
+    if isinstance(refusal, HttpError):
+        return ErrorAnswer(Error(str(refusal), _type(refusal.status)))
+    code = "model_not_found" if refusal.field == "model" else _CODES.get(refusal.reason)
+    return ErrorAnswer(Error(str(refusal), _type(refusal.reason.http_status), refusal.field or None, code))
+
+
+def error_response(refusal: RefusedError | HttpError) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(refusal, HttpError):
+        status = refusal.status
+    else:
+        status = refusal.reason.http_status
+        if refusal.reason.retry_delay_s:
+            headers["retry-after"] = str(refusal.reason.retry_delay_s)
+        if refusal.reason is Reason.UNAUTHENTICATED:
+            headers["www-authenticate"] = "Bearer"
+    body = msgspec.json.encode(error_answer(refusal))
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _type(status: int) -> str:
+    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")

@@ -1,0 +1,228 @@
+"""The requests of the HTTP API: these types alone decide what is valid, and OpenAPI page and docs/openai.md are made
+of them.
+
+A field that is null counts as unset. One that is not served takes nothing but null, or what asks for nothing, and its
+description says why.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from pagewire.common.sampling_ranges import LOGIT_BIAS, MAX_SAMPLES, RANGES, UINT32, Range
+
+MAX_PROMPTS = 1024  # of one request
+_INT32 = Range(-(2**31), 2**31 - 1)
+_INT64 = Range(-(2**63), 2**63 - 1)
+_EMPTY = Range(0, 0)
+
+
+def _within(legal: Range) -> Meta:
+    limits: dict[str, Any] = {"gt" if legal.excludes_low else "ge": legal.low}
+    if legal.high < 2**63:
+        limits["le"] = legal.high
+    return Meta(**limits)
+
+
+def _why(text: str) -> Meta:
+    return Meta(description=text)
+
+
+TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
+Empty = Annotated[list[Any], Meta(max_length=0)]
+# A text, several, one as token ids, or several so.
+Prompt = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+# One text, or some.
+Texts = str | list[str]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
+    include_usage: Annotated[bool, _why("a last event has the usage")] | None = None
+    continuous_usage_stats: Annotated[bool, _why("each event has the usage so far")] | None = None
+    include_obfuscation: Annotated[bool, _why("no effect")] | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
+    """What an output must match: one of its fields."""
+
+    json: Raw | UnsetType = UNSET  # a JSON Schema, or its text
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: Annotated[str, _why("in Lark or EBNF")] | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[str, _why("the JSON of one, as xgrammar has it")] | None = None
+    disable_any_whitespace: Annotated[None, _why("say it in the schema, by x-guidance")] = None
+    disable_additional_properties: Annotated[None, _why("say it in the schema, by additionalProperties")] = None
+    whitespace_pattern: Annotated[None, _why("say it in the schema, by x-guidance")] = None
+
+
+class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True, frozen=True):
+    """Any text."""
+
+
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True, frozen=True):
+    """Any JSON object."""
+
+
+class NamedSchema(Struct, forbid_unknown_fields=True, frozen=True):
+    schema: Raw
+    name: str | None = None
+    description: str | None = None
+    strict: Annotated[bool, _why("no effect: the schema is always kept to")] | None = None
+
+
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
+    json_schema: NamedSchema
+
+
+class StructuralTagFormat(Struct, tag_field="type", tag="structural_tag", forbid_unknown_fields=True, frozen=True):
+    """As xgrammar has it: a format, or the older structures with their triggers."""
+
+    format: Raw | UnsetType = UNSET
+    structures: Raw | UnsetType = UNSET
+    triggers: Raw | UnsetType = UNSET
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
+class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """What any request says of itself."""
+
+    model: str | None = None
+    # In the words of the public proto.
+    request_id: str | None = None
+    tenant: str | None = None
+    priority: Annotated[int, _within(_INT32)] | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    will_return: bool | None = None
+    retention_seconds: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
+    # Without an effect on the output.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    spaces_between_special_tokens: bool | None = None
+
+
+class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Options of sampling by the names, and with the meaning, that they have in the public proto."""
+
+    n: Annotated[int, _within(RANGES["n"])] | None = None
+    temperature: Annotated[float, _within(RANGES["temperature"])] | None = None
+    top_p: Annotated[float, _within(RANGES["top_p"])] | None = None
+    min_p: Annotated[float, _within(RANGES["min_p"])] | None = None
+    presence_penalty: Annotated[float, _within(RANGES["presence_penalty"])] | None = None
+    frequency_penalty: Annotated[float, _within(RANGES["frequency_penalty"])] | None = None
+    repetition_penalty: Annotated[float, _within(RANGES["repetition_penalty"])] | None = None
+    min_tokens: Annotated[int, _within(RANGES["min_tokens"])] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    logit_bias: dict[TokenId, Annotated[float, _within(LOGIT_BIAS)]] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, _within(RANGES["prompt_logprobs"])] | None = None
+    beam_width: Annotated[int, _within(RANGES["beam_width"])] | None = None
+    length_penalty: float | None = None
+
+
+class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The other fields that completions and chat completions share, as vLLM has them."""
+
+    top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), _why("-1 and 0 are off")] | None = None
+    seed: Annotated[int, _within(_INT64)] | None = None
+    stop: Texts | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Raw | UnsetType = UNSET  # as structured_outputs.json
+    guided_regex: Annotated[str, _why("as structured_outputs.regex")] | None = None
+    guided_choice: Annotated[list[str], _why("as structured_outputs.choice")] | None = None
+    guided_grammar: Annotated[str, _why("as structured_outputs.grammar")] | None = None
+    use_beam_search: Annotated[bool, _why("with n beams, unless beam_width is set")] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: Annotated[bool, _why("tokens of logprobs are written as token_id:N")] | None = None
+    # What is not done here.
+    allowed_token_ids: Annotated[None, _why("no token can be ruled out for a whole output; use logit_bias")] = None
+    bad_words: Annotated[Empty, _why("no text can be ruled out; use logit_bias")] | None = None
+    logprob_token_ids: Annotated[None, _why("the most likely tokens are reported; use logprobs")] = None
+    logits_processors: Annotated[None, _why("no code of clients is run")] = None
+    truncate_prompt_tokens: Annotated[None, _why("prompts are not cut; shorten the prompt")] = None
+    truncation_side: Annotated[None, _why("prompts are not cut; shorten the prompt")] = None
+    kv_transfer_params: Annotated[None, _why("no KV cache of another engine is taken")] = None
+    ec_transfer_params: Annotated[None, _why("no cache of another engine is taken")] = None
+    vllm_xargs: Annotated[None, _why("there are no extensions")] = None
+    thinking_token_budget: Annotated[None, _why("reasoning has no budget of its own; use max_tokens")] = None
+    repetition_detection: Annotated[None, _why("outputs end by stop texts, tokens and lengths alone")] = None
+    watermarking: Annotated[None, _why("outputs have no watermark")] = None
+    stream_interval: Annotated[None, _why("tokens are sent as they come")] = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    prompt: Prompt
+    max_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), _why("16 unless set; 0 with echo alone")] | None = None
+    logprobs: Annotated[int, _within(RANGES["logprobs"])] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, _within(Range(1, MAX_SAMPLES))] | None = None
+    suffix: Annotated[Literal[""], _why("nothing is filled in before a text")] | None = None
+    prompt_embeds: Annotated[None, _why("prompts are texts or token ids")] = None
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=UINT32.high), _why("goes before max_tokens")] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, _within(RANGES["logprobs"]), _why("with logprobs alone")] | None = None
+    chat_template: Annotated[str, _why("the name of one of the model's templates")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], _why("variables of the template")] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Annotated[str, _why("a variable of the template")] | None = None
+    tools: Annotated[Empty, _why("calls of tools are not read yet")] | None = None
+    tool_choice: Annotated[Literal["none", "auto"], _why("calls of tools are not read yet")] | None = None
+    parallel_tool_calls: Annotated[bool, _why("no effect")] | None = None
+    functions: Annotated[Empty, _why("calls of tools are not read yet")] | None = None
+    function_call: Annotated[Literal["none", "auto"], _why("calls of tools are not read yet")] | None = None
+    include_reasoning: Annotated[bool, _why("no effect: reasoning is not told from the rest yet")] | None = None
+    echo: Annotated[None, _why("completions have it")] = None
+    modalities: Annotated[list[Literal["text"]], _why("outputs are texts")] | None = None
+    audio: Annotated[None, _why("outputs are texts")] = None
+    prediction: Annotated[None, _why("outputs are not foretold")] = None
+    verbosity: Annotated[None, _why("ask for it in the messages")] = None
+    web_search_options: Annotated[None, _why("nothing is searched for")] = None
+    mm_processor_kwargs: Annotated[None, _why("messages are texts")] = None
+    media_io_kwargs: Annotated[None, _why("messages are texts")] = None
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: Annotated[bool, _why("true for a text, false for a conversation, unless set")] | None = None
+    return_token_strs: bool | None = None
+    chat_template: Annotated[str, _why("the name of one of the model's templates")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], _why("variables of the template")] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1), _why("so many numbers of each, scaled to length 1 again")] | None = None
+    truncate_prompt_tokens: Annotated[None, _why("prompts are not cut; shorten the input")] = None

@@ -1,0 +1,304 @@
+"""The OpenAI HTTP API of one process: its routes, who may call them, and the server behind them.
+
+A call is served in the task of its connection, and ends with its client: what it had begun is cancelled within a step.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import uvicorn
+from msgspec import Struct
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from pagewire.common import __version__
+from pagewire.common.transport.addresses import join
+from pagewire.common.transport.listening import check_port, passive_host, refusal
+from scheduler_service.doors.http import event_stream
+from scheduler_service.doors.http.answering import now
+from scheduler_service.doors.http.answers import Model, Models
+from scheduler_service.doors.http.body import decode_body, read_body
+from scheduler_service.doors.http.chat_completions import complete_chat
+from scheduler_service.doors.http.completions import complete
+from scheduler_service.doors.http.connection import Connection
+from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.refusals import HttpError, error_answer, error_response
+from scheduler_service.doors.http.requests import ChatCompletionRequest, CompletionRequest
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.tenants.caller import Call, Caller
+from scheduler_service.serving.tenants.tenant_file import TenantFile
+
+logger = logging.getLogger(__name__)
+
+_SESSION_HEADER = b"x-session-id"
+_TRACE_HEADERS = (b"traceparent", b"tracestate")
+_KEEP_ALIVE_S = 75  # longer than clients keep theirs
+_CLOSE_TIMEOUT_S = 2
+_JSON = "application/json"
+# Serves a request, and returns the answer unless it is streamed.
+Serve = Callable[[Any, Call, EventStream], Awaitable[bytes | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAddress:
+    """Where the API is served. The files are those of TLS, if it is on."""
+
+    host: str
+    port: int
+    certificate: str | None = None
+    key: str | None = None
+    client_authority: str | None = None
+
+
+class HttpDoor:
+    def __init__(
+        self, address: HttpAddress, intake: Intake, tenants: TenantFile | None, model_name: Callable[[], str]
+    ) -> None:
+        """Bind the port. `intake` is that of all doors of this process. Raises OSError."""
+        self._intake = intake
+        self._tenants = tenants
+        self._model_name = model_name
+        self._streams: set[EventStream] = set()
+        self._begun_at = now()
+        self._hosts = _allowed_hosts(address.host)
+        self._router = Router(
+            [
+                Route("/health", self._health, methods=["GET"]),
+                Route("/ping", self._health, methods=["GET", "POST"]),
+                Route("/version", self._version, methods=["GET"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+                self._posted("/v1/completions", CompletionRequest, self._complete),
+                self._posted("/v1/chat/completions", ChatCompletionRequest, self._complete_chat),
+            ],
+            redirect_slashes=False,
+        )
+        self._socket = _bound(address.host, address.port)
+        self.url = f"{'https' if address.certificate else 'http'}://{join(address.host, self._socket.getsockname()[1])}"
+        self._server = _Server(
+            uvicorn.Config(
+                self,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level=logging.CRITICAL,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+                ssl_certfile=address.certificate,
+                ssl_keyfile=address.key,
+                ssl_ca_certs=address.client_authority,
+                ssl_cert_reqs=2 if address.client_authority else 0,
+            )
+        )
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        try:
+            while True:
+                await asyncio.wait([serving], timeout=event_stream.SILENCE_S / 3)
+                if serving.done():
+                    raise RuntimeError("the HTTP server has ended")
+                comments = [asyncio.create_task(stream.break_silence()) for stream in self._streams]
+                del comments  # each ends by itself, or with its connection
+        finally:
+            self._server.should_exit = True
+            await serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a call, as ASGI has it."""
+        scope["app"] = self  # or the router would answer in plain text
+        stream = EventStream(send)
+        scope["stream"] = stream
+        try:
+            self._check_host(scope)
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            await _refuse(
+                HttpError(error.status_code, _of_route(error.status_code, scope)), stream, scope, receive, send
+            )
+        except (RefusedError, HttpError) as refused:
+            await _refuse(refused, stream, scope, receive, send)
+        except Exception:
+            logger.exception("%s %s has failed", scope["method"], scope["path"])
+            failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")
+            await _refuse(failure, stream, scope, receive, send)
+
+    # Routes
+
+    async def _health(self, request: object) -> Response:
+        """Answer 503 while requests would be refused."""
+        availability = self._intake.engine.availability
+        if availability.is_serving:
+            return Response(status_code=200)
+        raise RefusedError(Reason.UNAVAILABLE, availability.unavailable_reason or "no worker computes now")
+
+    async def _version(self, request: object) -> Response:
+        return Response(msgspec.json.encode({"version": __version__}), media_type=_JSON)
+
+    async def _models(self, request: Any) -> Response:
+        self._call(request.scope)
+        return Response(msgspec.json.encode(Models("list", [self._card()])), media_type=_JSON)
+
+    async def _model(self, request: Any) -> Response:
+        self._call(request.scope)
+        self._check_model(request.path_params["name"])
+        return Response(msgspec.json.encode(self._card()), media_type=_JSON)
+
+    async def _complete(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes | None:
+        return await complete(request, call, self._intake, self._model_name(), stream)
+
+    async def _complete_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes | None:
+        return await complete_chat(request, call, self._intake, self._model_name(), stream)
+
+    def _card(self) -> Model:
+        name = self._model_name()
+        availability = self._intake.engine.availability
+        longest = availability.max_sequence_tokens if availability.capacity else self._intake.model.max_model_len
+        return Model(name, "model", self._begun_at, "pagewire", name, None, longest)
+
+    def _posted(self, path: str, kind: type[Struct], serve: Serve) -> Route:
+        """Make the route of what is sent as JSON."""
+
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            call = self._call(scope)
+            request = decode_body(await read_body(scope, receive), kind)
+            self._check_model(getattr(request, "model", None))
+            async with self._while_connected(scope, receive) as stream:
+                answer = await serve(request, call, stream)
+            if answer is not None:
+                await Response(answer, media_type=_JSON)(scope, receive, send)
+
+        return Route(path, _Endpoint(endpoint), methods=["POST"])
+
+    # What a call goes through
+
+    @contextlib.asynccontextmanager
+    async def _while_connected(self, scope: Scope, receive: Receive) -> AsyncIterator[EventStream]:
+        """Serve a call inside the block, which is cancelled when its client has gone."""
+        task = asyncio.current_task()
+        assert task is not None
+        has_gone = False
+
+        async def cancel_when_gone() -> None:
+            nonlocal has_gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            has_gone = True
+            task.cancel()
+
+        stream: EventStream = scope["stream"]
+        watching = asyncio.create_task(cancel_when_gone())
+        self._streams.add(stream)
+        try:
+            yield stream
+        except asyncio.CancelledError:
+            if not has_gone:
+                raise
+            task.uncancel()
+            raise HttpError(499, "the client has gone") from None
+        finally:
+            self._streams.discard(stream)
+            watching.cancel()
+
+    def _call(self, scope: Scope) -> Call:
+        """Return who calls, if that may be known. Raises RefusedError.
+
+        Where there are no tenants a key is not looked at: OpenAI's clients always send one.
+        """
+        headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        caller = Caller(self._tenants, headers.get(b"authorization") if self._tenants is not None else None)
+        caller.check()
+        trace = {name.decode(): headers[name] for name in _TRACE_HEADERS if name in headers}
+        return Call(caller, headers.get(_SESSION_HEADER, ""), trace)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model_name():
+            raise RefusedError(
+                Reason.NOT_FOUND,
+                f"the model {name[:80]!r} is not served here; send {self._model_name()!r}, or leave model unset",
+                "model",
+            )
+
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse a web page's call that comes under another name than this machine's own (DNS rebinding)."""
+        if not self._hosts:
+            return
+        named = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "localhost")
+        host = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
+        if host.strip("[]").lower() not in self._hosts:
+            raise HttpError(403, f"the host {named[:80]!r} is not this machine; call it by 127.0.0.1 or localhost")
+
+
+class _Endpoint:
+    """Lets a route have an application where it would take a function for a handler of requests."""
+
+    def __init__(self, serve: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve(scope, receive, send)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the service that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _refuse(
+    refused: RefusedError | HttpError, stream: EventStream, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """End a call by an error, as its last event if it has begun."""
+    if stream.has_begun:
+        await stream.tell(msgspec.json.encode(error_answer(refused)))
+        await stream.end()
+    else:
+        await error_response(refused)(scope, receive, send)
+
+
+def _of_route(status: int, scope: Scope) -> str:
+    if status == 405:
+        return f"{scope['path'][:80]} is not served by {scope['method']}"
+    return f"there is no {scope['path'][:80]} here; see /docs for what there is"
+
+
+def _allowed_hosts(host: str) -> frozenset[str]:
+    """Return the names under which a server that only this machine reaches is called; none where others reach it."""
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_loopback = False
+    return frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower()}) if is_loopback else frozenset()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, one line for people if there can be none. Raises OSError."""
+    check_port(host, port, "--http-port")
+    found = socket.getaddrinfo(passive_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    try:
+        return socket.create_server(
+            address[:2],
+            family=family,
+            backlog=2048,
+            dualstack_ipv6=passive_host(host) == "::" and family == socket.AF_INET6,
+        )
+    except OSError as error:
+        raise refusal(error, host, port, "--http-port") from None

@@ -1,0 +1,259 @@
+"""What holds for every call over HTTP: who may make it, how it is refused, its bounds, its end with its client."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Model
+
+from pagewire.common import __version__
+from scheduler_service.doors.http import body, connection, event_stream
+from tests.contract.http_door import DONE, HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
+
+
+@pytest.fixture
+async def server(model: Path) -> AsyncIterator[HttpServer]:
+    async with serve_http(model) as server:
+        yield server
+
+
+async def test_what_is_served(server: HttpServer) -> None:
+    for path in ("/health", "/ping"):
+        assert (await server.client.get(path)).status_code == 200
+    assert (await server.client.get("/version")).json() == {"version": __version__}
+    (card,) = (await server.client.get("/v1/models")).json()["data"]
+    Model.model_validate(card)
+    assert (card["id"], card["max_model_len"]) == ("chatty", 256)
+    assert (await server.client.get("/v1/models/chatty")).json() == card
+    assert (await server.openai.models.retrieve("chatty")).id == "chatty"
+    async with server.openai.models.with_streaming_response.list() as response:
+        assert response.status_code == 200
+
+
+async def test_a_front_end_without_its_scheduler_says_so(server: HttpServer) -> None:
+    server.stack.stop_now.set()
+    server.stack.stop.set()
+    await server.front.until_ready(False)
+    for response in (await server.client.get("/health"), await server.post(PATH, prompt="x")):
+        assert (response.status_code, response.json()["error"]["type"]) == (503, "service_unavailable_error")
+        assert response.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "content"),
+    [
+        (404, "/v1/nothing", "{}"),
+        (404, PATH, '{"prompt": "x", "model": "gpt"}'),
+        (400, PATH, ""),
+        (400, PATH, "[]"),
+        (400, PATH, '"text"'),
+        (400, PATH, '{"prompt": "x"'),
+        (400, PATH, '{"prompt": "x"} more'),
+        (400, PATH, b'{"prompt": "\xff"}'),
+        (400, PATH, '{"prompt": "\\ud800"}'),
+        (400, PATH, '{"prompt": "x", "guided_json": ' + "[" * 5000 + "]" * 5000 + "}"),
+        (400, PATH, '{"prompt": "x", "logit_bias": {"x": 1}}'),
+        (400, PATH, '{"prompt": "x", "temperature": NaN}'),
+        (413, PATH, b" " * (body.MAX_BODY_BYTES + 1)),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_refusals_have_the_form_of_openai(
+    server: HttpServer, status: int, path: str, content: str | bytes
+) -> None:
+    response = await server.client.post(path, content=content)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 400
+
+
+async def test_the_wrong_method(server: HttpServer) -> None:
+    for path, method in ((PATH, "GET"), ("/v1/models", "POST")):
+        response = await server.client.request(method, path)
+        assert (response.status_code, response.json()["error"]["type"]) == (405, "invalid_request_error")
+
+
+async def test_hints(server: HttpServer) -> None:
+    error = await server.refusal(PATH, prompt="x", temprature=1)
+    assert error["message"] == "temprature is no field of this request; did you mean temperature?"
+    error = await server.refusal(PATH, prompt="x", n=17)
+    assert error["message"] == "n is 17, which cannot be: expected `int` <= 16"
+    error = await server.refusal(PATH, prompt="x", truncate_prompt_tokens=5)
+    assert error["message"].endswith("is not served: prompts are not cut; shorten the prompt")
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        await server.openai.completions.create(model="gpt", prompt="x")
+
+
+async def test_a_compressed_body_is_refused(server: HttpServer) -> None:
+    response = await server.client.post(PATH, content=b"{}", headers={"content-encoding": "gzip"})
+    assert (response.status_code, response.json()["error"]["param"]) == (415, None)
+
+
+async def test_another_hosts_name_is_refused(server: HttpServer) -> None:
+    for host, status in {"localhost:1": 200, "127.0.0.1": 200, "[::1]:80": 200, "evil.example": 403, "": 403}.items():
+        response = await server.client.get("/v1/models", headers={"host": host})
+        assert response.status_code == status, host
+
+
+async def test_the_head_has_bounds(server: HttpServer) -> None:
+    for headers in (
+        {f"x-{index}": "y" for index in range(connection.MAX_HEADERS + 1)},
+        {"x": "y" * (connection.MAX_HEAD_BYTES + 1)},
+    ):
+        response = await server.client.get("/version", headers=headers)
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert (await server.client.get("/version")).status_code == 200
+
+
+async def test_tenants(model: Path, tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.yaml"
+    write_tenants(tenants)
+    front = {"tenants": str(tenants), "scheduler_api_key_file": key_file(tmp_path, "root")}
+    async with serve_http(model, tenants=str(tenants), front=front, key=KEYS["acme"]) as server:
+        assert (await server.openai.completions.create(model="chatty", prompt="x")).choices
+        assert (await server.client.get("/health")).status_code == 200
+        for headers in (None, {"authorization": "Bearer nonsense"}, {"authorization": KEYS["acme"]}):
+            for path in ("/v1/models", PATH):
+                asked = {"prompt": "x"} if path == PATH else None
+                method = "POST" if asked else "GET"
+                response = await server.client.request(method, path, json=asked, headers=headers)
+                assert response.status_code == 401
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        keys = {"authorization": f"Bearer {KEYS['acme']}"}
+        response = await server.post(PATH, headers=keys, prompt="x", tenant="globex")
+        assert (response.status_code, response.json()["error"]["param"]) == (403, "tenant")
+        server.stack.worker.step_seconds = 0.05
+        asked = {"prompt": "x", "max_tokens": 200, "stream": True}
+        async with server.client.stream("POST", PATH, json=asked, headers=keys) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            remove_tenant(tenants, "acme")
+            told = [line async for line in lines if line]
+        assert told[-1] == DONE
+        assert json.loads(told[-2].removeprefix("data: "))["error"]["code"] == "invalid_api_key"
+
+
+async def test_without_tenants_a_key_is_not_looked_at(server: HttpServer) -> None:
+    response = await server.post(PATH, headers={"authorization": "Bearer EMPTY"}, prompt="x")
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_that_goes_takes_its_requests_along(server: HttpServer, stream: bool) -> None:
+    server.stack.worker.step_seconds = 0.02
+    asked = {"prompt": ["x", "y"], "max_tokens": 200, "stream": stream, "n": 2}
+    call = asyncio.create_task(server.post(PATH, **asked))
+    await server.stack.until(lambda loads: loads.num_running == 4)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await server.stack.until_idle()
+
+
+async def test_a_client_that_goes_while_it_waits(server: HttpServer) -> None:
+    """Its request has got nothing yet."""
+    await server.stack.worker.kill()
+    call = asyncio.create_task(server.post(PATH, prompt="x", stream=True))
+    await server.stack.until(lambda loads: loads.num_waiting == 1)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await server.stack.until(lambda loads: loads.num_waiting == 0)
+
+
+async def test_a_silent_wait_sends_comments(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "SILENCE_S", 0.05)
+    async with serve_http(model) as server:
+        server.stack.worker.step_seconds = 0.5
+        response = await server.post(PATH, prompt="x", max_tokens=3, stream=True)
+    lines = [line for line in response.text.split("\n") if line]
+    assert lines[0] == ": waiting"
+    assert lines[-1] == DONE
+    assert sum(line.startswith("data: {") for line in lines) >= 2
+
+
+async def test_a_failure_behind_the_first_event_is_an_event(server: HttpServer) -> None:
+    server.stack.worker.step_seconds = 0.02
+    asked = {"prompt": "x", "max_tokens": 200, "stream": True}
+    async with server.client.stream("POST", PATH, json=asked) as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        server.stack.stop_now.set()
+        server.stack.stop.set()
+        told = [line async for line in lines if line]
+    assert told[-1] == DONE
+    error = json.loads(told[-2].removeprefix("data: "))["error"]
+    assert error["type"] == "service_unavailable_error"
+    with pytest.raises(openai.APIError):
+        async for _ in await server.openai.completions.create(model="chatty", prompt="x", stream=True):
+            pass
+
+
+async def test_a_slow_reader_holds_up_nobody(server: HttpServer) -> None:
+    """What it does not read waits in its own output, within its own length."""
+    server.stack.worker.step_seconds = 0.005
+    reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+    content = json.dumps(
+        {"prompt": "x", "max_tokens": 240, "n": 4, "stream": True, "logprobs": 20, "ignore_eos": True}
+    ).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    await server.stack.until(lambda loads: loads.num_running == 4)
+    await server.complete(prompt="y", max_tokens=200)
+    await server.stack.until(lambda loads: loads.num_running == 0)
+    text = b""
+    while DONE.encode() not in text:
+        text += await reader.read(1 << 16)
+    assert text.count(b'"finish_reason":"length"') == 4
+    writer.close()
+
+
+async def test_requests_one_after_the_other_on_a_connection(server: HttpServer) -> None:
+    reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+    content = b'{"prompt": "x", "max_tokens": 2}'
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write((head.encode() + content) * 3)
+    text = b""
+    async with asyncio.timeout(10):
+        while text.count(b"200 OK") < 3 or not text.endswith(b"}"):
+            text += await reader.read(1 << 16)
+    writer.close()
+
+
+async def test_drawn_requests_are_never_a_failure(server: HttpServer) -> None:
+    """Fields with values of any kind: each is answered, or refused as a client's fault."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    values: list[Any] = [
+        None, True, False, 0, 1, -1, 2**31, 2**64, 0.5, -0.0, 1e300, "", "x", "é🐢", "x" * 500, [], [1], ["x"], [[1]],
+        [None], {}, {"a": 1}, {"type": "json_object"}, {"type": "text"}, {"include_usage": True}, [{"role": "user"}],
+        {"5": 1}, {"json": {}}, {"regex": "a"}, {"choice": ["a"]}, "[a", [{"role": "user", "content": "x"}],
+    ]  # fmt: skip
+    for path in (PATH, "/v1/chat/completions"):
+        names = await _field_names(path)
+        for _ in range(150):
+            asked = {name: draw.choice(values) for name in draw.sample(names, draw.randrange(4))}
+            asked = {"prompt": "x", "max_tokens": 2} | asked if path == PATH else {"max_tokens": 2} | asked
+            response = await server.post(path, **asked)
+            assert response.status_code in (200, 400, 404), (asked, response.text)
+    await server.stack.until_idle()
+
+
+async def _field_names(path: str) -> list[str]:
+    from scheduler_service.doors.http.requests import ChatCompletionRequest, CompletionRequest
+
+    return list((CompletionRequest if path == PATH else ChatCompletionRequest).__struct_fields__)
