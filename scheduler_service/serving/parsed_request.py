@@ -38,7 +38,8 @@ class ParsedRequest:
     request: Request  # whole, but for the prompt's tokens, the length of the output and the deadline
     prompt: str | tuple[int, ...]
     add_special_tokens: bool = True  # around a text
-    max_tokens: int | None = None  # None: as many as fit
+    max_tokens: int | None = None  # None: as many as fit, and at most the default
+    default_max_tokens: int | None = None
     stop: tuple[str, ...] = ()  # texts that end an output
     include_stop_text: bool = False
     skip_special_tokens: bool = True
@@ -70,7 +71,8 @@ class ParsedRequest:
 
     def _fit_output(self, num_prompt_tokens: int, max_sequence_tokens: int) -> int:
         room = max_sequence_tokens - num_prompt_tokens
-        max_tokens = room if self.max_tokens is None else self.max_tokens
+        default = room if self.default_max_tokens is None else min(self.default_max_tokens, room)
+        max_tokens = default if self.max_tokens is None else self.max_tokens
         if max_tokens > room:
             raise invalid(
                 "sampling.max_tokens",
@@ -107,6 +109,7 @@ def parse_request(
     will_return: bool | None = None,
     retention_seconds: int | None = None,
     add_special_tokens: bool = True,
+    default_max_tokens: int | None = None,
 ) -> ParsedRequest:
     """Make a request of what its door found, which came with a call. Without `options` of sampling it is for an
     embedding. Raises RefusedError."""
@@ -125,7 +128,7 @@ def parse_request(
     _check_names(request)
     if isinstance(prompt, str) and not model.has_tokenizer:
         raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
-    parsed = ParsedRequest(request, prompt, add_special_tokens)
+    parsed = ParsedRequest(request, prompt, add_special_tokens, default_max_tokens=default_max_tokens)
     if options is not None:
         return _with_sampling(parsed, options, model)
     if model.embedding.refusal:

@@ -106,6 +106,10 @@ class Tokenizer:
             piece = pieces[token_id] = self.decode((token_id,), skip_special_tokens=skip_special_tokens)
         return None if _REPLACEMENT in piece else piece
 
+    def name_of(self, token_id: int) -> str:
+        """The name that a token has in the vocabulary, or none."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text, which need not be whole characters; of a special one those of its
         name."""
@@ -131,7 +135,7 @@ class Tokenizer:
             return self._added[token_id]
         if token_id in self._byte_tokens:
             return bytes((self._byte_tokens[token_id],))
-        name = self._tokenizer.id_to_token(token_id) or ""
+        name = self.name_of(token_id)
         if self._has_pieces and all(char in _BYTES_OF_CHARS for char in name):
             return bytes(_BYTES_OF_CHARS[char] for char in name)
         # Behind another, as itself: a text's first token may lose its space.
