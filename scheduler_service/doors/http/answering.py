@@ -205,6 +205,12 @@ def now() -> int:
     return int(time.time())
 
 
+def longest_sequence(intake: Intake) -> int:
+    """Return the tokens that prompt and output can have together, as far as is known."""
+    availability = intake.engine.availability
+    return availability.max_sequence_tokens if availability.capacity else intake.model.max_model_len
+
+
 def numbered(request_id: str, count: int) -> Iterator[str]:
     """Yield a name for each of so many requests of a call."""
     for index in range(count):

@@ -132,6 +132,14 @@ class DecodedPrompt(Struct, frozen=True):
     prompt: str
 
 
+class RenderedPrompt(Struct, frozen=True):
+    """The tokens that a request's prompt becomes."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+
+
 class Embedding(Struct, frozen=True):
     object: Literal["embedding"]
     index: int

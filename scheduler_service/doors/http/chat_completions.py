@@ -18,7 +18,7 @@ from scheduler_service.doors.http.answering import (
 from scheduler_service.doors.http.answers import ChatChoice, ChatCompletion, ChatMessage, Usage
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import RequestNames, options_of, parsed
-from scheduler_service.doors.http.prompts import render_messages
+from scheduler_service.doors.http.prompts import render_messages, variables_of
 from scheduler_service.doors.http.requests import ChatCompletionRequest, StreamOptions
 from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.serving.intake import Intake
@@ -118,16 +118,13 @@ async def _read(
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
-    variables = {
-        name: value for name in ("documents", "reasoning_effort") if (value := getattr(request, name)) is not None
-    }
     text = await render_messages(
         intake.model,
         request.messages,
         template_name=request.chat_template,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        variables=variables | (request.chat_template_kwargs or {}),
+        variables=variables_of(request),
     )
     return parsed(
         request,

@@ -130,7 +130,8 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> Completing:
     in_its_words = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")
-    options["max_tokens"] = _DEFAULT_MAX_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+    if request.max_tokens is not None:
+        options["max_tokens"] = max(1, request.max_tokens)
     if request.logprobs is not None:
         options["logprobs"] = request.logprobs
         if request.echo:
@@ -151,6 +152,7 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> Completing:
                 intake.model,
                 request_id=name,
                 add_special_tokens=request.add_special_tokens is not False,
+                default_max_tokens=_DEFAULT_MAX_TOKENS,
             )
             for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
         ]

@@ -73,6 +73,7 @@ def parsed(
     *,
     request_id: str,
     add_special_tokens: bool = True,
+    default_max_tokens: int | None = None,
 ) -> ParsedRequest:
     """Make a request of one of the prompts. Raises RefusedError."""
     return parse_request(
@@ -88,6 +89,7 @@ def parsed(
         will_return=request.will_return,
         retention_seconds=request.retention_seconds,
         add_special_tokens=add_special_tokens,
+        default_max_tokens=default_max_tokens,
     )
 
 

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from msgspec import Struct
+
 from pagewire.common.chat_template import ChatTemplateError, render
 from scheduler_service.doors.http.requests import MAX_PROMPTS, Prompt
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
@@ -60,6 +62,13 @@ async def render_messages(
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from None
     return _up_to_last(text, messages[-1]) if continue_final_message else text
+
+
+def variables_of(request: Struct) -> dict[str, Any]:
+    """Return the variables of a template that a request sets, by fields of their names or by `chat_template_kwargs`."""
+    names = ("documents", "reasoning_effort")
+    named = {name: value for name in names if (value := getattr(request, name, None)) is not None}
+    return named | (getattr(request, "chat_template_kwargs", None) or {})
 
 
 def _template(model: ModelInfo, name: str | None) -> str:

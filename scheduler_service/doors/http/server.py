@@ -24,15 +24,23 @@ from pagewire.common import __version__
 from pagewire.common.transport.addresses import join
 from pagewire.common.transport.listening import check_port, passive_host, refusal
 from scheduler_service.doors.http import event_stream
-from scheduler_service.doors.http.answering import now
+from scheduler_service.doors.http.answering import longest_sequence, now
 from scheduler_service.doors.http.answers import Model, Models
 from scheduler_service.doors.http.body import decode_body, read_body
 from scheduler_service.doors.http.chat_completions import complete_chat
 from scheduler_service.doors.http.completions import complete
 from scheduler_service.doors.http.connection import Connection
+from scheduler_service.doors.http.embeddings import embed
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.refusals import HttpError, error_answer, error_response
-from scheduler_service.doors.http.requests import ChatCompletionRequest, CompletionRequest
+from scheduler_service.doors.http.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from scheduler_service.doors.http.tokenization import detokenize, render_chat, render_prompts, tokenize
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
@@ -45,6 +53,7 @@ _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _KEEP_ALIVE_S = 75  # longer than clients keep theirs
 _CLOSE_TIMEOUT_S = 2
 _JSON = "application/json"
+_encode = msgspec.json.Encoder().encode
 # Serves a request, and returns the answer unless it is streamed.
 Serve = Callable[[Any, Call, EventStream], Awaitable[bytes | None]]
 
@@ -80,6 +89,11 @@ class HttpDoor:
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 self._posted("/v1/completions", CompletionRequest, self._complete),
                 self._posted("/v1/chat/completions", ChatCompletionRequest, self._complete_chat),
+                self._posted("/v1/completions/render", CompletionRequest, self._render_prompts),
+                self._posted("/v1/chat/completions/render", ChatCompletionRequest, self._render_chat),
+                self._posted("/v1/embeddings", EmbeddingRequest, self._embed),
+                self._posted("/tokenize", TokenizeRequest, self._tokenize),
+                self._posted("/detokenize", DetokenizeRequest, self._detokenize),
             ],
             redirect_slashes=False,
         )
@@ -148,16 +162,16 @@ class HttpDoor:
         raise RefusedError(Reason.UNAVAILABLE, availability.unavailable_reason or "no worker computes now")
 
     async def _version(self, request: object) -> Response:
-        return Response(msgspec.json.encode({"version": __version__}), media_type=_JSON)
+        return Response(_encode({"version": __version__}), media_type=_JSON)
 
     async def _models(self, request: Any) -> Response:
         self._call(request.scope)
-        return Response(msgspec.json.encode(Models("list", [self._card()])), media_type=_JSON)
+        return Response(_encode(Models("list", [self._card()])), media_type=_JSON)
 
     async def _model(self, request: Any) -> Response:
         self._call(request.scope)
         self._check_model(request.path_params["name"])
-        return Response(msgspec.json.encode(self._card()), media_type=_JSON)
+        return Response(_encode(self._card()), media_type=_JSON)
 
     async def _complete(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes | None:
         return await complete(request, call, self._intake, self._model_name(), stream)
@@ -165,11 +179,24 @@ class HttpDoor:
     async def _complete_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes | None:
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
 
+    async def _render_prompts(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes:
+        return _encode(await render_prompts(request, call, self._intake, self._model_name()))
+
+    async def _render_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes:
+        return _encode(await render_chat(request, call, self._intake, self._model_name()))
+
+    async def _embed(self, request: EmbeddingRequest, call: Call, stream: EventStream) -> bytes:
+        return _encode(await embed(request, call, self._intake, self._model_name()))
+
+    async def _tokenize(self, request: TokenizeRequest, call: Call, stream: EventStream) -> bytes:
+        return _encode(await tokenize(request, call, self._intake))
+
+    async def _detokenize(self, request: DetokenizeRequest, call: Call, stream: EventStream) -> bytes:
+        return _encode(await detokenize(request, call, self._intake))
+
     def _card(self) -> Model:
         name = self._model_name()
-        availability = self._intake.engine.availability
-        longest = availability.max_sequence_tokens if availability.capacity else self._intake.model.max_model_len
-        return Model(name, "model", self._begun_at, "pagewire", name, None, longest)
+        return Model(name, "model", self._begun_at, "pagewire", name, None, longest_sequence(self._intake))
 
     def _posted(self, path: str, kind: type[Struct], serve: Serve) -> Route:
         """Make the route of what is sent as JSON."""
@@ -267,7 +294,7 @@ async def _refuse(
 ) -> None:
     """End a call by an error, as its last event if it has begun."""
     if stream.has_begun:
-        await stream.tell(msgspec.json.encode(error_answer(refused)))
+        await stream.tell(_encode(error_answer(refused)))
         await stream.end()
     else:
         await error_response(refused)(scope, receive, send)

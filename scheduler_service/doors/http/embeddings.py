@@ -1,0 +1,72 @@
+"""`/v1/embeddings`: one or several texts, or their token ids, each as numbers of length 1."""
+
+import asyncio
+import base64
+import math
+import secrets
+import struct
+
+from scheduler_service.core.request import SequenceEnd
+from scheduler_service.doors.http.answering import now, numbered
+from scheduler_service.doors.http.answers import Embedding, Embeddings, Usage
+from scheduler_service.doors.http.options import RequestNames, parsed
+from scheduler_service.doors.http.prompts import prompts_of
+from scheduler_service.doors.http.requests import EmbeddingRequest
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_NUMBER_BYTES = 4
+
+
+async def embed(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> Embeddings:
+    """Return an embedding of each input. Raises RefusedError."""
+    names = RequestNames("input", embed="model")
+    drawn = f"embd-{secrets.token_hex(12)}"
+    prompts = prompts_of(request.input, "input")
+    try:
+        requests = [
+            parsed(request, prompt, None, call, intake.model, request_id=name)
+            for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [tasks.create_task(intake.embed(each, call)) for each in requests]
+    except* RefusedError as refusals:
+        raise names.in_its_words(_first(refusals)) from None
+    ends = [task.result()[1] for task in waiting]
+    num_tokens = sum(end.num_prompt_tokens for end in ends)
+    return Embeddings(
+        request.request_id or drawn,
+        "list",
+        now(),
+        model_name,
+        [Embedding("embedding", index, _shown(request, end)) for index, end in enumerate(ends)],
+        Usage(num_tokens, 0, num_tokens),
+    )
+
+
+def _first(refusals: BaseExceptionGroup[RefusedError]) -> RefusedError:
+    found: BaseException = refusals
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, RefusedError), "nothing else was caught"
+    return found.with_traceback(None)
+
+
+def _shown(request: EmbeddingRequest, end: SequenceEnd) -> list[float] | str:
+    data = end.embedding
+    if request.dimensions is not None:
+        data = _shortened(data, request.dimensions)
+    if request.encoding_format == "base64":
+        return base64.b64encode(data).decode()
+    return list(struct.unpack(f"<{len(data) // _NUMBER_BYTES}f", data))
+
+
+def _shortened(data: bytes, dimensions: int) -> bytes:
+    """Return the first numbers, scaled to length 1 again. Raises RefusedError."""
+    num = len(data) // _NUMBER_BYTES
+    if dimensions > num:
+        raise invalid("dimensions", f"dimensions is {dimensions}, but the model's embeddings have {num}; lower it")
+    numbers = struct.unpack(f"<{dimensions}f", data[: dimensions * _NUMBER_BYTES])
+    length = math.hypot(*numbers) or 1.0
+    return struct.pack(f"<{dimensions}f", *(number / length for number in numbers))

@@ -1,0 +1,96 @@
+"""`/tokenize` and `/detokenize`, and the prompts of completions and conversations as the tokens that they become."""
+
+import asyncio
+import secrets
+
+from scheduler_service.doors.http.answering import longest_sequence
+from scheduler_service.doors.http.answers import DecodedPrompt, RenderedPrompt, Tokens
+from scheduler_service.doors.http.prompts import prompts_of, render_messages, variables_of
+from scheduler_service.doors.http.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
+
+
+async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> Tokens:
+    """Make tokens of a text, or of a conversation. Raises RefusedError."""
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("prompt", "send either a prompt or messages")
+    if request.prompt is not None:
+        text, special, field = request.prompt, request.add_special_tokens is not False, "prompt"
+    else:
+        text, special, field = await _render(request, intake), request.add_special_tokens is True, "messages"
+    token_ids = await _encode(text, special, field, call, intake)
+    names = list(map(_tokenizer(intake).name_of, token_ids)) if request.return_token_strs else None
+    return Tokens(len(token_ids), longest_sequence(intake), token_ids, names)
+
+
+async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> DecodedPrompt:
+    """Make a text of tokens. Raises RefusedError."""
+    vocab_size = intake.model.vocab_size
+    for position, token_id in enumerate(request.tokens):
+        if token_id >= vocab_size:
+            raise invalid(
+                f"tokens[{position}]", f"token id {token_id} is not below the vocabulary's size, {vocab_size}"
+            )
+    return DecodedPrompt(await _tokenizer(intake).text_of(request.tokens, skip_special_tokens=False))
+
+
+async def render_prompts(
+    request: CompletionRequest, call: Call, intake: Intake, model_name: str
+) -> list[RenderedPrompt]:
+    """Return the tokens of each prompt. Raises RefusedError."""
+    special = request.add_special_tokens is not False
+    return [
+        _rendered(
+            await _encode(prompt, special, "prompt", call, intake) if isinstance(prompt, str) else list(prompt),
+            request.request_id,
+            model_name,
+        )
+        for prompt in prompts_of(request.prompt, "prompt")
+    ]
+
+
+async def render_chat(request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str) -> RenderedPrompt:
+    """Return the tokens of a conversation's prompt. Raises RefusedError."""
+    text = await _render(request, intake)
+    token_ids = await _encode(text, request.add_special_tokens is True, "messages", call, intake)
+    return _rendered(token_ids, request.request_id, model_name)
+
+
+async def _render(request: TokenizeRequest | ChatCompletionRequest, intake: Intake) -> str:
+    return await render_messages(
+        intake.model,
+        request.messages or [],
+        template_name=request.chat_template,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=variables_of(request),
+    )
+
+
+def _rendered(token_ids: list[int], request_id: str | None, model_name: str) -> RenderedPrompt:
+    return RenderedPrompt(request_id or f"render-{secrets.token_hex(12)}", model_name, token_ids)
+
+
+async def _encode(text: str, special: bool, field: str, call: Call, intake: Intake) -> list[int]:
+    _tokenizer(intake)
+    assert intake.texts is not None, "there is a tokenizer"
+    tenant = call.caller.tenant("")
+    token_ids = await intake.texts.encode(text, tenant, _ANY_NUMBER, field=field, add_special_tokens=special)
+    await asyncio.sleep(0)  # others have their turn before many numbers are written
+    return token_ids
+
+
+def _tokenizer(intake: Intake) -> Tokenizer:
+    if intake.tokenizer is None:
+        raise RefusedError(Reason.FAILED_PRECONDITION, "the served checkpoint has no tokenizer; send token ids")
+    return intake.tokenizer

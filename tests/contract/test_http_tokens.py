@@ -1,0 +1,95 @@
+"""Tokens, prompts and embeddings over real HTTP."""
+
+import base64
+import math
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from openai.types import CreateEmbeddingResponse
+from tokenizers import Tokenizer
+
+from pagewire.common.messages import Pooling
+from testing.scheduler_stack import VOCAB_SIZE
+from testing.simulated_worker import reference_embedding
+from tests.contract.http_door import HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.test_embeddings import write_pooling
+
+TEXT = "once upon a time"
+QUESTION = {"role": "user", "content": "hello"}
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
+    write_pooling(path, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
+    return path
+
+
+@pytest.fixture
+async def server(model: Path) -> AsyncIterator[HttpServer]:
+    async with serve_http(model) as server:
+        yield server
+
+
+async def test_tokens_of_a_text_and_back(server: HttpServer, model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    encoding = tokenizer.encode(TEXT)
+    answer = (await server.post("/tokenize", prompt=TEXT, return_token_strs=True)).json()
+    expected = {"count": len(encoding), "max_model_len": 256, "tokens": encoding.ids, "token_strs": encoding.tokens}
+    assert answer == expected
+    assert (await server.post("/detokenize", tokens=encoding.ids)).json() == {"prompt": TEXT}
+    chat = (await server.post("/tokenize", messages=[QUESTION])).json()
+    assert tokenizer.decode(chat["tokens"], skip_special_tokens=False) == "<user>hello\n<assistant>"
+    assert chat["token_strs"] is None
+    for field, path, asked in (
+        ("prompt", "/tokenize", {}),
+        ("prompt", "/tokenize", {"prompt": "x", "messages": [QUESTION]}),
+        ("tokens[1]", "/detokenize", {"tokens": [1, VOCAB_SIZE]}),
+        ("tokens[0]", "/detokenize", {"tokens": [-1]}),
+    ):
+        assert (await server.refusal(path, **asked))["param"] == field
+
+
+async def test_prompts_are_rendered(server: HttpServer) -> None:
+    (first, second) = (await server.post("/v1/completions/render", prompt=[TEXT, "hello"])).json()
+    assert first["token_ids"] == (await server.post("/tokenize", prompt=TEXT)).json()["tokens"]
+    assert second["model"] == "chatty"
+    chat = (await server.post("/v1/chat/completions/render", messages=[QUESTION])).json()
+    answer = await server.chat("hello", return_token_ids=True, max_tokens=1)
+    assert chat["token_ids"] == answer["prompt_token_ids"]
+
+
+async def test_embeddings(server: HttpServer) -> None:
+    numbers = list(struct.unpack("<2f", reference_embedding(PROMPT, Pooling.LAST)))
+    answer = (await server.post("/v1/embeddings", input=PROMPT)).json()
+    CreateEmbeddingResponse.model_validate(answer)
+    assert [each["embedding"] for each in answer["data"]] == [numbers]
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == 4
+    several = (await server.post("/v1/embeddings", input=[PROMPT, [1], PROMPT])).json()
+    assert [each["index"] for each in several["data"]] == [0, 1, 2]
+    assert several["data"][2]["embedding"] == numbers != several["data"][1]["embedding"]
+    assert several["usage"]["prompt_tokens"] == 9
+    texts = await server.openai.embeddings.create(model="chatty", input=["once", "upon", "a"])  # in base64
+    assert len(texts.data) == 3
+    one = (await server.post("/v1/embeddings", input="upon")).json()["data"][0]["embedding"]
+    assert texts.data[1].embedding == pytest.approx(one)
+
+
+async def test_embeddings_in_other_forms(server: HttpServer) -> None:
+    answer = (await server.post("/v1/embeddings", input=PROMPT, encoding_format="base64")).json()
+    assert base64.b64decode(answer["data"][0]["embedding"]) == reference_embedding(PROMPT, Pooling.LAST)
+    (number,) = (await server.post("/v1/embeddings", input=PROMPT, dimensions=1)).json()["data"][0]["embedding"]
+    assert math.isclose(abs(number), 1)
+    for field, asked in {
+        "dimensions": {"dimensions": 3},
+        "encoding_format": {"encoding_format": "hex"},
+        "input": {"input": []},
+        "truncate_prompt_tokens": {"truncate_prompt_tokens": 3},
+    }.items():
+        assert (await server.refusal("/v1/embeddings", **({"input": PROMPT} | asked)))["param"] == field
+    for bad in ([300], "x" * 4000, ["x", ""]):
+        assert (await server.refusal("/v1/embeddings", input=bad))["param"] == "input"
+    await server.stack.until_idle()
