@@ -58,6 +58,12 @@ NEEDED = {
     "scheduler": _SCHEDULER,
     "worker": _WORKER,
     "serve": _SERVE,
+    "http": (
+        Package("starlette", "starlette"),
+        Package("uvicorn", "uvicorn"),
+        Package("httptools", "httptools"),
+        Package("msgspec", "msgspec"),
+    ),
     "hub": (Package("huggingface_hub", "huggingface_hub", "1.31.0"),),
     "gateway": (Package("smg", "smg"),),
     "flash": (Package("flash-attn", "flash_attn"),),

@@ -28,6 +28,7 @@ from pagewire.common.process import (
 from pagewire.common.stopping import stops
 from pagewire.hosting import freed_memory, logs
 from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
+from pagewire.hosting.http_front_end import HttpConfig, front_end_command
 from pagewire.hosting.model_source import (
     MISSING,
     DownloadError,
@@ -41,8 +42,8 @@ from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ, free
 
 log = logging.getLogger(__name__)
 
-# The gateway of a scheduler's URL.
-GatewayFactory = Callable[[str], Supervisor]
+# What runs in front of a scheduler, made of its URL.
+FrontFactory = Callable[[str], Supervisor]
 
 LOOPBACK = "127.0.0.1"
 # Under which titles `--help` shows the options, and in which order: what matters first stands first.
@@ -56,8 +57,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "host",
         "port",
         "socket",
+        "http_port",
         "gateway",
-        "gateway_port",
         "device",
         "dtype",
         "max_model_len",
@@ -108,7 +109,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_detached_bytes",
         "max_kv_event_bytes",
     ),
-    "gateway": ("gateway_host", "gateway_metrics_port"),
+    "OpenAI API": ("http_host", "gateway_host", "gateway_port", "gateway_metrics_port"),
     "tenants and TLS": (
         "tenants",
         "scheduler_api_key_file",
@@ -176,12 +177,15 @@ def serve(arguments: Sequence[str]) -> int:
     ranks = [_build(parser, resolved, WorkerConfig, **link, **rank) for rank in _ranks(resolved, directory.path)]
     addresses = ",".join(f"unix:{rank.socket}" for rank in ranks)
     scheduler_config = _build(parser, resolved, SchedulerConfig, worker=addresses)
-    gateway_config = _build(parser, resolved, GatewayConfig)
+    gateway_config, http_config = _build(parser, resolved, GatewayConfig), _build(parser, resolved, HttpConfig)
     if gateway_config.gateway:
         _check_gateway(parser, gateway_config, scheduler_config)
+    if http_config.http_port:
+        _check_http(parser, http_config, gateway_config, scheduler_config)
     log_config = _start_logging(known, resolved)
     with _ending():
         gateway_config.check_ports()
+        http_config.check_ports()
     found = _locate("serve", resolved, with_weights=True)
     has_tokenizer = is_gguf(Path(found.directory)) or (Path(found.directory) / "tokenizer.json").is_file()
     if gateway_config.gateway and not has_tokenizer:
@@ -212,7 +216,18 @@ def serve(arguments: Sequence[str]) -> int:
         locked = environ | {ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
         return Supervisor(command, locked, name="gateway", on_ready=announce_ready, level_of=level_of)
 
-    return asyncio.run(_run(scheduler_config, workers, gateway_of if gateway_config.gateway else None, directory))
+    def front_end_of(url: str) -> Supervisor:
+        given = {
+            name.replace("_", "-"): getattr(scheduler_config, name)
+            for name in ("model", "drain_timeout", "max_prompt_bytes", "max_waiting_text_bytes")
+        }
+        given |= {name.replace("_", "-"): getattr(log_config, name) for name in ("log_level", "log_format")}
+        command = front_end_command(http_config, url, given)
+        return Supervisor(command, environ, name="front end", on_ready=lambda _: announce_ready(http_config.url))
+
+    fronts = [front_end_of] if http_config.http_port else []
+    fronts += [gateway_of] if gateway_config.gateway else []
+    return asyncio.run(_run(scheduler_config, workers, fronts, directory))
 
 
 def serve_options() -> dict[str, options.Option]:
@@ -220,7 +235,7 @@ def serve_options() -> dict[str, options.Option]:
     from scheduler_service.config import SchedulerConfig
     from worker_service.config import WorkerConfig
 
-    configs = (SchedulerConfig, WorkerConfig, GatewayConfig, ModelSourceConfig, logs.LogConfig)
+    configs = (SchedulerConfig, WorkerConfig, HttpConfig, GatewayConfig, ModelSourceConfig, logs.LogConfig)
     return options.options_of(*configs, without=LINK_OPTIONS)
 
 
@@ -237,6 +252,24 @@ def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, schedu
     for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
         if port and port == gateway_config.gateway_port:
             parser.error(f"{flag} and --gateway-port are both {port}; choose another for one of them")
+
+
+def _check_http(
+    parser: options.Parser, http_config: HttpConfig, gateway_config: GatewayConfig, scheduler_config: Any
+) -> None:
+    """Refuse options that a scheduler and the front end beside it cannot have both."""
+    for flag, value in (("--tls-cert", scheduler_config.tls_cert), ("--tenants", scheduler_config.tenants)):
+        if value is not None:
+            parser.error(
+                f"--http-port and {flag} cannot go together: the front end has nothing to show the scheduler; run "
+                "`pagewire frontend --http-port` with --scheduler-api-key-file and --scheduler-tls-ca beside it"
+            )
+    others = {"--port": scheduler_config.port, "--metrics-port": scheduler_config.metrics_port}
+    if gateway_config.gateway:
+        others["--gateway-port"] = gateway_config.gateway_port
+    for flag, port in others.items():
+        if port == http_config.http_port:
+            parser.error(f"{flag} and --http-port are both {port}; choose another for one of them")
 
 
 def _admits_anonymous(tenants: str) -> bool:
@@ -437,7 +470,7 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
 
 
 async def _run(
-    config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFactory | None, directory: RuntimeDirectory
+    config: Any, workers: Sequence[Supervisor], fronts: Sequence[FrontFactory], directory: RuntimeDirectory
 ) -> int:
     """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
     _spare_memory()
@@ -448,17 +481,18 @@ async def _run(
         except OSError as error:
             log.critical("%s", error)
             return 1
-        return await _run_services(config, workers, gateway_of, stop, stop_now)
+        return await _run_services(config, workers, fronts, stop, stop_now)
 
 
 async def _run_services(
     config: Any,
     workers: Sequence[Supervisor],
-    gateway_of: GatewayFactory | None,
+    fronts: Sequence[FrontFactory],
     stop: asyncio.Event,
     stop_now: asyncio.Event,
 ) -> int:
-    """Run all until `stop`, not beyond `stop_now`. The gateway goes when the scheduler has, and the workers last."""
+    """Run all until `stop`, not beyond `stop_now`. What runs in front goes when the scheduler has, and the workers
+    last."""
     from scheduler_service import server
 
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -478,8 +512,7 @@ async def _run_services(
         )
     )
     supervising = [asyncio.create_task(worker.run()) for worker in workers]
-    if gateway_of is not None:
-        supervising.append(asyncio.create_task(_run_gateway(gateway_of, url)))
+    supervising += [asyncio.create_task(_run_front(make, url)) for make in fronts]
     try:
         await asyncio.wait({serving, *supervising}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -499,5 +532,5 @@ async def _run_services(
             await asyncio.wait({task})
 
 
-async def _run_gateway(gateway_of: GatewayFactory, url: "asyncio.Future[str]") -> GivenUp:
-    return await gateway_of(await asyncio.shield(url)).run()
+async def _run_front(make: FrontFactory, url: "asyncio.Future[str]") -> GivenUp:
+    return await make(await asyncio.shield(url)).run()

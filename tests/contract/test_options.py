@@ -11,6 +11,7 @@ import pytest
 from pagewire import options
 from pagewire.cli.services import GROUPS, LINK_OPTIONS, MOST_USED
 from pagewire.hosting.gateway import GatewayConfig
+from pagewire.hosting.http_front_end import HttpConfig
 from pagewire.hosting.logs import LogConfig
 from pagewire.hosting.model_source import ModelSourceConfig
 from pagewire.options import OptionError, Parser, Resolved
@@ -206,13 +207,13 @@ def test_an_argument_may_be_given_as_a_flag_but_not_as_both(capsys: pytest.Captu
 
 
 def test_every_option_of_the_services_stands_in_one_group() -> None:
-    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig, ModelSourceConfig, LogConfig)
+    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, HttpConfig, GatewayConfig, ModelSourceConfig, LogConfig)
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(options.options_of(*configs))
 
 
 def test_ten_flags_stand_first_in_the_help_of_serve() -> None:
-    known = options.options_of(SchedulerConfig, WorkerConfig, GatewayConfig, without=LINK_OPTIONS)
+    known = options.options_of(SchedulerConfig, WorkerConfig, HttpConfig, GatewayConfig, without=LINK_OPTIONS)
     assert next(iter(GROUPS)) == MOST_USED
     assert len([name for name in GROUPS[MOST_USED] if name in known]) == 10
 
@@ -260,12 +261,12 @@ def test_nothing_given_leaves_no_trace_in_the_arguments() -> None:
     assert parser().parse_args([]) == argparse.Namespace(config=None)
 
 
-@pytest.mark.parametrize("config_type", [SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig])
+@pytest.mark.parametrize("config_type", [SchedulerConfig, WorkerConfig, FrontEndConfig, HttpConfig, GatewayConfig])
 def test_every_number_keeps_to_limits_that_stand_beside_it(config_type: type) -> None:
     found = fields(config_type) + (fields(SchedulerOptions) if config_type is SchedulerConfig else ())
     for option in options.options_of(config_type).values():
         if option.value_type in (int, float) and option.name != "tensor_parallel_rank":
-            given = "model" if config_type is not GatewayConfig else "gateway_host"
+            given = {GatewayConfig: "gateway_host", HttpConfig: "http_host"}.get(config_type, "model")
             [limits] = [field.metadata["limits"] for field in found if field.name == option.name]
             assert limits, option.name
             assert all(limit.holds(option.default) for limit in limits if option.default is not None), option.name

@@ -1,0 +1,70 @@
+"""`pagewire serve --http-port` as a user runs it: real processes, a real model, HTTP."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pagewire.hosting.supervisor import free_port
+from testing.parity import STORYTELLER
+from testing.services import children_of
+
+PROMPT = {"prompt": "Once there was a brave turtle", "temperature": 0, "max_tokens": 16}
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    port = free_port("127.0.0.1")
+    base = ("--port=0", "--metrics-port=0", "--num-device-blocks=512", "--num-threads=1", f"--http-port={port}")
+    command = [sys.executable, "-m", "pagewire", "serve", str(STORYTELLER), *base, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(2)]
+            url = f"http://127.0.0.1:{port}"
+            assert lines[1] == f"ready on {url}\n", lines
+            yield process, url
+        finally:
+            process.kill()
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/v1/completions", json.dumps(body).encode(), timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_a_front_end_that_dies_comes_back() -> None:
+    with serving() as (process, url):
+        text = post(url, PROMPT)["choices"][0]["text"]
+        assert len(text) > 10
+        (front_end,) = [child for child in children_of(process.pid) if b"frontend" in _command_line(child)]
+        os.kill(front_end, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert post(url, PROMPT)["choices"][0]["text"] == text
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)  # nothing tells when it listens again but itself
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with serving() as (_, url):
+        command = [sys.executable, "-m", "pagewire", "serve", str(STORYTELLER), f"--http-port={url.rpartition(':')[2]}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert "is taken; choose another --http-port" in done.stderr.splitlines()[-1]
+
+
+def _command_line(pid: int) -> bytes:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
