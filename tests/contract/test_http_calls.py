@@ -43,6 +43,20 @@ async def test_what_is_served(server: HttpServer) -> None:
         assert response.status_code == 200
 
 
+async def test_the_api_describes_itself(server: HttpServer) -> None:
+    described = (await server.client.get("/openapi.json")).json()
+    for path, methods in described["paths"].items():
+        for method in methods:
+            response = await server.client.request(method, path, json={} if method == "post" else None)
+            assert response.status_code in (200, 400), path
+    page = await server.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    for path in described["paths"]:
+        assert path in page.text
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+
+
 async def test_a_front_end_without_its_scheduler_says_so(server: HttpServer) -> None:
     server.stack.stop_now.set()
     server.stack.stop.set()

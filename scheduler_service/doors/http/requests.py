@@ -28,6 +28,7 @@ def _why(text: str) -> Meta:
     return Meta(description=text)
 
 
+_INERT = Meta(description="no effect")
 TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 # A text, several, one as token ids, or several so.
@@ -39,7 +40,7 @@ Texts = str | list[str]
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     include_usage: Annotated[bool, _why("a last event has the usage")] | None = None
     continuous_usage_stats: Annotated[bool, _why("each event has the usage so far")] | None = None
-    include_obfuscation: Annotated[bool, _why("no effect")] | None = None
+    include_obfuscation: Annotated[bool, _INERT] | None = None
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
@@ -99,14 +100,14 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     will_return: bool | None = None
     retention_seconds: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
     # Without an effect on the output.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    spaces_between_special_tokens: bool | None = None
+    user: Annotated[str, _INERT] | None = None
+    metadata: Annotated[dict[str, Any], _INERT] | None = None
+    store: Annotated[bool, _INERT] | None = None
+    service_tier: Annotated[str, _INERT] | None = None
+    safety_identifier: Annotated[str, _INERT] | None = None
+    prompt_cache_key: Annotated[str, _INERT] | None = None
+    prompt_cache_retention: Annotated[str, _INERT] | None = None
+    spaces_between_special_tokens: Annotated[bool, _INERT] | None = None
 
 
 class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -188,7 +189,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     reasoning_effort: Annotated[str, _why("a variable of the template")] | None = None
     tools: Annotated[Empty, _why("calls of tools are not read yet")] | None = None
     tool_choice: Annotated[Literal["none", "auto"], _why("calls of tools are not read yet")] | None = None
-    parallel_tool_calls: Annotated[bool, _why("no effect")] | None = None
+    parallel_tool_calls: Annotated[bool, _INERT] | None = None
     functions: Annotated[Empty, _why("calls of tools are not read yet")] | None = None
     function_call: Annotated[Literal["none", "auto"], _why("calls of tools are not read yet")] | None = None
     include_reasoning: Annotated[bool, _why("no effect: reasoning is not told from the rest yet")] | None = None

@@ -8,7 +8,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from scheduler_service.doors.http.completions import complete
 from scheduler_service.doors.http.connection import Connection
 from scheduler_service.doors.http.embeddings import embed
 from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.openapi import POSTED, document, page
 from scheduler_service.doors.http.refusals import HttpError, error_answer, error_response
 from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
@@ -80,6 +81,15 @@ class HttpDoor:
         self._streams: set[EventStream] = set()
         self._begun_at = now()
         self._hosts = _allowed_hosts(address.host)
+        handlers: Mapping[str, Serve] = {
+            "/v1/completions": self._complete,
+            "/v1/chat/completions": self._complete_chat,
+            "/v1/embeddings": self._embed,
+            "/v1/completions/render": self._render_prompts,
+            "/v1/chat/completions/render": self._render_chat,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
         self._router = Router(
             [
                 Route("/health", self._health, methods=["GET"]),
@@ -87,13 +97,9 @@ class HttpDoor:
                 Route("/version", self._version, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-                self._posted("/v1/completions", CompletionRequest, self._complete),
-                self._posted("/v1/chat/completions", ChatCompletionRequest, self._complete_chat),
-                self._posted("/v1/completions/render", CompletionRequest, self._render_prompts),
-                self._posted("/v1/chat/completions/render", ChatCompletionRequest, self._render_chat),
-                self._posted("/v1/embeddings", EmbeddingRequest, self._embed),
-                self._posted("/tokenize", TokenizeRequest, self._tokenize),
-                self._posted("/detokenize", DetokenizeRequest, self._detokenize),
+                Route("/docs", self._docs, methods=["GET"]),
+                Route("/openapi.json", self._openapi, methods=["GET"]),
+                *(self._posted(route.path, route.request, handlers[route.path]) for route in POSTED),
             ],
             redirect_slashes=False,
         )
@@ -163,6 +169,12 @@ class HttpDoor:
 
     async def _version(self, request: object) -> Response:
         return Response(_encode({"version": __version__}), media_type=_JSON)
+
+    async def _docs(self, request: object) -> Response:
+        return Response(page(), media_type="text/html")
+
+    async def _openapi(self, request: object) -> Response:
+        return Response(_encode(document()), media_type=_JSON)
 
     async def _models(self, request: Any) -> Response:
         self._call(request.scope)
