@@ -31,6 +31,8 @@ from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_
 from pagewire.kernels.quantized import BITS
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.core.sequence import TRANSITIONS, GroupState
+from scheduler_service.doors.http.openapi import POSTED, field_rows
+from scheduler_service.doors.http.requests import INERT
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.operations import CpuProducts
@@ -42,6 +44,11 @@ SCHEDULER = "pagewire/scheduler/v1/scheduler.proto"
 WORKER = "pagewire/worker/v1/worker.proto"
 MADE = "<!-- Made by `make docs`; do not edit. -->"
 
+HTTP_TITLE = """# The HTTP API
+
+Every field of the requests that `pagewire serve --http-port N` and `pagewire frontend --http-port N` take. Any other
+field is refused with the name of the nearest; null counts as unset. `/docs` of a running server shows the same, and
+`/openapi.json` as OpenAPI. `/v1/models`, `/health`, `/ping` and `/version` are there too."""
 METRICS_TITLE = """# Metrics
 
 The scheduler and each front end serve metrics in Prometheus' text format over HTTP: `curl -s 127.0.0.1:9090/metrics`.
@@ -149,6 +156,24 @@ def models_page() -> str:
 
 def architecture_page() -> str:
     return with_part((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), "states of a group", _states_of_a_group())
+
+
+def http_page() -> str:
+    parts = [HTTP_TITLE, MADE]
+    for route in POSTED:
+        parts.append(f"## `{route.path}`\n\n{route.summary}.")
+        rows = list(field_rows(route.request))
+        table = ["| Field | Takes | Notes |", "|---|---|---|"]
+        for row in rows:
+            if row.takes and row.note != INERT:
+                note = f"required{'; ' if row.note else ''}{row.note}" if row.is_required else row.note
+                table.append(f"| `{row.name}` | {row.takes} | {note} |")
+        parts.append("\n".join(table))
+        inert = ", ".join(f"`{row.name}`" for row in rows if row.note == INERT)
+        parts += [f"Without an effect on the output: {inert}."] if inert else []
+        refused = "\n".join(f"| `{row.name}` | {row.note} |" for row in rows if not row.takes)
+        parts += [f"| Not served | Why |\n|---|---|\n{refused}"] if refused else []
+    return "\n\n".join(parts) + "\n"
 
 
 def _states_of_a_group() -> str:
@@ -327,6 +352,7 @@ PAGES = {
     "worker_protocol.md": worker_page,
     "migrating.md": migrating_page,
     "models.md": models_page,
+    "http_api.md": http_page,
     "../ARCHITECTURE.md": architecture_page,
 }
 

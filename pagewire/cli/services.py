@@ -216,18 +216,24 @@ def serve(arguments: Sequence[str]) -> int:
         locked = environ | {ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
         return Supervisor(command, locked, name="gateway", on_ready=announce_ready, level_of=level_of)
 
-    def front_end_of(url: str) -> Supervisor:
-        given = {
-            name.replace("_", "-"): getattr(scheduler_config, name)
-            for name in ("model", "drain_timeout", "max_prompt_bytes", "max_waiting_text_bytes")
-        }
-        given |= {name.replace("_", "-"): getattr(log_config, name) for name in ("log_level", "log_format")}
-        command = front_end_command(http_config, url, given)
-        return Supervisor(command, environ, name="front end", on_ready=lambda _: announce_ready(http_config.url))
-
-    fronts = [front_end_of] if http_config.http_port else []
+    fronts = [_front_end_of(http_config, scheduler_config, log_config, environ)] if http_config.http_port else []
     fronts += [gateway_of] if gateway_config.gateway else []
     return asyncio.run(_run(scheduler_config, workers, fronts, directory))
+
+
+def _front_end_of(
+    http_config: HttpConfig, scheduler_config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]
+) -> FrontFactory:
+    names = ("model", "drain_timeout", "max_prompt_bytes", "max_waiting_text_bytes")
+    given = {name: getattr(scheduler_config, name) for name in names}
+    given |= {name: getattr(log_config, name) for name in ("log_level", "log_format")}
+    flags = {name.replace("_", "-"): value for name, value in given.items()}
+
+    def front_end_of(url: str) -> Supervisor:
+        command = front_end_command(http_config, url, flags)
+        return Supervisor(command, environ, name="front end", on_ready=lambda _: announce_ready(http_config.url))
+
+    return front_end_of
 
 
 def serve_options() -> dict[str, options.Option]:

@@ -28,7 +28,8 @@ def _why(text: str) -> Meta:
     return Meta(description=text)
 
 
-_INERT = Meta(description="no effect")
+INERT = "no effect"
+_INERT = Meta(description=INERT)
 TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 # A text, several, one as token ids, or several so.
