@@ -134,6 +134,30 @@ async def test_the_head_has_bounds(server: HttpServer) -> None:
     assert (await server.client.get("/version")).status_code == 200
 
 
+async def test_a_head_has_its_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
+    async with serve_http(model) as server:
+        address = server.url.removeprefix("http://").split(":")
+        whole = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        for begun in (b"", b"GET / HTTP/1.1\r\nhost:", whole + b"GET /"):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(begun)
+            async with asyncio.timeout(5):
+                answer = await reader.read()
+            assert answer.count(b"200 OK") == begun.count(whole)
+            writer.close()
+
+
+async def test_a_body_has_its_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.1)
+    async with serve_http(model) as server:
+        reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+        writer.write(f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{{".encode())
+        async with asyncio.timeout(5):
+            assert b"408" in await reader.readline()
+        writer.close()
+
+
 async def test_tenants(model: Path, tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.yaml"
     write_tenants(tenants)

@@ -207,7 +207,7 @@ class HttpDoor:
         return _encode(await detokenize(request, call, self._intake))
 
     def _card(self) -> Model:
-        name = self._model_name()
+        name = self._served()
         return Model(name, "model", self._begun_at, "pagewire", name, None, longest_sequence(self._intake))
 
     def _posted(self, path: str, kind: type[Struct], serve: Serve) -> Route:
@@ -266,12 +266,20 @@ class HttpDoor:
         return Call(caller, headers.get(_SESSION_HEADER, ""), trace)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model_name():
+        served = self._served()
+        if name is not None and name != served:
             raise RefusedError(
                 Reason.NOT_FOUND,
-                f"the model {name[:80]!r} is not served here; send {self._model_name()!r}, or leave model unset",
+                f"the model {name[:80]!r} is not served here; send {served!r}, or leave model unset",
                 "model",
             )
+
+    def _served(self) -> str:
+        """Return the model's name. Raises RefusedError as long as it is not known."""
+        name = self._model_name()
+        if not name:
+            raise RefusedError(Reason.UNAVAILABLE, self._intake.engine.availability.unavailable_reason)
+        return name
 
     def _check_host(self, scope: Scope) -> None:
         """Refuse a web page's call that comes under another name than this machine's own (DNS rebinding)."""
