@@ -139,6 +139,9 @@ class FrontEndConfig:
     port: int = option(50052, "port to listen on; 0 picks a free one", PORT)
     http_host: str = option("127.0.0.1", "address to serve the OpenAI API on")
     http_port: int = option(0, "HTTP port of the OpenAI API; 0 turns it off", PORT)
+    allowed_origins: str | None = option(
+        None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)"
+    )
     drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
     tls_cert: str | None = option(
         None, "PEM file with the server's certificate chain; turns TLS on", needs=("tls_key",)

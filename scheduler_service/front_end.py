@@ -129,7 +129,8 @@ def _make_http(
     except ImportError as error:
         raise ValueError(f"--http-port is {config.http_port}, but {error}; install pagewire[http]") from None
     address = HttpAddress(config.http_host, config.http_port, config.tls_cert, config.tls_key, config.tls_client_ca)
-    return HttpDoor(address, servicer.intake, tenants, lambda: link.served_model_name)
+    origins = [origin.strip() for origin in (config.allowed_origins or "").split(",") if origin.strip()]
+    return HttpDoor(address, servicer.intake, tenants, lambda: link.served_model_name, origins)
 
 
 def _failed(error: BaseException | None) -> int:

@@ -17,6 +17,9 @@ from pagewire.installation import shortage
 class HttpConfig:
     http_host: str = option("127.0.0.1", "address to serve the OpenAI API on")
     http_port: int = option(0, "HTTP port of the OpenAI API; 0 turns it off", PORT)
+    allowed_origins: str | None = option(
+        None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)"
+    )
 
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
@@ -42,6 +45,7 @@ def front_end_command(config: HttpConfig, scheduler_url: str, given: Mapping[str
         "http-port": config.http_port,
         "port": 0,
         "metrics-port": 0,
+        **({} if config.allowed_origins is None else {"allowed-origins": config.allowed_origins}),
         **given,
     }
     return python_command("pagewire", "frontend", *(f"--{name}={value}" for name, value in options.items()))

@@ -124,6 +124,18 @@ async def test_another_hosts_name_is_refused(server: HttpServer) -> None:
         assert response.status_code == status, host
 
 
+async def test_web_pages_may_call_where_that_is_asked_for(model: Path, server: HttpServer) -> None:
+    asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    assert (await server.client.options(PATH, headers=asks)).status_code == 405
+    async with serve_http(model, front={"allowed_origins": "https://app.example, https://b.example"}) as opened:
+        answer = await opened.client.options(PATH, headers=asks)
+        assert answer.headers["access-control-allow-origin"] == asks["origin"]
+        answer = await opened.post(PATH, headers={"origin": asks["origin"]}, prompt="x")
+        assert answer.headers["access-control-allow-origin"] == asks["origin"]
+        stranger = await opened.client.options(PATH, headers=asks | {"origin": "https://evil.example"})
+        assert (stranger.status_code, "access-control-allow-origin" in stranger.headers) == (400, False)
+
+
 async def test_the_head_has_bounds(server: HttpServer) -> None:
     for headers in (
         {f"x-{index}": "y" for index in range(connection.MAX_HEADERS + 1)},

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -21,6 +21,7 @@ from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _FINISH_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
+_Result = TypeVar("_Result")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -128,17 +129,22 @@ async def stream_answer(
     if len(begun) == 1:
         await _stream_prompt(begun[0], writer, stream, options)
     else:
-        tasks = [asyncio.create_task(_stream_prompt(progress, writer, stream, options)) for progress in begun]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await all_of(_stream_prompt(progress, writer, stream, options) for progress in begun)
     if options.include_usage:
         usage = _usage(begun, writer.num_hidden_tokens)
         await stream.tell(_encode(writer.answer([], usage, None, is_whole=False)))
     await stream.end()
+
+
+async def all_of(parts: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Return what each gives. If one fails, the others are cancelled, and that failure is raised."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _stream_prompt(

@@ -1,13 +1,12 @@
 """`/v1/embeddings`: one or several texts, or their token ids, each as numbers of length 1."""
 
-import asyncio
 import base64
 import math
 import secrets
 import struct
 
 from scheduler_service.core.request import SequenceEnd
-from scheduler_service.doors.http.answering import now, numbered
+from scheduler_service.doors.http.answering import all_of, now, numbered
 from scheduler_service.doors.http.answers import Embedding, Embeddings, Usage
 from scheduler_service.doors.http.options import RequestNames, parsed
 from scheduler_service.doors.http.prompts import prompts_of
@@ -29,11 +28,9 @@ async def embed(request: EmbeddingRequest, call: Call, intake: Intake, model_nam
             parsed(request, prompt, None, call, intake.model, request_id=name)
             for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
         ]
-        async with asyncio.TaskGroup() as tasks:
-            waiting = [tasks.create_task(intake.embed(each, call)) for each in requests]
-    except* RefusedError as refusals:
-        raise names.in_its_words(_first(refusals)) from None
-    ends = [task.result()[1] for task in waiting]
+        ends = [end for _, end in await all_of(intake.embed(each, call) for each in requests)]
+    except RefusedError as refusal:
+        raise names.in_its_words(refusal.with_traceback(None)) from None
     num_tokens = sum(end.num_prompt_tokens for end in ends)
     return Embeddings(
         request.request_id or drawn,
@@ -43,14 +40,6 @@ async def embed(request: EmbeddingRequest, call: Call, intake: Intake, model_nam
         [Embedding("embedding", index, _shown(request, end)) for index, end in enumerate(ends)],
         Usage(num_tokens, 0, num_tokens),
     )
-
-
-def _first(refusals: BaseExceptionGroup[RefusedError]) -> RefusedError:
-    found: BaseException = refusals
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    assert isinstance(found, RefusedError), "nothing else was caught"
-    return found.with_traceback(None)
 
 
 def _shown(request: EmbeddingRequest, end: SequenceEnd) -> list[float] | str:

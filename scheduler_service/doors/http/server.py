@@ -8,7 +8,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ import msgspec
 import uvicorn
 from msgspec import Struct
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagewire.common import __version__
 from pagewire.common.transport.addresses import join
@@ -72,9 +73,15 @@ class HttpAddress:
 
 class HttpDoor:
     def __init__(
-        self, address: HttpAddress, intake: Intake, tenants: TenantFile | None, model_name: Callable[[], str]
+        self,
+        address: HttpAddress,
+        intake: Intake,
+        tenants: TenantFile | None,
+        model_name: Callable[[], str],
+        allowed_origins: Sequence[str],
     ) -> None:
-        """Bind the port. `intake` is that of all doors of this process. Raises OSError."""
+        """Bind the port. `intake` is that of all doors of this process; `allowed_origins` are of web pages that may
+        call. Raises OSError."""
         self._intake = intake
         self._tenants = tenants
         self._model_name = model_name
@@ -105,9 +112,12 @@ class HttpDoor:
         )
         self._socket = _bound(address.host, address.port)
         self.url = f"{'https' if address.certificate else 'http'}://{join(address.host, self._socket.getsockname()[1])}"
+        application: ASGIApp = self
+        if allowed_origins:
+            application = CORSMiddleware(self, allowed_origins, allow_methods=["*"], allow_headers=["*"])
         self._server = _Server(
             uvicorn.Config(
-                self,
+                application,
                 http=Connection,
                 ws="none",
                 lifespan="off",
