@@ -15,7 +15,7 @@ from scheduler_service.doors.http.answering import (
     stream_answer,
     whole_answer,
 )
-from scheduler_service.doors.http.answers import ChatChoice, ChatCompletion, ChatMessage, Usage
+from scheduler_service.doors.http.answers import ChatChoice, ChatCompletion, ChatMessage, PromptLogprobs, Usage
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import RequestNames, options_of, parsed
 from scheduler_service.doors.http.prompts import render_messages, variables_of
@@ -57,7 +57,7 @@ class ChatWriter:
             self._texts.chat_logprobs(delta.logprobs) if request.logprobs else None,
             finish_reason(end),
             UNSET if end is None else stop_reason(request, delta),
-            list(delta.token_ids) if request.return_token_ids else UNSET,
+            list(delta.token_ids) if request.return_token_ids else None if is_whole else UNSET,
         )
 
     def answer(
@@ -69,8 +69,13 @@ class ChatWriter:
         is_whole: bool,
     ) -> ChatCompletion:
         request = self._request
-        asks_ids = request.return_token_ids and progress is not None
-        asks_logprobs = request.prompt_logprobs is not None and progress is not None and is_whole
+        not_asked = None if is_whole else UNSET  # events are kept short
+        token_ids: list[int] | UnsetType | None = not_asked
+        logprobs: PromptLogprobs | UnsetType | None = not_asked
+        if progress is not None and request.return_token_ids:
+            token_ids = list(progress.prompt_token_ids)
+        if progress is not None and request.prompt_logprobs is not None and is_whole:
+            logprobs = self._texts.prompt_logprobs(progress.logprobs)
         return ChatCompletion(
             self._id,
             "chat.completion" if is_whole else "chat.completion.chunk",
@@ -78,8 +83,8 @@ class ChatWriter:
             self._model,
             choices,
             usage,
-            list(progress.prompt_token_ids) if asks_ids and progress is not None else UNSET,
-            self._texts.prompt_logprobs(progress.logprobs) if asks_logprobs and progress is not None else UNSET,
+            token_ids,
+            logprobs,
         )
 
 

@@ -59,6 +59,7 @@ class CompletionWriter:
         if not shows or (delta.prompt_logprobs and not delta.token_ids and end is None):
             return None
         progress.has_begun[sample] = True
+        not_asked = None if is_whole else UNSET  # events are kept short
         reason = finish_reason(end)
         if end is not None and self.num_hidden_tokens and end.reason is not EndReason.ABORT:
             reason = "length"
@@ -68,11 +69,11 @@ class CompletionWriter:
             self._logprobs(index, delta._replace(logprobs=logprobs), progress if self._echoed and is_first else None),
             reason,
             stop_reason(request, delta),
-            token_ids if request.return_token_ids else UNSET,
-            list(progress.prompt_token_ids) if request.return_token_ids and is_first else UNSET,
+            token_ids if request.return_token_ids else not_asked,
+            list(progress.prompt_token_ids) if request.return_token_ids and is_first else not_asked,
             self._texts.prompt_logprobs(progress.logprobs)
             if request.prompt_logprobs is not None and is_first
-            else UNSET,
+            else not_asked,
         )
 
     def answer(

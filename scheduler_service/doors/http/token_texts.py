@@ -61,12 +61,16 @@ class TokenTexts:
         found: PromptLogprobs = [None]
         for entry in entries:
             ranked = {
-                token_id: PromptLogprob(_finite(logprob), rank, self.text_of(token_id))
+                token_id: PromptLogprob(_finite(logprob), rank, self._readable(token_id))
                 for rank, (token_id, logprob) in enumerate(entry.top, 1)
             }
-            own = PromptLogprob(_finite(entry.logprob), entry.rank, self.text_of(entry.token_id))
+            own = PromptLogprob(_finite(entry.logprob), entry.rank, self._readable(entry.token_id))
             found.append({entry.token_id: own} | ranked)
         return found
+
+    def _readable(self, token_id: int) -> str:
+        """Return a token's text, as far as it is one: beside it stands its id."""
+        return self.bytes_of(token_id).decode(errors="replace")
 
 
 class CompletionTokens:
