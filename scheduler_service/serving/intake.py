@@ -13,7 +13,7 @@ from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.output import ReadyList, SampleRecord
 from scheduler_service.serving.parsed_request import ParsedRequest
-from scheduler_service.serving.prompt_text import PromptTexts, TextLimits
+from scheduler_service.serving.prompt_text import ANY_NUMBER, PromptTexts, TextLimits
 from scheduler_service.serving.refusal import OF_ADMISSION, Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
@@ -141,13 +141,19 @@ class Intake:
     async def _tokenize(self, parsed: ParsedRequest, output_mode: OutputMode) -> Sequence[int]:
         """Return the tokens of the prompt, once it is known what fits."""
         await self.engine.availability.wait_for_first_worker(output_mode)
-        if not isinstance(parsed.prompt, str):
-            return parsed.prompt
-        assert self.texts is not None, "no text is read where there is no tokenizer"
-        limit = self.engine.availability.max_sequence_tokens
-        return await self.texts.encode(
-            parsed.prompt, parsed.request.tenant, limit, add_special_tokens=parsed.add_special_tokens
-        )
+        limit, truncation = self.engine.availability.max_sequence_tokens, parsed.truncation
+        token_ids: Sequence[int]
+        if isinstance(parsed.prompt, str):
+            assert self.texts is not None, "no text is read where there is no tokenizer"
+            token_ids = await self.texts.encode(
+                parsed.prompt,
+                parsed.request.tenant,
+                limit if truncation is None else ANY_NUMBER,
+                add_special_tokens=parsed.add_special_tokens,
+            )
+        else:
+            token_ids = parsed.prompt
+        return token_ids if truncation is None else truncation.cut(token_ids, limit)
 
     def _outputs(self, parsed: ParsedRequest, request: Request, label: int, *, with_text: bool) -> list[SampleRecord]:
         """Make an output for each sample. The outputs of a detached request are kept."""

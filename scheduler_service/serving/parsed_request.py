@@ -34,10 +34,26 @@ Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Truncation:
+    """How much is kept of a prompt that is too long."""
+
+    max_tokens: int | None  # None: as many as fit, with one of the output
+    keeps_first: bool = False  # else the last are kept
+
+    def cut(self, token_ids: Sequence[int], max_sequence_tokens: int) -> Sequence[int]:
+        """Return the tokens that are kept."""
+        most = max_sequence_tokens - 1 if self.max_tokens is None else self.max_tokens
+        if len(token_ids) <= most:
+            return token_ids
+        return token_ids[:most] if self.keeps_first else token_ids[len(token_ids) - most :]
+
+
+@dataclass(frozen=True, slots=True)
 class ParsedRequest:
     request: Request  # whole, but for the prompt's tokens, the length of the output and the deadline
     prompt: str | tuple[int, ...]
     add_special_tokens: bool = True  # around a text
+    truncation: Truncation | None = None
     max_tokens: int | None = None  # None: as many as fit, and at most the default
     default_max_tokens: int | None = None
     stop: tuple[str, ...] = ()  # texts that end an output
@@ -110,6 +126,7 @@ def parse_request(
     retention_seconds: int | None = None,
     add_special_tokens: bool = True,
     default_max_tokens: int | None = None,
+    truncation: Truncation | None = None,
 ) -> ParsedRequest:
     """Make a request of what its door found, which came with a call. Without `options` of sampling it is for an
     embedding. Raises RefusedError."""
@@ -128,7 +145,7 @@ def parse_request(
     _check_names(request)
     if isinstance(prompt, str) and not model.has_tokenizer:
         raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
-    parsed = ParsedRequest(request, prompt, add_special_tokens, default_max_tokens=default_max_tokens)
+    parsed = ParsedRequest(request, prompt, add_special_tokens, truncation, default_max_tokens=default_max_tokens)
     if options is not None:
         return _with_sampling(parsed, options, model)
     if model.embedding.refusal:

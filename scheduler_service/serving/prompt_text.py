@@ -11,6 +11,7 @@ from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 
 # Texts of more bytes take their turn: one at a time of each tenant, on a thread of their own.
 LONG_TEXT_BYTES = 64 * 1024
+ANY_NUMBER = 2**31  # of tokens, where a text need not fit the model
 
 
 @dataclass(frozen=True, slots=True)

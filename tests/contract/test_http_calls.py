@@ -107,8 +107,8 @@ async def test_hints(server: HttpServer) -> None:
     assert error["message"] == "temprature is no field of this request; did you mean temperature?"
     error = await server.refusal(PATH, prompt="x", n=17)
     assert error["message"] == "n is 17, which cannot be: expected `int` <= 16"
-    error = await server.refusal(PATH, prompt="x", truncate_prompt_tokens=5)
-    assert error["message"].endswith("is not served: prompts are not cut; shorten the prompt")
+    error = await server.refusal(PATH, prompt="x", suffix="y")
+    assert error["message"].endswith("is not served: nothing is filled in before a text")
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         await server.openai.completions.create(model="gpt", prompt="x")
 

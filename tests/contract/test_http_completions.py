@@ -235,6 +235,20 @@ async def test_fields_of_sampling(model: Path) -> None:
         await server.stack.until_idle()
 
 
+async def test_prompts_are_cut_where_that_is_asked_for(model: Path) -> None:
+    async with serve_http(model) as server:
+
+        async def kept(**asked: object) -> list[int]:
+            answer = await server.complete(**{"max_tokens": 1, "return_token_ids": True} | asked)
+            return answer["choices"][0]["prompt_token_ids"]
+
+        assert await kept(prompt=PROMPT, truncate_prompt_tokens=2) == PROMPT[-2:]
+        assert await kept(prompt=PROMPT, truncate_prompt_tokens=2, truncation_side="right") == PROMPT[:2]
+        assert await kept(prompt=PROMPT, truncate_prompt_tokens=9) == PROMPT
+        assert len(await kept(prompt="xy" * 1000, truncate_prompt_tokens=-1)) == 255
+        assert (await server.refusal(PATH, prompt=PROMPT, truncate_prompt_tokens=0))["param"] == "prompt"
+
+
 async def test_the_client_of_openai(model: Path) -> None:
     async with serve_http(model) as server:
         create = server.openai.completions.create

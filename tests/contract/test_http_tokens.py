@@ -87,7 +87,7 @@ async def test_embeddings_in_other_forms(server: HttpServer) -> None:
         "dimensions": {"dimensions": 3},
         "encoding_format": {"encoding_format": "hex"},
         "input": {"input": []},
-        "truncate_prompt_tokens": {"truncate_prompt_tokens": 3},
+        "truncate_prompt_tokens": {"truncate_prompt_tokens": -2},
     }.items():
         assert (await server.refusal("/v1/embeddings", **({"input": PROMPT} | asked)))["param"] == field
     for bad in ([300], "x" * 4000, ["x", ""]):

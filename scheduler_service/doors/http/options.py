@@ -15,7 +15,7 @@ from scheduler_service.doors.http.requests import (
     StructuralTagFormat,
 )
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.parsed_request import Options, ParsedRequest, parse_request
+from scheduler_service.serving.parsed_request import Options, ParsedRequest, Truncation, parse_request
 from scheduler_service.serving.refusal import RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -76,6 +76,9 @@ def parsed(
     default_max_tokens: int | None = None,
 ) -> ParsedRequest:
     """Make a request of one of the prompts. Raises RefusedError."""
+    truncation = None
+    if (most := request.truncate_prompt_tokens) is not None:
+        truncation = Truncation(None if most < 0 else most, keeps_first=request.truncation_side == "right")
     return parse_request(
         prompt,
         options,
@@ -90,6 +93,7 @@ def parsed(
         retention_seconds=request.retention_seconds,
         add_special_tokens=add_special_tokens,
         default_max_tokens=default_max_tokens,
+        truncation=truncation,
     )
 
 

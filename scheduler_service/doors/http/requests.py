@@ -100,6 +100,8 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     session_id: str | None = None
     will_return: bool | None = None
     retention_seconds: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=UINT32.high), _why("-1: as many as fit")] | None = None
+    truncation_side: Annotated[Literal["left", "right"], _why("the side that is cut, left unless set")] | None = None
     # Without an effect on the output.
     user: Annotated[str, _INERT] | None = None
     metadata: Annotated[dict[str, Any], _INERT] | None = None
@@ -155,8 +157,6 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     bad_words: Annotated[Empty, _why("no text can be ruled out; use logit_bias")] | None = None
     logprob_token_ids: Annotated[None, _why("the most likely tokens are reported; use logprobs")] = None
     logits_processors: Annotated[None, _why("no code of clients is run")] = None
-    truncate_prompt_tokens: Annotated[None, _why("prompts are not cut; shorten the prompt")] = None
-    truncation_side: Annotated[None, _why("prompts are not cut; shorten the prompt")] = None
     kv_transfer_params: Annotated[None, _why("no KV cache of another engine is taken")] = None
     ec_transfer_params: Annotated[None, _why("no cache of another engine is taken")] = None
     vllm_xargs: Annotated[None, _why("there are no extensions")] = None
@@ -227,4 +227,3 @@ class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1), _why("so many numbers of each, scaled to length 1 again")] | None = None
-    truncate_prompt_tokens: Annotated[None, _why("prompts are not cut; shorten the input")] = None

@@ -14,10 +14,9 @@ from scheduler_service.doors.http.requests import (
 )
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.prompt_text import ANY_NUMBER
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
-
-_ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
 
 
 async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> Tokens:
@@ -85,7 +84,7 @@ async def _encode(text: str, special: bool, field: str, call: Call, intake: Inta
     _tokenizer(intake)
     assert intake.texts is not None, "there is a tokenizer"
     tenant = call.caller.tenant("")
-    token_ids = await intake.texts.encode(text, tenant, _ANY_NUMBER, field=field, add_special_tokens=special)
+    token_ids = await intake.texts.encode(text, tenant, ANY_NUMBER, field=field, add_special_tokens=special)
     await asyncio.sleep(0)  # others have their turn before many numbers are written
     return token_ids
 

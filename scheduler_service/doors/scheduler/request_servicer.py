@@ -28,14 +28,13 @@ from scheduler_service.serving.active_request import RequestEngine
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.prompt_text import TextLimits
+from scheduler_service.serving.prompt_text import ANY_NUMBER, TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 _PIECE_TOKENS = 16_384  # that are put into a message before others have their turn
 _MAX_PENDING_CALLS = 4096  # of those of a front end whose text becomes tokens
-_ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
 
 
 class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -123,7 +122,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         response = scheduler_pb2.TokenizeResponse()
         for index, text in enumerate(request.texts):
             token_ids = await texts.encode(
-                text, tenant, _ANY_NUMBER, field=f"texts[{index}]", add_special_tokens=add_special_tokens
+                text, tenant, ANY_NUMBER, field=f"texts[{index}]", add_special_tokens=add_special_tokens
             )
             ids = response.prompts.add().ids
             for start in range(0, len(token_ids), _PIECE_TOKENS):
