@@ -284,7 +284,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         _refused("the gateway speaks plaintext: put a proxy before it; for gRPC see `tls_cert` and `tls_key`", 0),
     ),
     (
-        "root_path middleware* allow_credentials! allowed_origins allowed_methods allowed_headers",
+        "root_path middleware* allow_credentials! allowed_methods allowed_headers",
         _refused("the gateway is smg, which has no such option: put a proxy before it"),
     ),
     ("enable_tokenizer_info_endpoint! tokens_only!", _refused("over gRPC, ServerInfo, Tokenize and Generate do it")),

@@ -314,7 +314,8 @@ def scheduler(arguments: Sequence[str]) -> int:
 
 
 def frontend(arguments: Sequence[str]) -> int:
-    """Runs a front end of a scheduler that is elsewhere."""
+    """Runs a front end of a scheduler that is elsewhere, or of `serve`, with which it then ends."""
+    exit_with_parent()
     from scheduler_service.config import FrontEndConfig
 
     config = _service_config(

@@ -13,7 +13,7 @@ from typing import Any
 
 from pagewire.hosting.supervisor import free_port
 from testing.parity import STORYTELLER
-from testing.services import children_of
+from testing.services import children_of, is_alive
 
 PROMPT = {"prompt": "Once there was a brave turtle", "temperature": 0, "max_tokens": 16}
 
@@ -55,6 +55,17 @@ def test_a_front_end_that_dies_comes_back() -> None:
                 time.sleep(0.1)  # nothing tells when it listens again but itself
         process.terminate()
         assert process.wait(30) == 0
+
+
+def test_a_front_end_ends_with_its_parent() -> None:
+    with serving() as (process, _):
+        (front_end,) = [child for child in children_of(process.pid) if b"frontend" in _command_line(child)]
+        process.kill()
+        process.wait(10)
+        deadline = time.monotonic() + 10
+        while is_alive(front_end):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:
