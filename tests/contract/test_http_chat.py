@@ -143,7 +143,6 @@ async def test_what_the_template_is_told(server: HttpServer, model: Path) -> Non
         ("response_format.type", {"response_format": {"type": "yaml"}}),
         ("top_k", {"top_k": -2}),
         ("stop[0]", {"stop": [""]}),
-        ("echo", {"echo": True}),
         ("max_token", {"max_token": 5}),
     ],
     ids=str,
@@ -153,6 +152,19 @@ async def test_what_is_refused_names_its_field(server: HttpServer, field: str, a
         error = await server.refusal(PATH, **({"messages": [QUESTION], "stream": stream} | asked))
         assert error["param"] == field, error
         assert error["type"] == "invalid_request_error"
+
+
+async def test_an_answer_goes_on_with_the_last_message(server: HttpServer) -> None:
+    goes_on = {"messages": [QUESTION, {"role": "assistant", "content": "once "}], "max_tokens": 5, "seed": 0}
+    plain = (await server.chat(**goes_on, continue_final_message=True))["choices"][0]["message"]
+    echoed = {**goes_on, "continue_final_message": True, "echo": True}
+    assert (await server.chat(**echoed))["choices"][0]["message"]["content"] == "once " + plain["content"]
+    events = await server.events(PATH, **echoed)
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert text == "once " + plain["content"]
+    critic = {"messages": [{"role": "critic", "content": "well"}], "add_generation_prompt": False}
+    assert (await server.chat(**critic))["choices"][0]["message"]["role"] == "critic"
+    assert not (await server.chat("hello", echo=True))["choices"][0]["message"]["content"].startswith("hello")
 
 
 async def test_the_client_of_openai(server: HttpServer) -> None:

@@ -18,7 +18,7 @@ from scheduler_service.doors.http.answering import (
 from scheduler_service.doors.http.answers import ChatChoice, ChatCompletion, ChatMessage, PromptLogprobs, Usage
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import RequestNames, options_of, parsed
-from scheduler_service.doors.http.prompts import render_messages, variables_of
+from scheduler_service.doors.http.prompts import render_messages, text_of, variables_of
 from scheduler_service.doors.http.requests import ChatCompletionRequest, StreamOptions
 from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.serving.intake import Intake
@@ -38,11 +38,17 @@ class ChatWriter:
         self._request = request
         self._id, self._model = head
         self._created = now()
+        last = request.messages[-1]
+        goes_on = request.continue_final_message or request.add_generation_prompt is False
+        self._role = str(last["role"]) if goes_on else _ROLE
+        self._echoed = text_of(last) if request.echo and last["role"] == self._role else ""
         self._texts = TokenTexts(intake.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
 
     def first_choices(self, progress: PromptProgress) -> list[ChatChoice]:
-        opening = ChatMessage(role=_ROLE, content="")
-        return [ChatChoice(index, UNSET, opening, None, None) for index in range(len(progress.num_tokens))]
+        openings = [ChatMessage(role=self._role, content="")]
+        openings += [ChatMessage(content=self._echoed)] if self._echoed else []
+        indexes = range(len(progress.num_tokens))
+        return [ChatChoice(index, UNSET, opening, None, None) for index in indexes for opening in openings]
 
     def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> ChatChoice | None:
         request, end = self._request, delta.end
@@ -52,7 +58,7 @@ class ChatWriter:
         added = ChatMessage(content=delta.text) if delta.text or end is None else ChatMessage()
         return ChatChoice(
             delta.sample_index,
-            ChatMessage(_ROLE, delta.text, None) if is_whole else UNSET,
+            ChatMessage(self._role, self._echoed + delta.text, None) if is_whole else UNSET,
             UNSET if is_whole else added,
             self._texts.chat_logprobs(delta.logprobs) if request.logprobs else None,
             finish_reason(end),

@@ -88,13 +88,19 @@ def _template(model: ModelInfo, name: str | None) -> str:
     return named[name]
 
 
+def text_of(message: Message) -> str:
+    """Return the text of a message's content, that of its last part if it has several."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return texts[-1] if texts else ""
+
+
 def _up_to_last(text: str, message: Message) -> str:
     """Cut off what a template writes behind the content of the last message, as transformers does. Raises
     RefusedError."""
-    content = message["content"]
-    if not isinstance(content, str):
-        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        content = texts[-1] if texts else ""
+    content = text_of(message)
     place = text.rfind(content.strip())
     if place < 0 or not content.strip():
         raise invalid(
