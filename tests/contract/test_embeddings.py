@@ -1,7 +1,6 @@
 """Embeddings over the wire: by our own service, a gateway's, many on one call, through a front end and the client."""
 
 import asyncio
-import json
 import logging
 import struct
 from pathlib import Path
@@ -20,23 +19,13 @@ from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import VOCAB_SIZE, Stack, details, make_checkpoint, request, serve
 from testing.simulated_worker import reference_embedding
 from tests.contract.front_end import serve_front_end
+from tests.contract.pooling import MODULES, write_pooling
 from tests.contract.shared_stream import SharedStream
 from tests.contract.tenants import PROMPT as TENANTS_PROMPT
 from tests.contract.tenants import credentials, write_tenants
 from tests.contract.vllm_client import stub_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-MODULES = [
-    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-    {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
-]
-
-
-def write_pooling(path: Path, modules: object = MODULES, **config: object) -> None:
-    (path / "1_Pooling").mkdir(exist_ok=True)
-    (path / "modules.json").write_text(json.dumps(modules))
-    (path / "1_Pooling" / "config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")

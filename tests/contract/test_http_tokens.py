@@ -14,7 +14,7 @@ from pagewire.common.messages import Pooling
 from testing.scheduler_stack import VOCAB_SIZE
 from testing.simulated_worker import reference_embedding
 from tests.contract.http_door import HttpServer, make_chat_checkpoint, serve_http
-from tests.contract.test_embeddings import write_pooling
+from tests.contract.pooling import write_pooling
 
 TEXT = "once upon a time"
 QUESTION = {"role": "user", "content": "hello"}

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
-from scheduler_service.doors.http.answers import PromptTokensDetails, Usage
+from scheduler_service.doors.http.answers import PromptTokensDetails, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.requests import GenerationRequest, StreamOptions
 from scheduler_service.serving.active_request import ActiveRequest
@@ -60,7 +60,12 @@ class AnswerWriter(Protocol):
         """Make the choice that tells a delta."""
 
     def answer(
-        self, choices: list[Any], usage: Usage | UnsetType | None, progress: PromptProgress | None, *, is_whole: bool
+        self,
+        choices: list[Any],
+        usage: UsageCounts | UnsetType | None,
+        progress: PromptProgress | None,
+        *,
+        is_whole: bool,
     ) -> Struct:
         """Put choices into a whole answer or into an event. `progress` is that of the prompt that they are of, if it
         is one, and none of its choices was told before."""
@@ -174,7 +179,7 @@ def _event(
     *,
     is_first: bool,
 ) -> bytes:
-    usage: Usage | UnsetType | None = UNSET
+    usage: UsageCounts | UnsetType | None = UNSET
     if options.include_usage:
         usage = None
         if options.continuous_usage_stats:
@@ -182,7 +187,7 @@ def _event(
     return _encode(writer.answer([choice], usage, progress if is_first else None, is_whole=False))
 
 
-def _usage(begun: Sequence[PromptProgress], num_hidden_tokens: int) -> Usage:
+def _usage(begun: Sequence[PromptProgress], num_hidden_tokens: int) -> UsageCounts:
     return _counts(
         sum(len(progress.prompt_token_ids) for progress in begun),
         sum(num - min(num, num_hidden_tokens) for progress in begun for num in progress.num_tokens),
@@ -190,8 +195,8 @@ def _usage(begun: Sequence[PromptProgress], num_hidden_tokens: int) -> Usage:
     )
 
 
-def _counts(num_prompt: int, num_output: int, details: PromptTokensDetails | UnsetType = UNSET) -> Usage:
-    return Usage(num_prompt, num_output, num_prompt + num_output, details)
+def _counts(num_prompt: int, num_output: int, details: PromptTokensDetails | UnsetType = UNSET) -> UsageCounts:
+    return UsageCounts(num_prompt, num_output, num_prompt + num_output, details)
 
 
 def finish_reason(end: SequenceEnd | None) -> str | None:

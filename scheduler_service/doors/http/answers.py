@@ -9,7 +9,7 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
 
-class Usage(Struct, frozen=True):
+class UsageCounts(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -23,7 +23,7 @@ class PromptLogprob(Struct, frozen=True):
 
 
 # Of each token of a prompt, by token ids; of the first there is none.
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
+PromptLogprobsField = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionLogprobs(Struct, frozen=True):
@@ -41,10 +41,10 @@ class CompletionChoice(Struct, frozen=True):
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobsField | UnsetType | None = UNSET
 
 
-class Completion(Struct, frozen=True):
+class CompletionAnswer(Struct, frozen=True):
     """A completion, or an event of one."""
 
     id: str
@@ -52,7 +52,7 @@ class Completion(Struct, frozen=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: UsageCounts | UnsetType | None = UNSET
 
 
 class TopLogprob(Struct, frozen=True):
@@ -93,7 +93,7 @@ class ChatChoice(Struct, frozen=True):
     token_ids: list[int] | UnsetType | None = UNSET
 
 
-class ChatCompletion(Struct, frozen=True):
+class ChatAnswer(Struct, frozen=True):
     """A chat completion, or an event of one."""
 
     id: str
@@ -101,9 +101,9 @@ class ChatCompletion(Struct, frozen=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: UsageCounts | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobsField | UnsetType | None = UNSET
 
 
 class Model(Struct, frozen=True):
@@ -140,16 +140,16 @@ class RenderedPrompt(Struct, frozen=True):
     token_ids: list[int]
 
 
-class Embedding(Struct, frozen=True):
+class EmbeddingItem(Struct, frozen=True):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class Embeddings(Struct, frozen=True):
+class EmbeddingAnswer(Struct, frozen=True):
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[Embedding]
-    usage: Usage
+    data: list[EmbeddingItem]
+    usage: UsageCounts

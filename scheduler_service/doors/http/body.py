@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 from starlette.types import Receive, Scope
 
-from scheduler_service.doors.http.refusals import HttpError
+from scheduler_service.doors.http.refusals import HttpRefusal
 from scheduler_service.serving.refusal import RefusedError, invalid
 
 MAX_BODY_BYTES = 16 << 20  # prompts are bounded by themselves (--max-prompt-bytes)
@@ -25,11 +25,11 @@ _Request = TypeVar("_Request", bound=Struct)
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Return the whole body. Raises HttpError."""
+    """Return the whole body. Raises HttpRefusal."""
     headers = dict(scope["headers"])
     encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
     if encoding.lower() != "identity":
-        raise HttpError(415, f"the body is encoded as {encoding[:_SHOWN_CHARS]!r}; send it as it is")
+        raise HttpRefusal(415, f"the body is encoded as {encoding[:_SHOWN_CHARS]!r}; send it as it is")
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise _too_large(int(length))
@@ -39,18 +39,18 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise HttpError(400, "the client has gone")
+                    raise HttpRefusal(400, "the client has gone")
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large(len(body))
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise HttpError(408, f"the body has not come within {BODY_TIMEOUT_S:g} s") from None
+        raise HttpRefusal(408, f"the body has not come within {BODY_TIMEOUT_S:g} s") from None
 
 
-def _too_large(num_bytes: int) -> HttpError:
-    return HttpError(413, f"the body has {num_bytes} bytes or more, this server takes {MAX_BODY_BYTES}; shorten it")
+def _too_large(num_bytes: int) -> HttpRefusal:
+    return HttpRefusal(413, f"the body has {num_bytes} bytes or more, this server takes {MAX_BODY_BYTES}; shorten it")
 
 
 def decode_body(body: bytes, kind: type[_Request]) -> _Request:

@@ -15,9 +15,9 @@ from scheduler_service.doors.http.answering import (
     stream_answer,
     whole_answer,
 )
-from scheduler_service.doors.http.answers import ChatChoice, ChatCompletion, ChatMessage, PromptLogprobs, Usage
+from scheduler_service.doors.http.answers import ChatAnswer, ChatChoice, ChatMessage, PromptLogprobsField, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
-from scheduler_service.doors.http.options import RequestNames, options_of, parsed
+from scheduler_service.doors.http.options import RequestNames, parsed, sampling_options
 from scheduler_service.doors.http.prompts import render_messages, text_of, variables_of
 from scheduler_service.doors.http.requests import ChatCompletionRequest, StreamOptions
 from scheduler_service.doors.http.token_texts import TokenTexts
@@ -69,20 +69,20 @@ class ChatWriter:
     def answer(
         self,
         choices: list[Any],
-        usage: Usage | UnsetType | None,
+        usage: UsageCounts | UnsetType | None,
         progress: PromptProgress | None,
         *,
         is_whole: bool,
-    ) -> ChatCompletion:
+    ) -> ChatAnswer:
         request = self._request
         not_asked = None if is_whole else UNSET  # events are kept short
         token_ids: list[int] | UnsetType | None = not_asked
-        logprobs: PromptLogprobs | UnsetType | None = not_asked
+        logprobs: PromptLogprobsField | UnsetType | None = not_asked
         if progress is not None and request.return_token_ids:
             token_ids = list(progress.prompt_token_ids)
         if progress is not None and request.prompt_logprobs is not None and is_whole:
             logprobs = self._texts.prompt_logprobs(progress.logprobs)
-        return ChatCompletion(
+        return ChatAnswer(
             self._id,
             "chat.completion" if is_whole else "chat.completion.chunk",
             self._created,
@@ -98,7 +98,7 @@ async def complete_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
-    options, names = options_of(request)
+    options, names = sampling_options(request)
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     in_its_words = RequestNames("messages", **names)

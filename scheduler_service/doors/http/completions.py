@@ -17,10 +17,10 @@ from scheduler_service.doors.http.answering import (
     stream_answer,
     whole_answer,
 )
-from scheduler_service.doors.http.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from scheduler_service.doors.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
-from scheduler_service.doors.http.options import RequestNames, options_of, parsed
-from scheduler_service.doors.http.prompts import prompts_of
+from scheduler_service.doors.http.options import RequestNames, parsed, sampling_options
+from scheduler_service.doors.http.prompts import separate_prompts
 from scheduler_service.doors.http.requests import CompletionRequest, StreamOptions
 from scheduler_service.doors.http.token_texts import CompletionTokens, TokenTexts
 from scheduler_service.serving.intake import Intake
@@ -79,12 +79,12 @@ class CompletionWriter:
     def answer(
         self,
         choices: list[Any],
-        usage: Usage | UnsetType | None,
+        usage: UsageCounts | UnsetType | None,
         progress: PromptProgress | None,
         *,
         is_whole: bool,
-    ) -> Completion:
-        return Completion(self._id, "text_completion", self._created, self._model, choices, usage)
+    ) -> CompletionAnswer:
+        return CompletionAnswer(self._id, "text_completion", self._created, self._model, choices, usage)
 
     def _logprobs(self, index: int, delta: Delta, echoed: PromptProgress | None) -> CompletionLogprobs | None:
         """Return the log-probabilities of a delta's tokens, behind those of a prompt that it begins with."""
@@ -106,7 +106,7 @@ class Completing(NamedTuple):
     names: RequestNames
 
 
-async def complete(
+async def complete_prompts(
     request: CompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
@@ -127,7 +127,7 @@ async def complete(
 
 
 def _read(request: CompletionRequest, call: Call, intake: Intake) -> Completing:
-    options, names = options_of(request)
+    options, names = sampling_options(request)
     in_its_words = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")
@@ -141,7 +141,7 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> Completing:
         _check_best_of(request, request.best_of)
         options["n"] = request.best_of
         options.setdefault("logprobs", 0)
-    prompts = prompts_of(request.prompt, "prompt")
+    prompts = separate_prompts(request.prompt, "prompt")
     drawn = f"cmpl-{secrets.token_hex(12)}"
     try:
         requests = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 from httptools import HttpParserError
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as UvicornConnection
 
 from scheduler_service.doors.http.refusals import Error, ErrorAnswer
 
@@ -14,7 +14,7 @@ MAX_HEAD_BYTES = 64 << 10  # of the path and all headers
 HEAD_TIMEOUT_S = 30.0  # from a connection to its first request's head, and from any head's first byte to its last
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(UvicornConnection):
     _num_head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
 

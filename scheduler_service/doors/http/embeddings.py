@@ -7,9 +7,9 @@ import struct
 
 from scheduler_service.core.request import SequenceEnd
 from scheduler_service.doors.http.answering import all_of, now, numbered
-from scheduler_service.doors.http.answers import Embedding, Embeddings, Usage
+from scheduler_service.doors.http.answers import EmbeddingAnswer, EmbeddingItem, UsageCounts
 from scheduler_service.doors.http.options import RequestNames, parsed
-from scheduler_service.doors.http.prompts import prompts_of
+from scheduler_service.doors.http.prompts import separate_prompts
 from scheduler_service.doors.http.requests import EmbeddingRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import RefusedError, invalid
@@ -18,11 +18,11 @@ from scheduler_service.serving.tenants.caller import Call
 _NUMBER_BYTES = 4
 
 
-async def embed(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> Embeddings:
+async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> EmbeddingAnswer:
     """Return an embedding of each input. Raises RefusedError."""
     names = RequestNames("input", embed="model")
     drawn = f"embd-{secrets.token_hex(12)}"
-    prompts = prompts_of(request.input, "input")
+    prompts = separate_prompts(request.input, "input")
     try:
         requests = [
             parsed(request, prompt, None, call, intake.model, request_id=name)
@@ -32,13 +32,13 @@ async def embed(request: EmbeddingRequest, call: Call, intake: Intake, model_nam
     except RefusedError as refusal:
         raise names.in_its_words(refusal.with_traceback(None)) from None
     num_tokens = sum(end.num_prompt_tokens for end in ends)
-    return Embeddings(
+    return EmbeddingAnswer(
         request.request_id or drawn,
         "list",
         now(),
         model_name,
-        [Embedding("embedding", index, _shown(request, end)) for index, end in enumerate(ends)],
-        Usage(num_tokens, 0, num_tokens),
+        [EmbeddingItem("embedding", index, _shown(request, end)) for index, end in enumerate(ends)],
+        UsageCounts(num_tokens, 0, num_tokens),
     )
 
 

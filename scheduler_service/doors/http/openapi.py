@@ -10,10 +10,10 @@ from msgspec import Struct
 
 from pagewire.common import __version__
 from scheduler_service.doors.http.answers import (
-    ChatCompletion,
-    Completion,
+    ChatAnswer,
+    CompletionAnswer,
     DecodedPrompt,
-    Embeddings,
+    EmbeddingAnswer,
     Models,
     RenderedPrompt,
     Tokens,
@@ -42,9 +42,9 @@ class Posted:
 
 
 POSTED = (
-    Posted("/v1/completions", CompletionRequest, Completion, "What comes after a text"),
-    Posted("/v1/chat/completions", ChatCompletionRequest, ChatCompletion, "The answer to a conversation"),
-    Posted("/v1/embeddings", EmbeddingRequest, Embeddings, "Texts as numbers"),
+    Posted("/v1/completions", CompletionRequest, CompletionAnswer, "What comes after a text"),
+    Posted("/v1/chat/completions", ChatCompletionRequest, ChatAnswer, "The answer to a conversation"),
+    Posted("/v1/embeddings", EmbeddingRequest, EmbeddingAnswer, "Texts as numbers"),
     Posted("/v1/completions/render", CompletionRequest, list[RenderedPrompt], "The tokens of a completion's prompts"),
     Posted("/v1/chat/completions/render", ChatCompletionRequest, RenderedPrompt, "The tokens of a conversation"),
     Posted("/tokenize", TokenizeRequest, Tokens, "The tokens of a text, or of a conversation"),

@@ -41,7 +41,7 @@ class RequestNames:
         return RefusedError(refusal.reason, str(refusal), field)
 
 
-def options_of(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
+def sampling_options(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options that are set, and the names of fields that differ. Raises RefusedError."""
     options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.top_k is not None:

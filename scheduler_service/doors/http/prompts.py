@@ -6,15 +6,13 @@ from typing import Any, cast
 
 from msgspec import Struct
 
-from pagewire.common.chat_template import ChatTemplateError, render
-from scheduler_service.doors.http.requests import MAX_PROMPTS, Prompt
+from pagewire.common.chat_template import ChatTemplateError, Message, render
+from scheduler_service.doors.http.requests import MAX_PROMPTS, PromptField
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.refusal import invalid
 
-Message = Mapping[str, Any]
 
-
-def prompts_of(given: Prompt, field: str) -> list[str | tuple[int, ...]]:
+def separate_prompts(given: PromptField, field: str) -> list[str | tuple[int, ...]]:
     """Return each prompt as a text, or as token ids. Raises RefusedError."""
     if isinstance(given, str):
         return [given]

@@ -28,7 +28,7 @@ class ErrorAnswer(Struct, frozen=True):
     error: Error
 
 
-class HttpError(Exception):
+class HttpRefusal(Exception):
     """A call that is refused for what is HTTP's own, so that no `Reason` has its status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -36,16 +36,16 @@ class HttpError(Exception):
         self.status = status
 
 
-def error_answer(refusal: RefusedError | HttpError) -> ErrorAnswer:
-    if isinstance(refusal, HttpError):
+def error_answer(refusal: RefusedError | HttpRefusal) -> ErrorAnswer:
+    if isinstance(refusal, HttpRefusal):
         return ErrorAnswer(Error(str(refusal), _type(refusal.status)))
     code = "model_not_found" if refusal.field == "model" else _CODES.get(refusal.reason)
     return ErrorAnswer(Error(str(refusal), _type(refusal.reason.http_status), refusal.field or None, code))
 
 
-def error_response(refusal: RefusedError | HttpError) -> Response:
+def error_response(refusal: RefusedError | HttpRefusal) -> Response:
     headers: dict[str, str] = {}
-    if isinstance(refusal, HttpError):
+    if isinstance(refusal, HttpRefusal):
         status = refusal.status
     else:
         status = refusal.reason.http_status

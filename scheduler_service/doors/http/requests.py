@@ -33,7 +33,7 @@ _INERT = Meta(description=INERT)
 TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 # A text, several, one as token ids, or several so.
-Prompt = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+PromptField = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 # One text, or some.
 Texts = str | list[str]
 
@@ -44,7 +44,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     include_obfuscation: Annotated[bool, _INERT] | None = None
 
 
-class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
+class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
     """What an output must match: one of its fields."""
 
     json: Raw | UnsetType = UNSET  # a JSON Schema, or its text
@@ -143,7 +143,7 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsField | None = None
     guided_json: Raw | UnsetType = UNSET  # as structured_outputs.json
     guided_regex: Annotated[str, _why("as structured_outputs.regex")] | None = None
     guided_choice: Annotated[list[str], _why("as structured_outputs.choice")] | None = None
@@ -167,7 +167,7 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    prompt: Prompt
+    prompt: PromptField
     max_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), _why("16 unless set; 0 with echo alone")] | None = None
     logprobs: Annotated[int, _within(RANGES["logprobs"])] | None = None
     echo: bool | None = None
@@ -224,6 +224,6 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 
 class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    input: Prompt
+    input: PromptField
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1), _why("so many numbers of each, scaled to length 1 again")] | None = None

@@ -29,12 +29,12 @@ from scheduler_service.doors.http.answering import longest_sequence, now
 from scheduler_service.doors.http.answers import Model, Models
 from scheduler_service.doors.http.body import decode_body, read_body
 from scheduler_service.doors.http.chat_completions import complete_chat
-from scheduler_service.doors.http.completions import complete
-from scheduler_service.doors.http.connection import Connection
-from scheduler_service.doors.http.embeddings import embed
+from scheduler_service.doors.http.completions import complete_prompts
+from scheduler_service.doors.http.connection import HttpConnection
+from scheduler_service.doors.http.embeddings import embed_inputs
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.openapi import POSTED, document, page
-from scheduler_service.doors.http.refusals import HttpError, error_answer, error_response
+from scheduler_service.doors.http.refusals import HttpRefusal, error_answer, error_response
 from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -86,39 +86,57 @@ class HttpDoor:
         self._tenants = tenants
         self._model_name = model_name
         self._streams: set[EventStream] = set()
+        self._comments: set[asyncio.Task[None]] = set()
         self._begun_at = now()
         self._hosts = _allowed_hosts(address.host)
-        handlers: Mapping[str, Serve] = {
-            "/v1/completions": self._complete,
-            "/v1/chat/completions": self._complete_chat,
-            "/v1/embeddings": self._embed,
-            "/v1/completions/render": self._render_prompts,
-            "/v1/chat/completions/render": self._render_chat,
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
-        }
-        self._router = Router(
-            [
-                Route("/health", self._health, methods=["GET"]),
-                Route("/ping", self._health, methods=["GET", "POST"]),
-                Route("/version", self._version, methods=["GET"]),
-                Route("/v1/models", self._models, methods=["GET"]),
-                Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-                Route("/docs", self._docs, methods=["GET"]),
-                Route("/openapi.json", self._openapi, methods=["GET"]),
-                *(self._posted(route.path, route.request, handlers[route.path]) for route in POSTED),
-            ],
-            redirect_slashes=False,
-        )
+        self._router = Router(self._routes(), redirect_slashes=False)
         self._socket = _bound(address.host, address.port)
         self.url = f"{'https' if address.certificate else 'http'}://{join(address.host, self._socket.getsockname()[1])}"
+        self._server = self._make_server(address, allowed_origins)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        try:
+            while True:
+                await asyncio.wait([serving], timeout=event_stream.SILENCE_S / 3)
+                if serving.done():
+                    raise RuntimeError("the HTTP server has ended")
+                for stream in self._streams:
+                    comment = asyncio.create_task(stream.break_silence())  # which a connection may hold up
+                    self._comments.add(comment)
+                    comment.add_done_callback(self._comments.discard)
+        finally:
+            self._server.should_exit = True
+            await serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a call, as ASGI has it."""
+        scope["app"] = self  # or the router would answer in plain text
+        stream = EventStream(send)
+        scope["stream"] = stream
+        try:
+            self._check_host(scope)
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            await _refuse(
+                HttpRefusal(error.status_code, _of_route(error.status_code, scope)), stream, scope, receive, send
+            )
+        except (RefusedError, HttpRefusal) as refused:
+            await _refuse(refused, stream, scope, receive, send)
+        except Exception:
+            logger.exception("%s %s has failed", scope["method"], scope["path"])
+            failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")
+            await _refuse(failure, stream, scope, receive, send)
+
+    def _make_server(self, address: HttpAddress, allowed_origins: Sequence[str]) -> "_Server":
         application: ASGIApp = self
         if allowed_origins:
             application = CORSMiddleware(self, allowed_origins, allow_methods=["*"], allow_headers=["*"])
-        self._server = _Server(
+        return _Server(
             uvicorn.Config(
                 application,
-                http=Connection,
+                http=HttpConnection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -135,38 +153,26 @@ class HttpDoor:
             )
         )
 
-    async def run(self) -> None:
-        """Serve until cancelled."""
-        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        try:
-            while True:
-                await asyncio.wait([serving], timeout=event_stream.SILENCE_S / 3)
-                if serving.done():
-                    raise RuntimeError("the HTTP server has ended")
-                comments = [asyncio.create_task(stream.break_silence()) for stream in self._streams]
-                del comments  # each ends by itself, or with its connection
-        finally:
-            self._server.should_exit = True
-            await serving
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a call, as ASGI has it."""
-        scope["app"] = self  # or the router would answer in plain text
-        stream = EventStream(send)
-        scope["stream"] = stream
-        try:
-            self._check_host(scope)
-            await self._router(scope, receive, send)
-        except HTTPException as error:
-            await _refuse(
-                HttpError(error.status_code, _of_route(error.status_code, scope)), stream, scope, receive, send
-            )
-        except (RefusedError, HttpError) as refused:
-            await _refuse(refused, stream, scope, receive, send)
-        except Exception:
-            logger.exception("%s %s has failed", scope["method"], scope["path"])
-            failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")
-            await _refuse(failure, stream, scope, receive, send)
+    def _routes(self) -> list[Route]:
+        handlers: Mapping[str, Serve] = {
+            "/v1/completions": self._complete,
+            "/v1/chat/completions": self._complete_chat,
+            "/v1/embeddings": self._embed,
+            "/v1/completions/render": self._render_prompts,
+            "/v1/chat/completions/render": self._render_chat,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        return [
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/version", self._version, methods=["GET"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/docs", self._docs, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
+            *(self._posted(route.path, route.request, handlers[route.path]) for route in POSTED),
+        ]
 
     # Routes
 
@@ -196,7 +202,7 @@ class HttpDoor:
         return Response(_encode(self._card()), media_type=_JSON)
 
     async def _complete(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes | None:
-        return await complete(request, call, self._intake, self._model_name(), stream)
+        return await complete_prompts(request, call, self._intake, self._model_name(), stream)
 
     async def _complete_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes | None:
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
@@ -208,7 +214,7 @@ class HttpDoor:
         return _encode(await render_chat(request, call, self._intake, self._model_name()))
 
     async def _embed(self, request: EmbeddingRequest, call: Call, stream: EventStream) -> bytes:
-        return _encode(await embed(request, call, self._intake, self._model_name()))
+        return _encode(await embed_inputs(request, call, self._intake, self._model_name()))
 
     async def _tokenize(self, request: TokenizeRequest, call: Call, stream: EventStream) -> bytes:
         return _encode(await tokenize(request, call, self._intake))
@@ -259,7 +265,7 @@ class HttpDoor:
             if not has_gone:
                 raise
             task.uncancel()
-            raise HttpError(499, "the client has gone") from None
+            raise HttpRefusal(499, "the client has gone") from None
         finally:
             self._streams.discard(stream)
             watching.cancel()
@@ -298,7 +304,7 @@ class HttpDoor:
         named = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "localhost")
         host = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
         if host.strip("[]").lower() not in self._hosts:
-            raise HttpError(403, f"the host {named[:80]!r} is not this machine; call it by 127.0.0.1 or localhost")
+            raise HttpRefusal(403, f"the host {named[:80]!r} is not this machine; call it by 127.0.0.1 or localhost")
 
 
 class _Endpoint:
@@ -320,7 +326,7 @@ class _Server(uvicorn.Server):
 
 
 async def _refuse(
-    refused: RefusedError | HttpError, stream: EventStream, scope: Scope, receive: Receive, send: Send
+    refused: RefusedError | HttpRefusal, stream: EventStream, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """End a call by an error, as its last event if it has begun."""
     if stream.has_begun:

@@ -12,7 +12,7 @@ from scheduler_service.doors.http.answers import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,
-    PromptLogprobs,
+    PromptLogprobsField,
     TopLogprob,
 )
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
@@ -56,9 +56,9 @@ class TokenTexts:
             ]
         )
 
-    def prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
+    def prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> PromptLogprobsField:
         """Return those of a prompt: each token's own, and the most likely ones'."""
-        found: PromptLogprobs = [None]
+        found: PromptLogprobsField = [None]
         for entry in entries:
             ranked = {
                 token_id: PromptLogprob(_finite(logprob), rank, self._readable(token_id))
@@ -87,8 +87,8 @@ class CompletionTokens:
         if first_token_id is not None:
             self._add(columns, first_token_id, None, None)
         for entry in entries:
-            top = {self._text(token_id): _finite(logprob) for token_id, logprob in entry.top}
-            top.setdefault(self._text(entry.token_id), _finite(entry.logprob))
+            top = {self._text(entry.token_id): _finite(entry.logprob)}  # first, as vLLM's clients expect
+            top |= {self._text(token_id): _finite(logprob) for token_id, logprob in entry.top}
             self._add(columns, entry.token_id, _finite(entry.logprob), top)
         return columns
 

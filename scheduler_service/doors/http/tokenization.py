@@ -5,7 +5,7 @@ import secrets
 
 from scheduler_service.doors.http.answering import longest_sequence
 from scheduler_service.doors.http.answers import DecodedPrompt, RenderedPrompt, Tokens
-from scheduler_service.doors.http.prompts import prompts_of, render_messages, variables_of
+from scheduler_service.doors.http.prompts import render_messages, separate_prompts, variables_of
 from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -54,7 +54,7 @@ async def render_prompts(
             request.request_id,
             model_name,
         )
-        for prompt in prompts_of(request.prompt, "prompt")
+        for prompt in separate_prompts(request.prompt, "prompt")
     ]
 
 
