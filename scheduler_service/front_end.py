@@ -17,7 +17,7 @@ from scheduler_service.doors.scheduler.report import decode_stats
 from scheduler_service.doors.scheduler.request_servicer import FrontEndServicer
 from scheduler_service.links.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
-from scheduler_service.metrics_server import serve_metrics
+from scheduler_service.metrics_server import exposition, serve_metrics
 from scheduler_service.request_service import RequestService, refused
 from scheduler_service.serving.tenants.tenant_file import TenantFile
 
@@ -75,8 +75,9 @@ async def run(
         )
         service.listen(servicer, partial(_make_vllm, link, servicer, service.entrance))
         read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)
-        door = _make_http(config, link, servicer, tenants) if config.http_port else None
-        metrics = serve_metrics(FrontEndCollector(read_stats), config)
+        collector = FrontEndCollector(read_stats)
+        door = _make_http(config, link, servicer, tenants, collector) if config.http_port else None
+        metrics = serve_metrics(collector, config)
     except (ValueError, OSError) as error:
         return refused(error)
     try:
@@ -121,7 +122,11 @@ def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, entrance: Entran
 
 
 def _make_http(
-    config: FrontEndConfig, link: SchedulerLink, servicer: FrontEndServicer, tenants: TenantFile | None
+    config: FrontEndConfig,
+    link: SchedulerLink,
+    servicer: FrontEndServicer,
+    tenants: TenantFile | None,
+    collector: FrontEndCollector,
 ) -> "HttpDoor":
     """Bind the port of the OpenAI API. Raises ValueError without the packages, and OSError."""
     try:
@@ -130,7 +135,8 @@ def _make_http(
         raise ValueError(f"--http-port is {config.http_port}, but {error}; install pagewire[http]") from None
     address = HttpAddress(config.http_host, config.http_port, config.tls_cert, config.tls_key, config.tls_client_ca)
     origins = [origin.strip() for origin in (config.allowed_origins or "").split(",") if origin.strip()]
-    return HttpDoor(address, servicer.intake, tenants, lambda: link.served_model_name, origins)
+    name, metrics = (lambda: link.served_model_name), partial(exposition, collector)
+    return HttpDoor(address, servicer.intake, tenants, name, metrics, origins)
 
 
 def _failed(error: BaseException | None) -> int:

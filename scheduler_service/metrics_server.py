@@ -54,6 +54,13 @@ class MetricsServer:
         self._thread.join()
 
 
+def exposition(collector: Collector) -> bytes:
+    """Return what /metrics shows of a collector."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return generate_latest(registry)
+
+
 def serve_metrics(collector: Collector, config: SchedulerConfig | FrontEndConfig) -> MetricsServer | None:
     """Serve what a service's options say, which may be nothing. Raises OSError."""
     return None if config.metrics_port == 0 else MetricsServer(collector, config.metrics_host, config.metrics_port)

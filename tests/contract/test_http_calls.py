@@ -35,6 +35,7 @@ async def test_what_is_served(server: HttpServer) -> None:
     for path in ("/health", "/ping"):
         assert (await server.client.get(path)).status_code == 200
     assert (await server.client.get("/version")).json() == {"version": __version__}
+    assert "vllm:generation_tokens_total" in (await server.client.get("/metrics")).text
     (card,) = (await server.client.get("/v1/models")).json()["data"]
     Model.model_validate(card)
     assert (card["id"], card["max_model_len"]) == ("chatty", 256)
@@ -188,6 +189,9 @@ async def test_tenants(model: Path, tmp_path: Path) -> None:
         keys = {"authorization": f"Bearer {KEYS['acme']}"}
         response = await server.post(PATH, headers=keys, prompt="x", tenant="globex")
         assert (response.status_code, response.json()["error"]["param"]) == (403, "tenant")
+        for tenant, status in {"root": 200, "acme": 403}.items():
+            headers = {"authorization": f"Bearer {KEYS[tenant]}"}
+            assert (await server.client.get("/metrics", headers=headers)).status_code == status
         server.stack.worker.step_seconds = 0.05
         asked = {"prompt": "x", "max_tokens": 200, "stream": True}
         async with server.client.stream("POST", PATH, json=asked, headers=keys) as stream:

@@ -55,6 +55,7 @@ _GOT = {
     "/health": "200 while requests are taken",
     "/ping": "As /health",
     "/version": "Pagewire's version",
+    "/metrics": "This front end's metrics, for operators",
 }
 
 

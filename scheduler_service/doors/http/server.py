@@ -78,13 +78,15 @@ class HttpDoor:
         intake: Intake,
         tenants: TenantFile | None,
         model_name: Callable[[], str],
+        read_metrics: Callable[[], bytes],
         allowed_origins: Sequence[str],
     ) -> None:
-        """Bind the port. `intake` is that of all doors of this process; `allowed_origins` are of web pages that may
-        call. Raises OSError."""
+        """Bind the port. `intake` is that of all doors of this process; `read_metrics` gives its metrics in
+        Prometheus' text format; `allowed_origins` are of web pages that may call. Raises OSError."""
         self._intake = intake
         self._tenants = tenants
         self._model_name = model_name
+        self._read_metrics = read_metrics
         self._streams: set[EventStream] = set()
         self._comments: set[asyncio.Task[None]] = set()
         self._begun_at = now()
@@ -167,6 +169,7 @@ class HttpDoor:
             Route("/health", self._health, methods=["GET"]),
             Route("/ping", self._health, methods=["GET", "POST"]),
             Route("/version", self._version, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/docs", self._docs, methods=["GET"]),
@@ -185,6 +188,10 @@ class HttpDoor:
 
     async def _version(self, request: object) -> Response:
         return Response(_encode({"version": __version__}), media_type=_JSON)
+
+    async def _metrics(self, request: Any) -> Response:
+        self._call(request.scope).caller.check_operator("/metrics")
+        return Response(self._read_metrics(), media_type="text/plain; version=0.0.4")
 
     async def _docs(self, request: object) -> Response:
         return Response(page(), media_type="text/html")
