@@ -227,6 +227,11 @@ def _front_end_of(
     names = ("model", "drain_timeout", "max_prompt_bytes", "max_waiting_text_bytes")
     given = {name: getattr(scheduler_config, name) for name in names}
     given |= {name: getattr(log_config, name) for name in ("log_level", "log_format")}
+    if scheduler_config.tenants is not None:
+        given |= {
+            "tenants": scheduler_config.tenants,
+            "scheduler_api_key_file": http_config.scheduler_api_key_file,
+        }
     flags = {name.replace("_", "-"): value for name, value in given.items()}
 
     def front_end_of(url: str) -> Supervisor:
@@ -264,12 +269,16 @@ def _check_http(
     parser: options.Parser, http_config: HttpConfig, gateway_config: GatewayConfig, scheduler_config: Any
 ) -> None:
     """Refuse options that a scheduler and the front end beside it cannot have both."""
-    for flag, value in (("--tls-cert", scheduler_config.tls_cert), ("--tenants", scheduler_config.tenants)):
-        if value is not None:
-            parser.error(
-                f"--http-port and {flag} cannot go together: the front end has nothing to show the scheduler; run "
-                "`pagewire frontend --http-port` with --scheduler-api-key-file and --scheduler-tls-ca beside it"
-            )
+    if scheduler_config.tls_cert is not None:
+        parser.error(
+            "--http-port and --tls-cert cannot go together: the front end does not know whom to trust; run "
+            "`pagewire frontend --http-port` with --scheduler-tls-ca beside it"
+        )
+    if scheduler_config.tenants is not None and http_config.scheduler_api_key_file is None:
+        parser.error(
+            "--http-port and --tenants go together with --scheduler-api-key-file alone: the front end shows the "
+            "scheduler the key of an operator"
+        )
     others = {"--port": scheduler_config.port, "--metrics-port": scheduler_config.metrics_port}
     if gateway_config.gateway:
         others["--gateway-port"] = gateway_config.gateway_port

@@ -20,6 +20,9 @@ class HttpConfig:
     allowed_origins: str | None = option(
         None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)"
     )
+    scheduler_api_key_file: str | None = option(
+        None, "file with the API key that this front end shows the scheduler, whose operator it must be"
+    )
 
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""

@@ -6,14 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from pagewire.hosting.supervisor import free_port
 from testing.parity import STORYTELLER
 from testing.services import children_of, is_alive
+from tests.contract.tenants import KEYS, key_file, write_tenants
 
 PROMPT = {"prompt": "Once there was a brave turtle", "temperature": 0, "max_tokens": 16}
 
@@ -34,8 +39,10 @@ def serving(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
             process.kill()
 
 
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/v1/completions", json.dumps(body).encode(), timeout=30) as answer:
+def post(url: str, body: dict[str, Any], key: str = "") -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
 
 
@@ -55,6 +62,18 @@ def test_a_front_end_that_dies_comes_back() -> None:
                 time.sleep(0.1)  # nothing tells when it listens again but itself
         process.terminate()
         assert process.wait(30) == 0
+
+
+def test_tenants(tmp_path: Path) -> None:
+    write_tenants(tmp_path / "tenants.yaml")
+    tenants = f"--tenants={tmp_path / 'tenants.yaml'}"
+    with serving(tenants, f"--scheduler-api-key-file={key_file(tmp_path, 'root')}") as (_, url):
+        assert post(url, PROMPT, KEYS["acme"])["choices"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            post(url, PROMPT)
+    command = [sys.executable, "-m", "pagewire", "serve", str(STORYTELLER), tenants, "--http-port=24999"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "with --scheduler-api-key-file alone" in done.stderr
 
 
 def test_a_front_end_ends_with_its_parent() -> None:
