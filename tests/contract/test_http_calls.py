@@ -3,10 +3,12 @@
 import asyncio
 import json
 import random
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from openai.types import Model
@@ -14,6 +16,7 @@ from openai.types import Model
 from pagewire.common import __version__
 from scheduler_service.doors.http import body, connection, event_stream
 from testing.scheduler_stack import expected_tokens
+from tests.contract.certificates import Authority
 from tests.contract.http_door import DONE, HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
 
@@ -201,6 +204,28 @@ async def test_tenants(model: Path, tmp_path: Path) -> None:
             told = [line async for line in lines if line]
         assert told[-1] == DONE
         assert json.loads(told[-2].removeprefix("data: "))["error"]["code"] == "invalid_api_key"
+
+
+async def test_tls(model: Path, tmp_path: Path) -> None:
+    authority = Authority("ours")
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    trusted = ssl.create_default_context(cafile=authority.write(tmp_path))
+    for client_ca in (None, authority.write(tmp_path)):
+        front = {"tls_cert": cert, "tls_key": key, **({} if client_ca is None else {"tls_client_ca": client_ca})}
+        async with serve_http(model, front=front) as server:
+            url = server.url.replace("http:", "https:")
+            async with httpx.AsyncClient(base_url=url, verify=trusted) as stranger:
+                if client_ca is None:
+                    assert (await stranger.post(PATH, json={"prompt": "x"})).status_code == 200
+                else:
+                    with pytest.raises(httpx.TransportError):
+                        await stranger.get("/version")
+            trusted.load_cert_chain(*authority.issue("client").write(tmp_path, "client"))
+            async with httpx.AsyncClient(base_url=url, verify=trusted) as known:
+                assert (await known.get("/version")).status_code == 200
+            with pytest.raises(httpx.TransportError):
+                await server.client.get("/version")
+        trusted = ssl.create_default_context(cafile=authority.write(tmp_path))
 
 
 async def test_without_tenants_a_key_is_not_looked_at(server: HttpServer) -> None:
