@@ -19,7 +19,6 @@ from scheduler_service.links.scheduler_link import CHANNEL_OPTIONS, SchedulerLin
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats
 from scheduler_service.metrics_server import exposition, serve_metrics
 from scheduler_service.request_service import RequestService, refused
-from scheduler_service.serving.tenants.tenant_file import TenantFile
 
 if TYPE_CHECKING:
     from scheduler_service.doors.http.server import HttpDoor
@@ -76,7 +75,7 @@ async def run(
         service.listen(servicer, partial(_make_vllm, link, servicer, service.entrance))
         read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)
         collector = FrontEndCollector(read_stats)
-        door = _make_http(config, link, servicer, tenants, collector) if config.http_port else None
+        door = _make_http(config, link, servicer, service, collector) if config.http_port else None
         metrics = serve_metrics(collector, config)
     except (ValueError, OSError) as error:
         return refused(error)
@@ -125,7 +124,7 @@ def _make_http(
     config: FrontEndConfig,
     link: SchedulerLink,
     servicer: FrontEndServicer,
-    tenants: TenantFile | None,
+    service: RequestService,
     collector: FrontEndCollector,
 ) -> "HttpDoor":
     """Bind the port of the OpenAI API. Raises ValueError without the packages, and OSError."""
@@ -133,10 +132,11 @@ def _make_http(
         from scheduler_service.doors.http.server import HttpAddress, HttpDoor
     except ImportError as error:
         raise ValueError(f"--http-port is {config.http_port}, but {error}; install pagewire[http]") from None
-    address = HttpAddress(config.http_host, config.http_port, config.tls_cert, config.tls_key, config.tls_client_ca)
+    files = (config.tls_cert, config.tls_key, config.tls_client_ca)
+    address = HttpAddress(config.http_host, config.http_port, *files, tls=service.tls)
     origins = [origin.strip() for origin in (config.allowed_origins or "").split(",") if origin.strip()]
     name, metrics = (lambda: link.served_model_name), partial(exposition, collector)
-    return HttpDoor(address, servicer.intake, tenants, name, metrics, origins)
+    return HttpDoor(address, servicer.intake, service.tenants, name, metrics, origins)
 
 
 def _failed(error: BaseException | None) -> int:

@@ -63,8 +63,8 @@ class RequestService:
         ValueError and OSError, one line each."""
         self._config = config
         self._name = name
-        self._tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
-        self._tls_files = [files for files in (self._tls, link_tls) if files is not None]
+        self.tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._tls_files = [files for files in (self.tls, link_tls) if files is not None]
         self.watched: list[TlsFiles | WatchedFiles[Any]] = list(self._tls_files)  # while it runs
         self.model, files = read_model(config.model)
         warn_of(self.model)
@@ -90,7 +90,7 @@ class RequestService:
             make_vllm(vllm).add_to(self._server)
             service_names.append(vllm.SERVICE_NAME)
         self._health = Health(self._server, service_names)
-        port = listen(self._server, config.host, config.port, self._tls, "--port")
+        port = listen(self._server, config.host, config.port, self.tls, "--port")
         self._url = f"grpc://{join(config.host, port)}"
         self._health.listen(config.health_host, config.health_port)
 

@@ -228,6 +228,24 @@ async def test_tls(model: Path, tmp_path: Path) -> None:
         trusted = ssl.create_default_context(cafile=authority.write(tmp_path))
 
 
+async def test_a_renewed_certificate_is_shown(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "SILENCE_S", 0.3)
+    authority = Authority("ours")
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    async with serve_http(model, front={"tls_cert": cert, "tls_key": key}) as server:
+        address = server.url.removeprefix("http://").split(":")
+
+        async def shown() -> str:
+            return await asyncio.to_thread(ssl.get_server_certificate, (address[0], int(address[1])))
+
+        after = before = await shown()
+        authority.issue("127.0.0.1").write(tmp_path, "server")
+        async with asyncio.timeout(20):
+            while after == before:
+                await asyncio.sleep(0.05)  # the server has no event to wait for
+                after = await shown()
+
+
 async def test_without_tenants_a_key_is_not_looked_at(server: HttpServer) -> None:
     response = await server.post(PATH, headers={"authorization": "Bearer EMPTY"}, prompt="x")
     assert response.status_code == 200

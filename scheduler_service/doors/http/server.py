@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pagewire.common import __version__
 from pagewire.common.transport.addresses import join
 from pagewire.common.transport.listening import check_port, passive_host, refusal
+from pagewire.common.transport.tls import TlsFiles
 from scheduler_service.doors.http import event_stream
 from scheduler_service.doors.http.answering import longest_sequence, now
 from scheduler_service.doors.http.answers import Model, Models
@@ -62,13 +63,14 @@ Serve = Callable[[Any, Call, EventStream], Awaitable[bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
-    """Where the API is served. The files are those of TLS, if it is on."""
+    """Where the API is served. The files are those of TLS, if it is on; `tls` knows what is in them now."""
 
     host: str
     port: int
     certificate: str | None = None
     key: str | None = None
     client_authority: str | None = None
+    tls: TlsFiles | None = None
 
 
 class HttpDoor:
@@ -92,6 +94,8 @@ class HttpDoor:
         self._begun_at = now()
         self._hosts = _allowed_hosts(address.host)
         self._router = Router(self._routes(), redirect_slashes=False)
+        self._address = address
+        self._credentials = None if address.tls is None else address.tls.credentials
         self._socket = _bound(address.host, address.port)
         self.url = f"{'https' if address.certificate else 'http'}://{join(address.host, self._socket.getsockname()[1])}"
         self._server = self._make_server(address, allowed_origins)
@@ -104,6 +108,7 @@ class HttpDoor:
                 await asyncio.wait([serving], timeout=event_stream.SILENCE_S / 3)
                 if serving.done():
                     raise RuntimeError("the HTTP server has ended")
+                self._renew_certificate()
                 for stream in self._streams:
                     comment = asyncio.create_task(stream.break_silence())  # which a connection may hold up
                     self._comments.add(comment)
@@ -130,6 +135,19 @@ class HttpDoor:
             logger.exception("%s %s has failed", scope["method"], scope["path"])
             failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")
             await _refuse(failure, stream, scope, receive, send)
+
+    def _renew_certificate(self) -> None:
+        """Let new connections see the certificate that the files hold now."""
+        address = self._address
+        if address.tls is None or address.certificate is None or address.tls.credentials is self._credentials:
+            return
+        self._credentials = address.tls.credentials
+        context = self._server.config.ssl
+        assert context is not None, "there is a certificate"
+        try:
+            context.load_cert_chain(address.certificate, address.key)
+        except OSError as error:  # the files have changed again; the next look finds them as they are
+            logger.warning("the certificate of --http-port stays as it was: %s", error)
 
     def _make_server(self, address: HttpAddress, allowed_origins: Sequence[str]) -> "_Server":
         application: ASGIApp = self
