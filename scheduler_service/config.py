@@ -36,6 +36,9 @@ class SchedulerConfig:
     )
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50051, "port to listen on; 0 picks a free one", PORT)
+    socket: str | None = option(
+        None, "path of a Unix socket to listen on too; who can open it is an operator, and needs neither key nor TLS"
+    )
     served_model_name: str | None = option(
         None, "model name that clients see (default: the hub id, or the name of the directory)"
     )
@@ -127,13 +130,15 @@ class SchedulerConfig:
                 f"--worker-grace is {self.worker_grace}, but must be at most --worker-timeout, which is "
                 f"{self.worker_timeout}"
             )
+        if self.socket is not None:
+            _check_local_address("socket", UNIX_SCHEME + self.socket)
         for address in self.worker_addresses:
-            _check_worker_address(address)
+            _check_local_address("worker", address)
 
 
 @dataclass(frozen=True)
 class FrontEndConfig:
-    scheduler: str = option("127.0.0.1:50051", "address of the scheduler, HOST:PORT")
+    scheduler: str = option("127.0.0.1:50051", "address of the scheduler, HOST:PORT, or unix:PATH of its --socket")
     model: str = option("", "the scheduler's model: its checkpoint directory, GGUF file, or Hugging Face id")
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50052, "port to listen on; 0 picks a free one", PORT)
@@ -187,7 +192,7 @@ class FrontEndConfig:
         """Raises ValueError that names the flag at fault."""
         _check_model(self.model)
         check_options(self)
-        _check_address("scheduler", self.scheduler)
+        _check_local_address("scheduler", self.scheduler)
 
 
 def _check_model(model: str) -> None:
@@ -195,14 +200,14 @@ def _check_model(model: str) -> None:
         raise ValueError("--model is missing: name a checkpoint directory or a GGUF file")
 
 
-def _check_worker_address(address: str) -> None:
+def _check_local_address(name: str, address: str) -> None:
     if not address.startswith(UNIX_SCHEME):
-        _check_address("worker", address, "HOST:PORT or unix:PATH")
+        _check_address(name, address, "HOST:PORT or unix:PATH")
         return
     num_bytes = len(os.fsencode(address.removeprefix(UNIX_SCHEME)))
     if not 0 < num_bytes <= MAX_SOCKET_PATH_BYTES:
         raise ValueError(
-            f"--worker is {address!r}, but the path of a Unix socket has 1 to {MAX_SOCKET_PATH_BYTES} bytes, not "
+            f"{flag(name)} is {address!r}, but the path of a Unix socket has 1 to {MAX_SOCKET_PATH_BYTES} bytes, not "
             f"{num_bytes}"
         )
 

@@ -10,7 +10,7 @@ from pagewire.common.process import EXIT_ERROR, EXIT_REFUSED
 from pagewire.common.stopping import cancel, drain
 from pagewire.common.transport.addresses import join
 from pagewire.common.transport.health import Health
-from pagewire.common.transport.listening import create_server, give_way, listen
+from pagewire.common.transport.listening import create_server, give_way, listen, listen_on_socket
 from pagewire.common.transport.tls import Life, TlsFiles, server_files
 from pagewire.common.watched_files import WatchedFiles
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
@@ -75,9 +75,14 @@ class RequestService:
         self.entrance = Entrance(self.tenants)
         self._server = create_server(*_SERVER_OPTIONS, enter=self.entrance.enter, ending=ending)
 
-    def listen(self, servicer: RequestServicer, make_vllm: Callable[[ModuleType], "VllmServicer"]) -> None:
+    def listen(
+        self,
+        servicer: RequestServicer,
+        make_vllm: Callable[[ModuleType], "VllmServicer"],
+        operator_socket: str | None = None,
+    ) -> None:
         """Bind the ports for the servicer, and for that of VllmEngine, which is made from its module if it can be
-        imported. Raises OSError."""
+        imported; and the Unix socket of operators. Raises OSError."""
         config = self._config
         self._servicer = servicer
         if self.tenants is not None:
@@ -91,6 +96,8 @@ class RequestService:
             service_names.append(vllm.SERVICE_NAME)
         self._health = Health(self._server, service_names)
         port = listen(self._server, config.host, config.port, self.tls, "--port")
+        if operator_socket is not None:
+            listen_on_socket(self._server, operator_socket, None, "--socket", marks_calls=True)
         self._url = f"grpc://{join(config.host, port)}"
         self._health.listen(config.health_host, config.health_port)
 

@@ -114,7 +114,7 @@ class _Scheduler:
         self._worker_link = self._make_worker_link(link_tls, restart_worker)
         self._detached = DetachedRequests(retention=config.detached_retention, max_bytes=config.max_detached_bytes)
         self._servicer = self._make_servicer()
-        service.listen(self._servicer, self._make_vllm)
+        service.listen(self._servicer, self._make_vllm, config.socket)
         if self._recorder is not None:
             self._recorder.open()
         collector = MetricsCollector(self._metrics, self._stats, info.served_model_name, self._service_stats)

@@ -85,7 +85,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, 
     # gRPC's core would log the cause itself, and tell Python nothing of it.
     check_port(host, port, flag)
     try:
-        bound = _add(server, join(passive_host(host), port), tls)
+        bound = _add(server, join(passive_host(host), port), None if tls is None else tls.server_credentials())
     except RuntimeError:
         bound = 0
     if bound == 0 and tls is not None:
@@ -96,25 +96,33 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None, 
     return bound
 
 
-def listen_on_socket(server: grpc.aio.Server, path: str, tls: TlsFiles | None, flag: str) -> str:
-    """Bind a Unix socket, which `flag` chooses, and return its address; it is plaintext without `tls`. Raises OSError,
-    one line for people."""
+def listen_on_socket(
+    server: grpc.aio.Server, path: str, tls: TlsFiles | None, flag: str, *, marks_calls: bool = False
+) -> str:
+    """Bind a Unix socket, which `flag` chooses, and return its address; it is plaintext without `tls`. Calls that came
+    by it can be marked, for `is_marked`. Raises OSError, one line for people."""
     # gRPC would take the path from a server that listens there.
     trouble = _socket_trouble(path)
     if trouble:
         raise OSError(f"cannot listen on {UNIX_SCHEME}{path}: {trouble}; choose another {flag}")
     try:
-        _add(server, target(UNIX_SCHEME + path), tls)
+        local = grpc.local_server_credentials(grpc.LocalConnectionType.UDS) if marks_calls else None
+        _add(server, target(UNIX_SCHEME + path), local if tls is None else tls.server_credentials())
     except RuntimeError as error:
         raise OSError(f"cannot listen on {UNIX_SCHEME}{path}: {error}; choose another {flag}") from None
     return UNIX_SCHEME + path
 
 
-def _add(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
+def is_marked(context: grpc.aio.ServicerContext) -> bool:
+    """Say whether a call came by a socket that marks calls."""
+    return b"local" in context.auth_context().get("transport_security_type", ())
+
+
+def _add(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     """Bind an address. The port is 0, or RuntimeError is raised, if that failed."""
-    if tls is None:
+    if credentials is None:
         return server.add_insecure_port(address)
-    return server.add_secure_port(address, tls.server_credentials())
+    return server.add_secure_port(address, credentials)
 
 
 def passive_host(host: str) -> str:

@@ -26,6 +26,7 @@ from pagewire.common.process import (
     python_command,
 )
 from pagewire.common.stopping import stops
+from pagewire.common.transport.addresses import join
 from pagewire.hosting import freed_memory, logs
 from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
 from pagewire.hosting.http_front_end import HttpConfig, front_end_command
@@ -176,8 +177,9 @@ def serve(arguments: Sequence[str]) -> int:
     directory = RuntimeDirectory(os.environ)
     ranks = [_build(parser, resolved, WorkerConfig, **link, **rank) for rank in _ranks(resolved, directory.path)]
     addresses = ",".join(f"unix:{rank.socket}" for rank in ranks)
-    scheduler_config = _build(parser, resolved, SchedulerConfig, worker=addresses)
     gateway_config, http_config = _build(parser, resolved, GatewayConfig), _build(parser, resolved, HttpConfig)
+    own_socket = str(directory.path / "scheduler") if http_config.http_port else None
+    scheduler_config = _build(parser, resolved, SchedulerConfig, worker=addresses, socket=own_socket)
     if gateway_config.gateway:
         _check_gateway(parser, gateway_config, scheduler_config)
     if http_config.http_port:
@@ -224,19 +226,16 @@ def serve(arguments: Sequence[str]) -> int:
 def _front_end_of(
     http_config: HttpConfig, scheduler_config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]
 ) -> FrontFactory:
-    names = ("model", "drain_timeout", "max_prompt_bytes", "max_waiting_text_bytes")
+    texts = ("model", "drain_timeout", "max_prompt_bytes", "max_waiting_text_bytes")
+    names = (*texts, "tenants", "tls_cert", "tls_key", "tls_client_ca")
     given = {name: getattr(scheduler_config, name) for name in names}
     given |= {name: getattr(log_config, name) for name in ("log_level", "log_format")}
-    if scheduler_config.tenants is not None:
-        given |= {
-            "tenants": scheduler_config.tenants,
-            "scheduler_api_key_file": http_config.scheduler_api_key_file,
-        }
-    flags = {name.replace("_", "-"): value for name, value in given.items()}
+    scheme = "http" if scheduler_config.tls_cert is None else "https"
+    http_url = f"{scheme}://{join(http_config.http_host, http_config.http_port)}"
 
-    def front_end_of(url: str) -> Supervisor:
-        command = front_end_command(http_config, url, flags)
-        return Supervisor(command, environ, name="front end", on_ready=lambda _: announce_ready(http_config.url))
+    def front_end_of(_: str) -> Supervisor:
+        command = front_end_command(http_config, scheduler_config.socket, given)
+        return Supervisor(command, environ, name="front end", on_ready=lambda _: announce_ready(http_url))
 
     return front_end_of
 
@@ -269,16 +268,6 @@ def _check_http(
     parser: options.Parser, http_config: HttpConfig, gateway_config: GatewayConfig, scheduler_config: Any
 ) -> None:
     """Refuse options that a scheduler and the front end beside it cannot have both."""
-    if scheduler_config.tls_cert is not None:
-        parser.error(
-            "--http-port and --tls-cert cannot go together: the front end does not know whom to trust; run "
-            "`pagewire frontend --http-port` with --scheduler-tls-ca beside it"
-        )
-    if scheduler_config.tenants is not None and http_config.scheduler_api_key_file is None:
-        parser.error(
-            "--http-port and --tenants go together with --scheduler-api-key-file alone: the front end shows the "
-            "scheduler the key of an operator"
-        )
     others = {"--port": scheduler_config.port, "--metrics-port": scheduler_config.metrics_port}
     if gateway_config.gateway:
         others["--gateway-port"] = gateway_config.gateway_port

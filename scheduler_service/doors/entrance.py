@@ -9,6 +9,7 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from pagewire.common.transport.interception import Unreadable
+from pagewire.common.transport.listening import is_marked
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
 from scheduler_service.serving.tenants.tenant_file import TenantFile
@@ -67,7 +68,8 @@ class Entrance:
         e-mail address did not mean a host by it."""
         key = dict(context.invocation_metadata() or ()).get("authorization")
         names = tuple(name.decode(errors="replace") for name in context.auth_context().get("peer_dns", ()))
-        return Caller(self._tenants, key.decode(errors="replace") if isinstance(key, bytes) else key, names)
+        key = key.decode(errors="replace") if isinstance(key, bytes) else key
+        return Caller(self._tenants, key, names, is_local=is_marked(context))
 
 
 def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from pagewire.common.process import EXIT_REFUSED
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from testing.scheduler_stack import Result, Stack, request, serve
@@ -45,6 +46,22 @@ def as_tenant(tenant: str, **sampling: object) -> pb.GenerateRequest:
     message = request(PROMPT, **({"max_tokens": 2} | sampling))
     message.tenant = tenant
     return message
+
+
+async def test_who_opens_the_scheduler_s_socket_is_an_operator(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
+    socket = str(tmp_path / "scheduler")
+    async with (
+        serve(checkpoint, tenants=str(tenants), socket=socket) as stack,
+        serve_front_end(checkpoint, f"unix:{socket}", tenants=str(tenants)) as front,
+        grpc.aio.insecure_channel(f"unix:{socket}") as channel,
+    ):
+        assert len((await generate(front, as_tenant(""), "acme")).token_ids[0]) == 2
+        stub, empty = pb_grpc.SchedulerServiceStub(channel), pb.GetBlocksRequest()
+        await stub.GetBlocks(empty)
+        # A key says more than the socket, and the port knows no one without.
+        acme = stub.GetBlocks(empty, metadata=credentials("acme"))
+        assert await code_of(acme) is grpc.StatusCode.PERMISSION_DENIED
+        assert await code_of(stack.stub.GetBlocks(empty)) is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_only_tenants_are_served_and_each_as_itself(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ import pytest
 from pagewire.hosting.supervisor import free_port
 from testing.parity import STORYTELLER
 from testing.services import children_of, is_alive
-from tests.contract.tenants import KEYS, key_file, write_tenants
+from tests.contract.certificates import Authority
+from tests.contract.tenants import KEYS, write_tenants
 
 PROMPT = {"prompt": "Once there was a brave turtle", "temperature": 0, "max_tokens": 16}
 
@@ -32,17 +34,17 @@ def serving(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline() for _ in range(2)]
-            url = f"http://127.0.0.1:{port}"
+            url = f"{'https' if any('tls' in flag for flag in flags) else 'http'}://127.0.0.1:{port}"
             assert lines[1] == f"ready on {url}\n", lines
             yield process, url
         finally:
             process.kill()
 
 
-def post(url: str, body: dict[str, Any], key: str = "") -> dict[str, Any]:
+def post(url: str, body: dict[str, Any], key: str = "", trusted: ssl.SSLContext | None = None) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=30, context=trusted) as answer:
         return json.load(answer)
 
 
@@ -67,13 +69,18 @@ def test_a_front_end_that_dies_comes_back() -> None:
 def test_tenants(tmp_path: Path) -> None:
     write_tenants(tmp_path / "tenants.yaml")
     tenants = f"--tenants={tmp_path / 'tenants.yaml'}"
-    with serving(tenants, f"--scheduler-api-key-file={key_file(tmp_path, 'root')}") as (_, url):
+    with serving(tenants) as (_, url):
         assert post(url, PROMPT, KEYS["acme"])["choices"]
         with pytest.raises(urllib.error.HTTPError, match="401"):
             post(url, PROMPT)
-    command = [sys.executable, "-m", "pagewire", "serve", str(STORYTELLER), tenants, "--http-port=24999"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert "with --scheduler-api-key-file alone" in done.stderr
+
+
+def test_tls(tmp_path: Path) -> None:
+    authority = Authority("ours")
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    with serving(f"--tls-cert={cert}", f"--tls-key={key}") as (_, url):
+        trusted = ssl.create_default_context(cafile=authority.write(tmp_path))
+        assert post(url, PROMPT, trusted=trusted)["choices"]
 
 
 def test_a_front_end_ends_with_its_parent() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
-from scheduler_service.serving.tenants.tenant_file import Tenant, TenantFile
+from scheduler_service.serving.tenants.tenant_file import Quota, Tenant, TenantFile
 
+_LOCAL = Tenant("", Quota(), (), frozenset(), is_operator=True, is_anonymous=False)
 _BEARER = "bearer "
 
 
@@ -20,6 +21,7 @@ class Caller:
     tenants: TenantFile | None  # None: callers are not told apart, and everything may be seen
     authorization: str | None = None  # the header
     certificate_names: tuple[str, ...] = ()  # the DNS names of a certificate
+    is_local: bool = False  # it came by the scheduler's own socket, which operators alone can open
 
     def check(self) -> None:
         """Return if the caller is known. A key that would not be looked at is refused: its sender relies on it."""
@@ -70,11 +72,13 @@ class Caller:
             raise RefusedError(Reason.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")
 
     def _identify(self, tenants: TenantFile) -> Tenant:
-        """Return the tenant. A key counts before a certificate, and a wrong one is never overlooked."""
+        """Return the tenant. A key counts before the rest, and a wrong one is never overlooked."""
         text = self.authorization
         if text is not None:
             key = text[len(_BEARER) :] if text.lower().startswith(_BEARER) else ""
             tenant = tenants.by_key(key.strip())
+        elif self.is_local:
+            tenant = _LOCAL
         elif self.certificate_names:
             tenant = tenants.by_certificate(self.certificate_names)
         else:
