@@ -26,7 +26,9 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        9_053, "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants"
+        10_500,
+        "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants; the OpenAI "
+        "API over HTTP, field by field",
     ),
     "worker_service": Ceiling(
         6_133, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
@@ -36,20 +38,21 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        5_297,
-        "29 architectures, each composed over its checkpoint's names, GGUF, transport, tracing, limits, templates",
+        5_300,
+        "29 architectures, each composed over its checkpoint's names, GGUF, transport, operators' sockets, tracing, limits, templates",
     ),
     "pagewire": Ceiling(
-        5_737,
-        "client, commands, their completion, files that hide modules, `LLM`, what runs services, benchmarks",
+        5_790,
+        "client, commands, their completion, files that hide modules, `LLM`, what runs services, benchmarks; a front "
+        "end for HTTP beside `serve`",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(345, "a noun each, the one client of GenerateMany the last")
+MAX_MODULES_IN_ALL = Ceiling(362, "a noun each, those of the OpenAI API over HTTP the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     48, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
 )
-MAX_PROTOCOLS = Ceiling(14, "what has several implementations, or fakes that tests name")
+MAX_PROTOCOLS = Ceiling(15, "what has several implementations, as writers of answers, or fakes that tests name")
 MAX_FUNCTION_LINES = 60
 MAX_NETWORK_LINES = 40  # of a function in `common/network`: what a model is reads from top to bottom
 MAX_MODULES = 20  # of a folder
