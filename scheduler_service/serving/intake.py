@@ -80,6 +80,23 @@ class Intake:
         self._submit(active, call.trace)
         return active
 
+    async def tokenize(self, parsed: ParsedRequest, output_mode: OutputMode = OutputMode.STREAMED) -> Sequence[int]:
+        """Return the tokens of the prompt, once it is known what fits. Raises RefusedError."""
+        await self.engine.availability.wait_for_first_worker(output_mode)
+        limit, truncation = self.engine.availability.max_sequence_tokens, parsed.truncation
+        token_ids: Sequence[int]
+        if isinstance(parsed.prompt, str):
+            assert self.texts is not None, "no text is read where there is no tokenizer"
+            token_ids = await self.texts.encode(
+                parsed.prompt,
+                parsed.request.tenant,
+                limit if truncation is None else ANY_NUMBER,
+                add_special_tokens=parsed.add_special_tokens,
+            )
+        else:
+            token_ids = parsed.prompt
+        return token_ids if truncation is None else truncation.cut(token_ids, limit)
+
     async def embed(self, parsed: ParsedRequest, call: Call) -> tuple[str, SequenceEnd]:
         """Return the id of a request for an embedding, and its end, which has what is made of its prompt. Leaving early
         aborts the request. Raises RefusedError."""
@@ -114,7 +131,7 @@ class Intake:
         if reason := self.engine.availability.refusal(output_mode):
             raise RefusedError(Reason.UNAVAILABLE, reason)
         with self._pending(parsed.request.tenant):
-            token_ids = await self._tokenize(parsed, output_mode)
+            token_ids = await self.tokenize(parsed, output_mode)
             request = parsed.fit(token_ids, self.model, self.engine.availability.max_sequence_tokens, deadline)
             if request.grammar is not None and self._grammars is not None:
                 await self._grammars.check(request.grammar, request.tenant)
@@ -137,23 +154,6 @@ class Intake:
                 yield
             finally:
                 self._num_pending -= 1
-
-    async def _tokenize(self, parsed: ParsedRequest, output_mode: OutputMode) -> Sequence[int]:
-        """Return the tokens of the prompt, once it is known what fits."""
-        await self.engine.availability.wait_for_first_worker(output_mode)
-        limit, truncation = self.engine.availability.max_sequence_tokens, parsed.truncation
-        token_ids: Sequence[int]
-        if isinstance(parsed.prompt, str):
-            assert self.texts is not None, "no text is read where there is no tokenizer"
-            token_ids = await self.texts.encode(
-                parsed.prompt,
-                parsed.request.tenant,
-                limit if truncation is None else ANY_NUMBER,
-                add_special_tokens=parsed.add_special_tokens,
-            )
-        else:
-            token_ids = parsed.prompt
-        return token_ids if truncation is None else truncation.cut(token_ids, limit)
 
     def _outputs(self, parsed: ParsedRequest, request: Request, label: int, *, with_text: bool) -> list[SampleRecord]:
         """Make an output for each sample. The outputs of a detached request are kept."""

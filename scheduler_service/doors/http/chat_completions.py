@@ -17,13 +17,12 @@ from scheduler_service.doors.http.answering import (
 )
 from scheduler_service.doors.http.answers import ChatAnswer, ChatChoice, ChatMessage, PromptLogprobsField, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
-from scheduler_service.doors.http.options import RequestNames, parsed, sampling_options
-from scheduler_service.doors.http.prompts import render_messages, text_of, variables_of
+from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
+from scheduler_service.doors.http.prompts import render_messages, text_of
 from scheduler_service.doors.http.requests import ChatCompletionRequest, StreamOptions
 from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
-from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.refusal import RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -98,52 +97,46 @@ async def complete_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
-    options, names = sampling_options(request)
-    if request.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    in_its_words = RequestNames("messages", **names)
-    drawn = f"chatcmpl-{secrets.token_hex(12)}"
+    asked = await read_chat(request, call, intake)
     begun: list[PromptProgress] = []
     try:
-        begun = await begin_all(intake, [await _read(request, options, call, intake, drawn)], call, request)
-        answer_id = drawn if request.request_id is None else f"chatcmpl-{request.request_id}"
-        writer = ChatWriter(request, (answer_id, model_name), intake)
+        begun = await begin_all(intake, asked.requests, call, request)
+        writer = ChatWriter(request, (asked.answer_id, model_name), intake)
         if not request.stream:
             return await whole_answer(begun, writer)
         await stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
         return None
     except RefusedError as refusal:
-        raise in_its_words.in_its_words(refusal.with_traceback(None)) from None
+        raise asked.names.in_its_words(refusal.with_traceback(None)) from None
     finally:
         cancel_all(begun)
 
 
-async def _read(
-    request: ChatCompletionRequest, options: dict[str, Any], call: Call, intake: Intake, drawn_id: str
-) -> ParsedRequest:
+async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> ReadCall:
     """Raises RefusedError."""
+    options, names = sampling_options(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs is set, but logprobs is not true; set it, or leave both unset")
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
-    text = await render_messages(
-        intake.model,
-        request.messages,
-        template_name=request.chat_template,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        variables=variables_of(request),
-    )
-    return parsed(
-        request,
-        text,
-        options,
-        call,
-        intake.model,
-        request_id=request.request_id or drawn_id,
-        # A template writes those that belong there.
-        add_special_tokens=request.add_special_tokens is True,
-    )
+    in_its_words = RequestNames("messages", **names)
+    drawn = f"chatcmpl-{secrets.token_hex(12)}"
+    try:
+        read = parsed(
+            request,
+            await render_messages(intake.model, request),
+            options,
+            call,
+            intake.model,
+            request_id=request.request_id or drawn,
+            # A template writes those that belong there.
+            add_special_tokens=False,
+        )
+    except RefusedError as refusal:
+        raise in_its_words.in_its_words(refusal) from None
+    return ReadCall([read], drawn if request.request_id is None else f"chatcmpl-{request.request_id}", in_its_words)

@@ -1,7 +1,7 @@
 """`/v1/completions`: texts or token ids as prompts, and what comes after them."""
 
 import secrets
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 
@@ -19,13 +19,12 @@ from scheduler_service.doors.http.answering import (
 )
 from scheduler_service.doors.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
-from scheduler_service.doors.http.options import RequestNames, parsed, sampling_options
+from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
 from scheduler_service.doors.http.prompts import separate_prompts
 from scheduler_service.doors.http.requests import CompletionRequest, StreamOptions
 from scheduler_service.doors.http.token_texts import CompletionTokens, TokenTexts
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
-from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.refusal import RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -98,24 +97,16 @@ class CompletionWriter:
         return tokens.logprobs([*echoed.logprobs, *delta.logprobs], echoed.prompt_token_ids[0])
 
 
-class Completing(NamedTuple):
-    """A request as it goes to the intake, and what its prompts are called."""
-
-    requests: list[ParsedRequest]
-    request_id: str
-    names: RequestNames
-
-
 async def complete_prompts(
     request: CompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
-    asked = _read(request, call, intake)
+    asked = read_completion(request, call, intake)
     begun: list[PromptProgress] = []
     try:
         echoed = [await _text_of(prompt.prompt, intake) for prompt in asked.requests] if request.echo else []
         begun = await begin_all(intake, asked.requests, call, request)
-        writer = CompletionWriter(request, (asked.request_id, model_name), intake, echoed)
+        writer = CompletionWriter(request, (asked.answer_id, model_name), intake, echoed)
         if not request.stream:
             return await whole_answer(begun, writer, request.n or 1 if request.best_of is not None else None)
         await stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
@@ -126,7 +117,8 @@ async def complete_prompts(
         cancel_all(begun)
 
 
-def _read(request: CompletionRequest, call: Call, intake: Intake) -> Completing:
+def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
+    """Raises RefusedError."""
     options, names = sampling_options(request)
     in_its_words = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
@@ -152,14 +144,13 @@ def _read(request: CompletionRequest, call: Call, intake: Intake) -> Completing:
                 call,
                 intake.model,
                 request_id=name,
-                add_special_tokens=request.add_special_tokens is not False,
                 default_max_tokens=_DEFAULT_MAX_TOKENS,
             )
             for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
         ]
     except RefusedError as refusal:
         raise in_its_words.in_its_words(refusal) from None
-    return Completing(requests, drawn if request.request_id is None else f"cmpl-{request.request_id}", in_its_words)
+    return ReadCall(requests, drawn if request.request_id is None else f"cmpl-{request.request_id}", in_its_words)
 
 
 def _check_best_of(request: CompletionRequest, best_of: int) -> None:

@@ -1,7 +1,7 @@
 """Options of a request, by the names that they have everywhere else; and what the request itself calls them."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Raw
@@ -41,6 +41,14 @@ class RequestNames:
         return RefusedError(refusal.reason, str(refusal), field)
 
 
+class ReadCall(NamedTuple):
+    """The requests of a call as they go to the intake, under the id of its answer, and what it calls their fields."""
+
+    requests: list[ParsedRequest]
+    answer_id: str
+    names: RequestNames
+
+
 def sampling_options(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options that are set, and the names of fields that differ. Raises RefusedError."""
     options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
@@ -75,7 +83,8 @@ def parsed(
     add_special_tokens: bool = True,
     default_max_tokens: int | None = None,
 ) -> ParsedRequest:
-    """Make a request of one of the prompts. Raises RefusedError."""
+    """Make a request of one of the prompts, with special tokens around it unless it is said otherwise. Raises
+    RefusedError."""
     truncation = None
     if (most := request.truncate_prompt_tokens) is not None:
         truncation = Truncation(None if most < 0 else most, keeps_first=request.truncation_side == "right")
@@ -91,7 +100,7 @@ def parsed(
         session_id=request.session_id or "",
         will_return=request.will_return,
         retention_seconds=request.retention_seconds,
-        add_special_tokens=add_special_tokens,
+        add_special_tokens=add_special_tokens if request.add_special_tokens is None else request.add_special_tokens,
         default_max_tokens=default_max_tokens,
         truncation=truncation,
     )

@@ -1,13 +1,10 @@
 """The prompts of a request: texts, token ids, or the text that a chat template makes of a conversation."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from msgspec import Struct
-
 from pagewire.common.chat_template import ChatTemplateError, Message, render
-from scheduler_service.doors.http.requests import MAX_PROMPTS, PromptField
+from scheduler_service.doors.http.requests import MAX_PROMPTS, ChatCompletionRequest, PromptField, TokenizeRequest
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.refusal import invalid
 
@@ -28,25 +25,17 @@ def separate_prompts(given: PromptField, field: str) -> list[str | tuple[int, ..
     raise invalid(field, f"{field} is a list of texts and of token ids; send one kind at a time")
 
 
-async def render_messages(
-    model: ModelInfo,
-    messages: Sequence[Message],
-    *,
-    template_name: str | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    variables: Mapping[str, Any],
-) -> str:
+async def render_messages(model: ModelInfo, request: ChatCompletionRequest | TokenizeRequest) -> str:
     """Return the text of a conversation's prompt. Raises RefusedError."""
-    template = _template(model, template_name)
-    if continue_final_message and add_generation_prompt:
+    template = _template(model, request.chat_template)
+    if request.continue_final_message and request.add_generation_prompt:
         raise invalid(
             "continue_final_message",
             "continue_final_message goes on with the last message, and add_generation_prompt begins another; set one",
         )
     # As vLLM takes it, a content that is null is empty.
-    messages = [{**each, "content": ""} if each.get("content") is None else each for each in messages]
-    adds_prompt = not continue_final_message and add_generation_prompt is not False
+    messages = [{**each, "content": ""} if each.get("content") is None else each for each in request.messages or ()]
+    adds_prompt = not request.continue_final_message and request.add_generation_prompt is not False
     try:
         # A template may take its time.
         text = await asyncio.to_thread(
@@ -55,18 +44,18 @@ async def render_messages(
             messages,
             special_tokens=model.special_tokens,
             add_generation_prompt=adds_prompt,
-            variables=variables,
+            variables=_variables_of(request),
         )
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from None
-    return _up_to_last(text, messages[-1]) if continue_final_message else text
+    return _up_to_last(text, messages[-1]) if request.continue_final_message else text
 
 
-def variables_of(request: Struct) -> dict[str, Any]:
+def _variables_of(request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
     """Return the variables of a template that a request sets, by fields of their names or by `chat_template_kwargs`."""
     names = ("documents", "reasoning_effort")
     named = {name: value for name in names if (value := getattr(request, name, None)) is not None}
-    return named | (getattr(request, "chat_template_kwargs", None) or {})
+    return named | (request.chat_template_kwargs or {})
 
 
 def _template(model: ModelInfo, name: str | None) -> str:

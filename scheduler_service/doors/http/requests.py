@@ -34,6 +34,7 @@ TokenId = Annotated[int, Meta(ge=0, le=UINT32.high)]
 Empty = Annotated[list[Any], Meta(max_length=0)]
 # A text, several, one as token ids, or several so.
 PromptField = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
 # One text, or some.
 Texts = str | list[str]
 
@@ -102,6 +103,7 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     retention_seconds: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=UINT32.high), _why("-1: as many as fit")] | None = None
     truncation_side: Annotated[Literal["left", "right"], _why("the side that is cut, left unless set")] | None = None
+    add_special_tokens: bool | None = None
     # Without an effect on the output.
     user: Annotated[str, _INERT] | None = None
     metadata: Annotated[dict[str, Any], _INERT] | None = None
@@ -149,7 +151,6 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     guided_choice: Annotated[list[str], _why("as structured_outputs.choice")] | None = None
     guided_grammar: Annotated[str, _why("as structured_outputs.grammar")] | None = None
     use_beam_search: Annotated[bool, _why("with n beams, unless beam_width is set")] | None = None
-    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: Annotated[bool, _why("tokens of logprobs are written as token_id:N")] | None = None
     # What is not done here.
@@ -177,7 +178,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    messages: Messages
     max_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=UINT32.high), _why("goes before max_tokens")] | None = None
     logprobs: bool | None = None
@@ -209,7 +210,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: Annotated[bool, _why("true for a text, false for a conversation, unless set")] | None = None
     return_token_strs: bool | None = None
     chat_template: Annotated[str, _why("the name of one of the model's templates")] | None = None

@@ -29,8 +29,8 @@ from scheduler_service.doors.http import event_stream
 from scheduler_service.doors.http.answering import longest_sequence, now
 from scheduler_service.doors.http.answers import Model, Models
 from scheduler_service.doors.http.body import decode_body, read_body
-from scheduler_service.doors.http.chat_completions import complete_chat
-from scheduler_service.doors.http.completions import complete_prompts
+from scheduler_service.doors.http.chat_completions import complete_chat, read_chat
+from scheduler_service.doors.http.completions import complete_prompts, read_completion
 from scheduler_service.doors.http.connection import HttpConnection
 from scheduler_service.doors.http.embeddings import embed_inputs
 from scheduler_service.doors.http.event_stream import EventStream
@@ -43,7 +43,7 @@ from scheduler_service.doors.http.requests import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from scheduler_service.doors.http.tokenization import detokenize, render_chat, render_prompts, tokenize
+from scheduler_service.doors.http.tokenization import detokenize, render, tokenize
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
@@ -233,10 +233,12 @@ class HttpDoor:
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
 
     async def _render_prompts(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes:
-        return _encode(await render_prompts(request, call, self._intake, self._model_name()))
+        read = read_completion(request, call, self._intake)
+        return _encode(await render(read, self._intake, self._model_name()))
 
     async def _render_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes:
-        return _encode(await render_chat(request, call, self._intake, self._model_name()))
+        (prompt,) = await render(await read_chat(request, call, self._intake), self._intake, self._model_name())
+        return _encode(prompt)
 
     async def _embed(self, request: EmbeddingRequest, call: Call, stream: EventStream) -> bytes:
         return _encode(await embed_inputs(request, call, self._intake, self._model_name()))

@@ -1,17 +1,12 @@
 """`/tokenize` and `/detokenize`, and the prompts of completions and conversations as the tokens that they become."""
 
 import asyncio
-import secrets
 
 from scheduler_service.doors.http.answering import longest_sequence
 from scheduler_service.doors.http.answers import DecodedPrompt, RenderedPrompt, Tokens
-from scheduler_service.doors.http.prompts import render_messages, separate_prompts, variables_of
-from scheduler_service.doors.http.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from scheduler_service.doors.http.options import ReadCall
+from scheduler_service.doors.http.prompts import render_messages
+from scheduler_service.doors.http.requests import DetokenizeRequest, TokenizeRequest
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.prompt_text import ANY_NUMBER
@@ -26,7 +21,11 @@ async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> Toke
     if request.prompt is not None:
         text, special, field = request.prompt, request.add_special_tokens is not False, "prompt"
     else:
-        text, special, field = await _render(request, intake), request.add_special_tokens is True, "messages"
+        text, special, field = (
+            await render_messages(intake.model, request),
+            request.add_special_tokens is True,
+            "messages",
+        )
     token_ids = await _encode(text, special, field, call, intake)
     names = list(map(_tokenizer(intake).name_of, token_ids)) if request.return_token_strs else None
     return Tokens(len(token_ids), longest_sequence(intake), token_ids, names)
@@ -43,41 +42,15 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
     return DecodedPrompt(await _tokenizer(intake).text_of(request.tokens, skip_special_tokens=False))
 
 
-async def render_prompts(
-    request: CompletionRequest, call: Call, intake: Intake, model_name: str
-) -> list[RenderedPrompt]:
-    """Return the tokens of each prompt. Raises RefusedError."""
-    special = request.add_special_tokens is not False
-    return [
-        _rendered(
-            await _encode(prompt, special, "prompt", call, intake) if isinstance(prompt, str) else list(prompt),
-            request.request_id,
-            model_name,
-        )
-        for prompt in separate_prompts(request.prompt, "prompt")
-    ]
-
-
-async def render_chat(request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str) -> RenderedPrompt:
-    """Return the tokens of a conversation's prompt. Raises RefusedError."""
-    text = await _render(request, intake)
-    token_ids = await _encode(text, request.add_special_tokens is True, "messages", call, intake)
-    return _rendered(token_ids, request.request_id, model_name)
-
-
-async def _render(request: TokenizeRequest | ChatCompletionRequest, intake: Intake) -> str:
-    return await render_messages(
-        intake.model,
-        request.messages or [],
-        template_name=request.chat_template,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        variables=variables_of(request),
-    )
-
-
-def _rendered(token_ids: list[int], request_id: str | None, model_name: str) -> RenderedPrompt:
-    return RenderedPrompt(request_id or f"render-{secrets.token_hex(12)}", model_name, token_ids)
+async def render(read: ReadCall, intake: Intake, model_name: str) -> list[RenderedPrompt]:
+    """Return the tokens of each prompt as they would be queued. Raises RefusedError."""
+    try:
+        return [
+            RenderedPrompt(each.request.request_id, model_name, list(await intake.tokenize(each)))
+            for each in read.requests
+        ]
+    except RefusedError as refusal:
+        raise read.names.in_its_words(refusal.with_traceback(None)) from None
 
 
 async def _encode(text: str, special: bool, field: str, call: Call, intake: Intake) -> list[int]:

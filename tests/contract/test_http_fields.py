@@ -1,0 +1,361 @@
+"""Every row of docs/http_api.md, as the request types make it: what a field does, that one without an effect changes
+nothing, and why one is not served. A new field fails here until it has a case."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer, processors
+
+from pagewire.common.messages import GrammarKind
+from scheduler_service.core.request import Request
+from scheduler_service.doors.http.openapi import POSTED, FieldRow, field_rows
+from scheduler_service.doors.http.requests import INERT
+from scheduler_service.links.scheduler_link import SchedulerLink
+from scheduler_service.serving.active_request import ActiveRequest
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.tenants.caller import Call
+from tests.contract.http_door import HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.pooling import write_pooling
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+RENDER, RENDER_CHAT = f"{COMPLETIONS}/render", f"{CHAT}/render"
+TEXT = "once upon a time"
+QUESTION = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "once "}
+PLAIN: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": TEXT, "seed": 0, "max_tokens": 4, "request_id": "same"},
+    CHAT: {"messages": [QUESTION], "seed": 0, "max_tokens": 4, "request_id": "same"},
+    EMBEDDINGS: {"input": TEXT, "encoding_format": "float", "request_id": "same"},
+    RENDER: {"prompt": TEXT, "seed": 0, "request_id": "same"},
+    RENDER_CHAT: {"messages": [QUESTION], "seed": 0, "request_id": "same"},
+    "/tokenize": {"prompt": TEXT},
+    "/detokenize": {"tokens": [70, 71]},
+}
+
+
+@dataclass
+class Outcome:
+    """What became of a call: its answer, without what differs from call to call, and what the intake read."""
+
+    status: int
+    kind: str  # of the answer's content
+    answer: Any  # a text, if it is no JSON
+    prompt: str = ""  # that came to the model, or would
+    call: Call | None = None
+    parsed: ParsedRequest | None = None
+    request: Request | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A value of a field that is sent with others; and what is seen then, and not without it."""
+
+    value: Any
+    see: Callable[[Any], Any]
+    expected: Any
+    beside: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Harmless:
+    """A value that changes nothing, of a field that may take no other."""
+
+    value: Any
+    refused: Any = None  # by the reason in its row
+    beside: dict[str, Any] = field(default_factory=dict)
+
+
+def read(place: str, value: Any, expected: Any = None, **beside: Any) -> Case:
+    """One that stands at a place of what the intake read."""
+    return Case(value, attrgetter(place), value if expected is None else expected, beside)
+
+
+def prompted(value: Any, expected: str, **beside: Any) -> Case:
+    """One that makes the prompt another."""
+    return Case(value, attrgetter("prompt"), expected, beside)
+
+
+def answered(see: Callable[[Any], Any], value: Any, expected: Any, **beside: Any) -> Case:
+    return Case(value, lambda seen: see(seen.answer), expected, beside)
+
+
+def matched(value: Any, kind: str, text: str) -> Case:
+    """One that says what the output must match."""
+    expected = (GrammarKind[kind], text)
+    return Case(value, lambda seen: (found := seen.request.grammar) and (found.kind, found.text), expected)
+
+
+def sampled(name: str, value: Any, expected: Any = None) -> Case:
+    return read(f"request.sampling.{name}", value, expected)
+
+
+def num_beams(seen: Outcome) -> int:
+    assert seen.request is not None
+    return 0 if seen.request.beam is None else seen.request.beam.beam_width
+
+
+def length_penalty(seen: Outcome) -> float:
+    assert seen.request is not None
+    assert seen.request.beam is not None
+    return seen.request.beam.length_penalty
+
+
+PROMPT = prompted("hello", "<end>hello")
+PROMPTS = {
+    "model": read("status", "other", 404),
+    "truncate_prompt_tokens": prompted(2, " a time"),
+    "truncation_side": prompted("right", "<end>", truncate_prompt_tokens=1),
+    "add_special_tokens": prompted(False, TEXT),
+}
+QUEUED = {
+    "tenant": read("request.tenant", "somebody"),
+    "priority": read("request.priority", -3),
+    "cache_salt": read("request.cache_salt", "salt"),
+    "session_id": read("request.session_id", "talk"),
+    "will_return": read("request.will_return", True),
+    "retention_seconds": read("request.retention_seconds", 5),
+}
+GENERATION = QUEUED | {
+    "request_id": read("request.request_id", "mine"),
+    "n": read("request.n", 3),
+    "temperature": sampled("temperature", 0.5),
+    "top_p": sampled("top_p", 0.5),
+    "min_p": sampled("min_p", 0.25),
+    "presence_penalty": sampled("presence_penalty", 1.5),
+    "frequency_penalty": sampled("frequency_penalty", -1.5),
+    "repetition_penalty": sampled("repetition_penalty", 1.25),
+    "min_tokens": sampled("min_tokens", 2),
+    "ignore_eos": Case(True, lambda seen: len(seen.request.sampling.stop_token_ids), 0),
+    "stop_token_ids": Case([70], lambda seen: 70 in seen.request.sampling.stop_token_ids, True),
+    "logit_bias": sampled("logit_bias_values", {"70": 2.5}, (2.5,)),
+    "include_stop_str_in_output": read("parsed.include_stop_text", True),
+    "skip_special_tokens": read("parsed.skip_special_tokens", False),
+    "prompt_logprobs": sampled("num_prompt_logprobs", 2),
+    "beam_width": Case(3, num_beams, 3),
+    "length_penalty": Case(2.5, length_penalty, 2.5, {"beam_width": 2}),
+    "top_k": sampled("top_k", 5),
+    "seed": read("request.seed", -5, 2**64 - 5),
+    "stop": read("parsed.stop", ["xyz", "zyx"], ("xyz", "zyx")),
+    "stream": read("kind", True, "text/event-stream"),
+    "stream_options": answered(lambda answer: '"usage":{' in answer, {"include_usage": True}, True, stream=True),
+    "response_format": matched({"type": "json_object"}, "JSON_OBJECT", ""),
+    "structured_outputs": matched({"choice": ["AB"]}, "CHOICE", '["AB"]'),
+    "guided_json": matched({"type": "object"}, "JSON_SCHEMA", '{"type":"object"}'),
+    "guided_regex": matched("[a-z]+", "REGEX", "[a-z]+"),
+    "guided_choice": matched(["AB"], "CHOICE", '["AB"]'),
+    "guided_grammar": matched('start: "a"', "GRAMMAR", 'start: "a"'),
+    "use_beam_search": Case(True, num_beams, 2, {"n": 2}),
+    "return_token_ids": answered(lambda answer: len(answer["choices"][0]["token_ids"] or ()), True, 4),
+    "max_tokens": read("request.max_tokens", 7),
+}
+TEMPLATE = {
+    "chat_template": prompted("short", "hello"),
+    "chat_template_kwargs": prompted({"mood": "kind"}, "<user>hello\n<assistant>kind"),
+    "add_generation_prompt": prompted(False, "<user>hello\n"),
+    "continue_final_message": prompted(
+        True, "<user>hello\n<assistant>once ", messages=[QUESTION, ANSWER], add_generation_prompt=False
+    ),
+}
+CHAT_PROMPTS = TEMPLATE | {
+    "messages": prompted([ANSWER], "<assistant>once \n<assistant>"),
+    "documents": prompted([{"text": "x"}], "x,", chat_template="told"),
+    "reasoning_effort": prompted("low", ",low", chat_template="told"),
+    "model": PROMPTS["model"],
+    "truncate_prompt_tokens": prompted(1, ">"),
+    "truncation_side": prompted("right", "<", truncate_prompt_tokens=1),
+    "add_special_tokens": prompted(True, "<end><user>hello\n<assistant>"),
+}
+NEUTRAL = {
+    "include_reasoning": Harmless(False),
+    "tool_choice": Harmless("auto", "required"),
+    "function_call": Harmless("none", "sometimes"),
+    "modalities": Harmless(["text"], ["audio"]),
+}
+CASES: dict[str, dict[str, Case | Harmless]] = {
+    COMPLETIONS: PROMPTS
+    | GENERATION
+    | {
+        "prompt": PROMPT,
+        "logprobs": sampled("num_logprobs", 3),
+        "echo": answered(lambda answer: answer["choices"][0]["text"].startswith(TEXT), True, True),
+        "best_of": read("request.n", 3),
+        "return_tokens_as_token_ids": answered(
+            lambda answer: answer["choices"][0]["logprobs"]["tokens"][0][:9], True, "token_id:", logprobs=0
+        ),
+    },
+    CHAT: CHAT_PROMPTS
+    | GENERATION
+    | NEUTRAL
+    | {
+        "max_completion_tokens": read("request.max_tokens", 3),
+        "logprobs": sampled("num_logprobs", True, 0),
+        "top_logprobs": Case(2, attrgetter("request.sampling.num_logprobs"), 2, {"logprobs": True}),
+        "echo": answered(
+            lambda answer: answer["choices"][0]["message"]["content"].startswith("once "),
+            True,
+            True,
+            messages=[QUESTION, ANSWER],
+            continue_final_message=True,
+        ),
+        "return_tokens_as_token_ids": answered(
+            lambda answer: answer["choices"][0]["logprobs"]["content"][0]["token"][:9], True, "token_id:", logprobs=True
+        ),
+    },
+    EMBEDDINGS: PROMPTS
+    | QUEUED
+    | {
+        "request_id": read("request.request_id", "mine"),
+        "input": PROMPT,
+        "encoding_format": answered(lambda answer: type(answer["data"][0]["embedding"]), "base64", str),
+        "dimensions": answered(lambda answer: len(answer["data"][0]["embedding"]), 1, 1),
+    },
+    RENDER: PROMPTS
+    | {"prompt": PROMPT, "request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")},
+    RENDER_CHAT: CHAT_PROMPTS | {"request_id": answered(lambda answer: answer["request_id"], "mine", "mine")},
+    "/tokenize": {
+        name: Case(case.value, case.see, case.expected, {"prompt": None, "messages": [QUESTION]} | case.beside)
+        for name, case in TEMPLATE.items()
+    }
+    | {
+        "messages": prompted([QUESTION], "<user>hello\n<assistant>", prompt=None),
+        "model": PROMPTS["model"],
+        "prompt": PROMPT,
+        "add_special_tokens": PROMPTS["add_special_tokens"],
+        "return_token_strs": answered(lambda answer: (answer["token_strs"] or ("",))[0], True, "<end>"),
+    },
+    "/detokenize": {
+        "model": PROMPTS["model"],
+        "tokens": answered(lambda answer: answer["prompt"], [0], "<end>"),
+    },
+}
+# Nothing is computed for a prompt that is shown: what says how only has to be right.
+for shown, computed in ((RENDER, COMPLETIONS), (RENDER_CHAT, CHAT)):
+    CASES[shown] = {
+        name: Harmless(case.value, beside=case.beside) if isinstance(case, Case) else case
+        for name, case in CASES[computed].items()
+    } | CASES[shown]
+ROWS = [(route.path, row) for route in POSTED for row in field_rows(route.request)]
+OPENAI = {COMPLETIONS, CHAT, EMBEDDINGS}
+EXAMPLES = {"string": "x", "boolean": True, "object": {"a": "b"}}
+
+
+@dataclass
+class Door:
+    server: HttpServer
+    tokenizer: Tokenizer
+    begun: list[tuple[Call, ParsedRequest, Request]]
+
+    async def send(self, path: str, body: dict[str, Any], *, by_openai: bool) -> Outcome:
+        self.begun.clear()
+        response = await (self._by_openai(path, body) if by_openai else self.server.post(path, **body))
+        kind = response.headers["content-type"].partition(";")[0]
+        answer = json.loads(response.text, object_hook=_steady) if kind == "application/json" else response.text
+        seen = Outcome(response.status_code, kind, answer, "", *(self.begun[0] if self.begun else ()))
+        token_ids = seen.request.prompt_token_ids if seen.request is not None else _tokens(answer)
+        seen.prompt = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return seen
+
+    async def _by_openai(self, path: str, body: dict[str, Any]) -> Any:
+        """By the client's own call, of which all but what it demands are extra fields."""
+        client = self.server.openai
+        creates = {COMPLETIONS: client.completions, CHAT: client.chat.completions, EMBEDDINGS: client.embeddings}
+        demanded = {name: body[name] for name in ("prompt", "messages", "input") if name in body}
+        create: Any = creates[path].with_raw_response.create
+        try:
+            return (await create(model="chatty", **demanded, extra_body=body)).http_response
+        except openai.APIStatusError as error:
+            return error.response
+
+
+def _steady(value: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs from call to call."""
+    return {name: each for name, each in value.items() if name not in ("created", "prompt_tokens_details")}
+
+
+def _tokens(answer: Any) -> list[int]:
+    first = answer[0] if isinstance(answer, list) else answer
+    return (first.get("token_ids") or first.get("tokens") or []) if isinstance(first, dict) else []
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
+    named = {
+        "short": "{{ messages[0].content }}",
+        "told": "{% if documents %}{{ documents[0].text }}{% endif %},{{ reasoning_effort }}",
+    }
+    model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", **named)
+    write_pooling(model, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    special = ("<end>", tokenizer.token_to_id("<end>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[special])
+    tokenizer.save(str(model / "tokenizer.json"))
+    begun: list[tuple[Call, ParsedRequest, Request]] = []
+    begin = Intake.begin
+
+    async def noted(intake: Intake, parsed: ParsedRequest, call: Call, *args: Any, **options: Any) -> ActiveRequest:
+        active = await begin(intake, parsed, call, *args, **options)
+        if isinstance(intake.engine, SchedulerLink):
+            begun.append((call, parsed, active.request))
+        return active
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Intake, "begin", noted)
+        async with serve_http(model) as server:
+            yield Door(server, tokenizer, begun)
+
+
+def ways(path: str) -> list[bool]:
+    """Whether by the client of OpenAI."""
+    return [False, True] if path in OPENAI else [False]
+
+
+def cases(*, served: bool) -> Any:
+    chosen = [(path, row) for path, row in ROWS if bool(row.takes) is served]
+    return pytest.mark.parametrize(("path", "row"), chosen, ids=lambda value: getattr(value, "name", value))
+
+
+@cases(served=True)
+async def test_a_field_does_what_it_says(door: Door, path: str, row: FieldRow) -> None:
+    case = Harmless(EXAMPLES[row.takes]) if row.note == INERT else CASES[path][row.name]
+    beside = PLAIN[path] | case.beside
+    for by_openai in ways(path):
+        without = await door.send(path, beside, by_openai=by_openai)
+        with_it = await door.send(path, beside | {row.name: case.value}, by_openai=by_openai)
+        if isinstance(case, Case):
+            assert case.see(with_it) == case.expected, with_it
+            assert case.see(without) != case.expected, without
+        else:
+            assert with_it.status == 200, with_it
+            assert (with_it.answer, with_it.request) == (without.answer, without.request)
+            if case.refused is not None:
+                await _is_refused(door, path, row, case.refused, by_openai=by_openai)
+
+
+@cases(served=False)
+async def test_a_field_that_is_not_served_says_why(door: Door, path: str, row: FieldRow) -> None:
+    for by_openai in ways(path):
+        await _is_refused(door, path, row, "x" if row.name == "suffix" else ["x"], by_openai=by_openai)
+        unset = await door.send(path, PLAIN[path] | {row.name: None}, by_openai=by_openai)
+        assert unset.status == 200
+
+
+async def _is_refused(door: Door, path: str, row: FieldRow, value: Any, *, by_openai: bool) -> None:
+    seen = await door.send(path, PLAIN[path] | {row.name: value}, by_openai=by_openai)
+    assert (seen.status, seen.request) == (400, None)
+    error = seen.answer["error"]
+    assert error["param"].partition("[")[0] == row.name
+    assert error["message"].endswith(f"is not served: {row.note}")
+
+
+async def test_every_case_is_of_a_field() -> None:
+    named = {(path, name) for path, cases_of_path in CASES.items() for name in cases_of_path}
+    assert named <= {(path, row.name) for path, row in ROWS}
