@@ -66,3 +66,9 @@ class RefusedError(Exception):
 def invalid(field: str, message: str) -> RefusedError:
     """Return the refusal of a field that cannot be taken as it is."""
     return RefusedError(Reason.INVALID_ARGUMENT, message, field)
+
+
+def timed_out() -> RefusedError:
+    """Return the refusal of what has not ended in the time that its client gave it."""
+    text = "the timeout passed before the request was done; raise it or ask for fewer tokens"
+    return RefusedError(Reason.DEADLINE_EXCEEDED, text)

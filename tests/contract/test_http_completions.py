@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from pagewire.common.messages import GrammarKind
-from testing.scheduler_stack import expected_tokens
+from pagewire.wire import TIMEOUT_PASSED
+from scheduler_service.serving.refusal import Reason
+from testing.scheduler_stack import expected_tokens, request
 from tests.contract.http_door import joined, make_chat_checkpoint, serve_http
 
 PATH = "/v1/completions"
@@ -258,3 +261,21 @@ async def test_the_client_of_openai(model: Path) -> None:
         async for event in await create(model="chatty", prompt="once", max_tokens=9, seed=0, stream=True):
             text += event.choices[0].text
         assert text == whole.choices[0].text
+
+
+async def test_a_request_ends_with_its_time(model: Path) -> None:
+    """As a call over gRPC that has a deadline: what it held is free then."""
+    async with serve_http(model) as server:
+        server.stack.worker.step_seconds = 0.02
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await server.front.generate(request("once", max_tokens=240, ignore_eos=True), timeout=0.3)
+        endless = {"prompt": "once", "seed": 0, "max_tokens": 240, "ignore_eos": True, "timeout": 0.3}
+        error = await server.refusal(PATH, Reason[late.value.code().name].http_status, **endless)
+        assert (error["message"], error["type"], error["param"]) == (TIMEOUT_PASSED, "server_error", None)
+        *events, last = await server.events(PATH, **endless)
+        assert len(events) > 1
+        assert last == {"error": error}
+        await server.stack.until_idle()
+        enough = await server.complete(**endless | {"max_tokens": 4, "timeout": 30})
+        assert enough["usage"]["completion_tokens"] == 4
+        assert (await server.refusal(PATH, **endless | {"timeout": 0}))["param"] == "timeout"

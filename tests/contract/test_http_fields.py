@@ -110,7 +110,9 @@ def length_penalty(seen: Outcome) -> float:
 
 
 PROMPT = prompted("hello", "<end>hello")
+TIMEOUT = read("status", 1e-6, 504)
 PROMPTS = {
+    "timeout": TIMEOUT,
     "model": read("status", "other", 404),
     "truncate_prompt_tokens": prompted(2, " a time"),
     "truncation_side": prompted("right", "<end>", truncate_prompt_tokens=1),
@@ -166,6 +168,7 @@ TEMPLATE = {
     ),
 }
 CHAT_PROMPTS = TEMPLATE | {
+    "timeout": TIMEOUT,
     "messages": prompted([ANSWER], "<assistant>once \n<assistant>"),
     "documents": prompted([{"text": "x"}], "x,", chat_template="told"),
     "reasoning_effort": prompted("low", ",low", chat_template="told"),

@@ -154,7 +154,9 @@ def _takes(field: Mapping[str, Any]) -> Iterator[str]:
         low = field.get("minimum", field.get("exclusiveMinimum"))
         high = field.get("maximum")
         above = "above " if "exclusiveMinimum" in field else ""
-        limits = f" {above}{low} to {high}" if high is not None else f" from {low}" if low is not None else ""
+        limits = (
+            f" {above}{low} to {high}" if high is not None else f" {above or 'from '}{low}" if low is not None else ""
+        )
         yield f"{field.get('type', 'any JSON')}{limits}"
 
 

@@ -104,6 +104,7 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=UINT32.high), _why("-1: as many as fit")] | None = None
     truncation_side: Annotated[Literal["left", "right"], _why("the side that is cut, left unless set")] | None = None
     add_special_tokens: bool | None = None
+    timeout: Annotated[float, Meta(gt=0), _why("seconds after which the request ends, with 504")] | None = None
     # Without an effect on the output.
     user: Annotated[str, _INERT] | None = None
     metadata: Annotated[dict[str, Any], _INERT] | None = None

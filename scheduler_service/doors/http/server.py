@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -45,7 +45,7 @@ from scheduler_service.doors.http.requests import (
 )
 from scheduler_service.doors.http.tokenization import detokenize, render, tokenize
 from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.refusal import Reason, RefusedError, timed_out
 from scheduler_service.serving.tenants.caller import Call, Caller
 from scheduler_service.serving.tenants.tenant_file import TenantFile
 
@@ -259,9 +259,13 @@ class HttpDoor:
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             call = self._call(scope)
             request = decode_body(await read_body(scope, receive), kind)
+            call = replace(call, time_remaining=getattr(request, "timeout", None))
             self._check_model(getattr(request, "model", None))
-            async with self._while_connected(scope, receive) as stream:
-                answer = await serve(request, call, stream)
+            try:
+                async with self._while_connected(scope, receive) as stream, asyncio.timeout(call.time_remaining):
+                    answer = await serve(request, call, stream)
+            except TimeoutError:
+                raise timed_out() from None
             if answer is not None:
                 await Response(answer, media_type=_JSON)(scope, receive, send)
 

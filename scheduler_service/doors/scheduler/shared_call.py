@@ -22,7 +22,7 @@ from scheduler_service.doors.scheduler.generate_response import encode_delta
 from scheduler_service.serving.active_request import ActiveRequest, News
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import OutputReader, ReadyList, SampleRecord
-from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid, timed_out
 from scheduler_service.serving.tenants.caller import Call
 
 logger = logging.getLogger(__name__)
@@ -232,8 +232,7 @@ class SharedCall:
             self._intake.engine.settle(self._unsettled.pop(stream_id), num_tokens)
 
     def _expire(self, request: _Submitted) -> None:
-        message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
-        self._fail(request, RefusedError(Reason.DEADLINE_EXCEEDED, message))
+        self._fail(request, timed_out())
 
     def _fail(self, request: _Submitted, error: RefusedError) -> None:
         if request.error is None:
