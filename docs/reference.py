@@ -47,8 +47,9 @@ MADE = "<!-- Made by `make docs`; do not edit. -->"
 HTTP_TITLE = """# The HTTP API
 
 Every field of the requests that `pagewire serve --http-port N` and `pagewire frontend --http-port N` take. Any other
-field is refused with the name of the nearest; null counts as unset. `/docs` of a running server shows the same, and
-`/openapi.json` as OpenAPI. `/v1/models`, `/health`, `/ping`, `/version` and `/metrics` are there too."""
+field is refused with the name of the nearest (`--lenient`: ignored); null counts as unset. `/docs` of a running server
+shows the same, and `/openapi.json` as OpenAPI. `/v1/models`, `/health`, `/ping`, `/version` and `/metrics` are there
+too."""
 METRICS_TITLE = """# Metrics
 
 The scheduler and each front end serve metrics in Prometheus' text format over HTTP: `curl -s 127.0.0.1:9090/metrics`.

@@ -147,6 +147,7 @@ class FrontEndConfig:
     allowed_origins: str | None = option(
         None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)"
     )
+    lenient: bool = option(False, "ignore fields of HTTP requests that are not known, instead of refusing them")
     drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
     tls_cert: str | None = option(
         None, "PEM file with the server's certificate chain; turns TLS on", needs=("tls_key",)

@@ -136,7 +136,7 @@ def _make_http(
     address = HttpAddress(config.http_host, config.http_port, *files, tls=service.tls)
     origins = [origin.strip() for origin in (config.allowed_origins or "").split(",") if origin.strip()]
     name, metrics = (lambda: link.served_model_name), partial(exposition, collector)
-    return HttpDoor(address, servicer.intake, service.tenants, name, metrics, origins)
+    return HttpDoor(address, servicer.intake, service.tenants, name, metrics, origins, is_lenient=config.lenient)
 
 
 def _failed(error: BaseException | None) -> int:

@@ -19,6 +19,7 @@ class HttpConfig:
     allowed_origins: str | None = option(
         None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)"
     )
+    lenient: bool = option(False, "ignore fields of HTTP requests that are not known, instead of refusing them")
 
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
@@ -44,4 +45,4 @@ def front_end_command(config: HttpConfig, scheduler_socket: str, given: Mapping[
         **given,
     }
     flags = (f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None)
-    return python_command("pagewire", "frontend", *flags)
+    return python_command("pagewire", "frontend", *flags, *(["--lenient"] if config.lenient else []))

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -362,3 +363,15 @@ async def _is_refused(door: Door, path: str, row: FieldRow, value: Any, *, by_op
 async def test_every_case_is_of_a_field() -> None:
     named = {(path, name) for path, cases_of_path in CASES.items() for name in cases_of_path}
     assert named <= {(path, row.name) for path, row in ROWS}
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_fields_that_are_not_known_are_ignored_where_that_is_asked_for(tmp_path: Path) -> None:
+    structure = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "other": 1}, "another": 2}
+    asked = {"prompt": TEXT, "prompts": 1, "response_format": structure, "stream": True, "stream_options": {"more": 1}}
+    async with serve_http(make_chat_checkpoint(tmp_path / "chatty"), front={"lenient": True}) as server:
+        assert await server.events(COMPLETIONS, **asked)
+        assert server.stack.worker.grammars[-1].text == '{"type":"object"}'
+        for name, wrong in {"temperature": "hot", "suffix": "x", "response_format": {"type": "json_schema"}}.items():
+            error = await server.refusal(COMPLETIONS, **asked | {name: wrong})
+            assert error["param"].startswith(name)

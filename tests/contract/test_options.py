@@ -11,7 +11,7 @@ import pytest
 from pagewire import options
 from pagewire.cli.services import GROUPS, LINK_OPTIONS, MOST_USED
 from pagewire.hosting.gateway import GatewayConfig
-from pagewire.hosting.http_front_end import HttpConfig
+from pagewire.hosting.http_front_end import HttpConfig, front_end_command
 from pagewire.hosting.logs import LogConfig
 from pagewire.hosting.model_source import ModelSourceConfig
 from pagewire.options import OptionError, Parser, Resolved
@@ -273,3 +273,9 @@ def test_every_number_keeps_to_limits_that_stand_beside_it(config_type: type) ->
             must_be = rf"(, but|; it) must be {re.escape(limits[0].text)}"
             with pytest.raises(ValueError, match=f"^{option.flag} is -1{must_be}$"):
                 Resolved({given: "m", option.name: -1}, {}).build(config_type).validate()
+
+
+def test_serve_tells_its_front_end_to_be_lenient() -> None:
+    for lenient in (False, True):
+        command = front_end_command(HttpConfig(lenient=lenient), "grpc://127.0.0.1:1", {})
+        assert ("--lenient" in command) is lenient

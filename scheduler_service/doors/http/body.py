@@ -6,10 +6,11 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct, field, structs
 from starlette.types import Receive, Scope
 
 from scheduler_service.doors.http.refusals import HttpRefusal
@@ -63,6 +64,18 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
         raise invalid("", f"the body is no JSON: {error}") from None
     except RecursionError:
         raise invalid("", "the body is nested too deeply") from None
+
+
+def lenient(kind: Any) -> Any:
+    """Return a type in which each struct takes fields too that it does not know."""
+    if get_origin(kind) in (Union, UnionType):
+        return Union[tuple(map(lenient, get_args(kind)))]  # noqa: UP007 - of as many as there are
+    if not (isinstance(kind, type) and issubclass(kind, Struct)):
+        return kind
+    fields = [(each.name, lenient(each.type), field(default=each.default)) for each in structs.fields(kind)]
+    return defstruct(
+        kind.__name__, fields, bases=(kind,), forbid_unknown_fields=False, frozen=True, kw_only=True, module=__name__
+    )
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from pagewire.common.transport.tls import TlsFiles
 from scheduler_service.doors.http import event_stream
 from scheduler_service.doors.http.answering import longest_sequence, now
 from scheduler_service.doors.http.answers import Model, Models
-from scheduler_service.doors.http.body import decode_body, read_body
+from scheduler_service.doors.http.body import decode_body, lenient, read_body
 from scheduler_service.doors.http.chat_completions import complete_chat, read_chat
 from scheduler_service.doors.http.completions import complete_prompts, read_completion
 from scheduler_service.doors.http.connection import HttpConnection
@@ -82,9 +82,12 @@ class HttpDoor:
         model_name: Callable[[], str],
         read_metrics: Callable[[], bytes],
         allowed_origins: Sequence[str],
+        *,
+        is_lenient: bool,
     ) -> None:
         """Bind the port. `intake` is that of all doors of this process; `read_metrics` gives its metrics in
-        Prometheus' text format; `allowed_origins` are of web pages that may call. Raises OSError."""
+        Prometheus' text format; `allowed_origins` are of web pages that may call; `is_lenient`: fields that are not
+        known are ignored. Raises OSError."""
         self._intake = intake
         self._tenants = tenants
         self._model_name = model_name
@@ -93,7 +96,7 @@ class HttpDoor:
         self._comments: set[asyncio.Task[None]] = set()
         self._begun_at = now()
         self._hosts = _allowed_hosts(address.host)
-        self._router = Router(self._routes(), redirect_slashes=False)
+        self._router = Router(self._routes(is_lenient=is_lenient), redirect_slashes=False)
         self._address = address
         self._credentials = None if address.tls is None else address.tls.credentials
         self._socket = _bound(address.host, address.port)
@@ -173,7 +176,7 @@ class HttpDoor:
             )
         )
 
-    def _routes(self) -> list[Route]:
+    def _routes(self, *, is_lenient: bool) -> list[Route]:
         handlers: Mapping[str, Serve] = {
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._complete_chat,
@@ -192,7 +195,10 @@ class HttpDoor:
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/docs", self._docs, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
-            *(self._posted(route.path, route.request, handlers[route.path]) for route in POSTED),
+            *(
+                self._posted(route.path, lenient(route.request) if is_lenient else route.request, handlers[route.path])
+                for route in POSTED
+            ),
         ]
 
     # Routes
