@@ -365,6 +365,17 @@ async def test_every_case_is_of_a_field() -> None:
     assert named <= {(path, row.name) for path, row in ROWS}
 
 
+async def test_fields_within_fields_are_refused_as_others_are(door: Door) -> None:
+    for field_name, inner, message in (
+        ("stream_options", {"include_usages": True}, "no field of this request; did you mean include_usage?"),
+        ("structured_outputs", {"whitespace_pattern": " "}, "is not served: say it in the schema, by x-guidance"),
+        ("structured_outputs", {"choice": "A"}, "cannot be: expected `array | null`, got `str`"),
+    ):
+        error = await door.server.refusal(COMPLETIONS, **PLAIN[COMPLETIONS] | {field_name: inner})
+        assert error["param"] == f"{field_name}.{next(iter(inner))}"
+        assert error["message"].endswith(message)
+
+
 @pytest.mark.asyncio(loop_scope="function")
 async def test_fields_that_are_not_known_are_ignored_where_that_is_asked_for(tmp_path: Path) -> None:
     structure = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "other": 1}, "another": 2}

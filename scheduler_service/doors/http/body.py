@@ -5,7 +5,7 @@ import asyncio
 import difflib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,7 @@ _SHOWN_CHARS = 60
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)
 _INDEX = re.compile(r"\[(\d+)\]")
+_IN_BRACKETS = re.compile(r"\[.*?\]")
 _Request = TypeVar("_Request", bound=Struct)
 
 
@@ -91,29 +92,37 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
     if unknown:
         name = unknown[1]
         field = f"{path}.{name}" if path else name
-        near = difflib.get_close_matches(name, _field_names(kind), 1)
+        near = difflib.get_close_matches(name, _fields_beside(kind, field), 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return invalid(field, f"{field[:_SHOWN_CHARS]} is no field of this request{hint}")
     if not path:
         return invalid("", f"the body is no request: {_lowered(said)}")
-    why = _reasons(kind).get(re.split(r"[.\[]", path, maxsplit=1)[0], "")
+    why = _described(_fields_beside(kind, path).get(_names(path)[-1]))
     given = _shown(body, path)
     if why and ("`null`, got" in said or "length <= 0" in said or "Invalid enum value" in said):
         return invalid(path, f"{path}{given} is not served: {why}")
     return invalid(path, f"{path}{given} cannot be: {_lowered(said)}")
 
 
-@functools.cache
-def _field_names(kind: type[Struct]) -> list[str]:
-    return list(kind.__struct_fields__)
+def _names(path: str) -> list[str]:
+    return _IN_BRACKETS.sub("", path).split(".")
 
 
-@functools.cache
-def _reasons(kind: type[Struct]) -> Mapping[str, str]:
-    """Return the descriptions of fields."""
-    return {
-        name: found for name, hint in get_type_hints(kind, include_extras=True).items() if (found := _described(hint))
-    }
+def _fields_beside(kind: type[Struct], path: str) -> Mapping[str, Any]:
+    """Return the types of the fields that stand where a path ends."""
+    fields: dict[str, Any] = get_type_hints(kind, include_extras=True)
+    for name in _names(path)[:-1]:
+        inner = list(_structs(fields.get(name)))
+        fields = {key: hint for each in inner for key, hint in get_type_hints(each, include_extras=True).items()}
+    return fields
+
+
+def _structs(hint: Any) -> Iterator[type[Struct]]:
+    """Yield the structs that a type has."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        yield hint
+    for part in get_args(hint):
+        yield from _structs(part)
 
 
 def _described(hint: Any) -> str:
