@@ -20,6 +20,7 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorSet,
     ServiceDescriptorProto,
 )
+from msgspec import Struct
 from prometheus_client.metrics_core import Metric
 
 from pagewire.common.gguf import SERVED_TYPES
@@ -32,7 +33,16 @@ from pagewire.kernels.quantized import BITS
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.core.sequence import TRANSITIONS, GroupState
 from scheduler_service.doors.http.openapi import POSTED, field_rows
-from scheduler_service.doors.http.requests import INERT
+from scheduler_service.doors.http.requests import (
+    INERT,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    StreamOptions,
+    StructuralTagFormat,
+    StructuredOutputsField,
+    TextFormat,
+)
 from scheduler_service.metrics import FrontEndCollector, FrontEndStats, Metrics, MetricsCollector, ServiceStats
 from worker_service.device.triton_operations import TritonOperations
 from worker_service.host.operations import CpuProducts
@@ -44,6 +54,16 @@ SCHEDULER = "pagewire/scheduler/v1/scheduler.proto"
 WORKER = "pagewire/worker/v1/worker.proto"
 MADE = "<!-- Made by `make docs`; do not edit. -->"
 
+# Of the fields of requests.
+HTTP_TYPES = (
+    StreamOptions,
+    TextFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    StructuralTagFormat,
+    StructuredOutputsField,
+)
 HTTP_TITLE = """# The HTTP API
 
 Every field of the requests that `pagewire serve --http-port N` and `pagewire frontend --http-port N` take. Any other
@@ -162,19 +182,25 @@ def architecture_page() -> str:
 def http_page() -> str:
     parts = [HTTP_TITLE, MADE]
     for route in POSTED:
-        parts.append(f"## `{route.path}`\n\n{route.summary}.")
-        rows = list(field_rows(route.request))
-        table = ["| Field | Takes | Notes |", "|---|---|---|"]
-        for row in rows:
-            if row.takes and row.note != INERT:
-                note = f"required{'; ' if row.note else ''}{row.note}" if row.is_required else row.note
-                table.append(f"| `{row.name}` | {row.takes} | {note} |")
-        parts.append("\n".join(table))
-        inert = ", ".join(f"`{row.name}`" for row in rows if row.note == INERT)
-        parts += [f"Without an effect on the output: {inert}."] if inert else []
-        refused = "\n".join(f"| `{row.name}` | {row.note} |" for row in rows if not row.takes)
-        parts += [f"| Not served | Why |\n|---|---|\n{refused}"] if refused else []
+        parts += [f"## `{route.path}`", f"{route.summary}.", *_http_fields(route.request)]
+    for kind in HTTP_TYPES:
+        parts += [f"## {kind.__name__}", *_http_fields(kind)]
     return "\n\n".join(parts) + "\n"
+
+
+def _http_fields(kind: type[Struct]) -> Iterator[str]:
+    """Yields a table of what is served, what has no effect, and a table of what is not served."""
+    rows = list(field_rows(kind))
+    table = ["| Field | Takes | Notes |", "|---|---|---|"]
+    for row in rows:
+        if row.takes and row.note != INERT:
+            note = f"required{'; ' if row.note else ''}{row.note}" if row.is_required else row.note
+            table.append(f"| `{row.name}` | {row.takes} | {note} |")
+    yield "\n".join(table)
+    if inert := ", ".join(f"`{row.name}`" for row in rows if row.note == INERT):
+        yield f"Without an effect on the output: {inert}."
+    if refused := "\n".join(f"| `{row.name}` | {row.note} |" for row in rows if not row.takes):
+        yield f"| Not served | Why |\n|---|---|\n{refused}"
 
 
 def _states_of_a_group() -> str:
