@@ -113,12 +113,16 @@ class HttpDoor:
                     raise RuntimeError("the HTTP server has ended")
                 self._renew_certificate()
                 for stream in self._streams:
-                    comment = asyncio.create_task(stream.break_silence())  # which a connection may hold up
+                    comment = asyncio.create_task(self._comment(stream))  # which a connection may hold up
                     self._comments.add(comment)
                     comment.add_done_callback(self._comments.discard)
         finally:
             self._server.should_exit = True
             await serving
+
+    async def _comment(self, stream: EventStream) -> None:
+        if stream in self._streams:  # still
+            await stream.break_silence()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a call, as ASGI has it."""
@@ -135,7 +139,7 @@ class HttpDoor:
         except (RefusedError, HttpRefusal) as refused:
             await _refuse(refused, stream, scope, receive, send)
         except Exception:
-            logger.exception("%s %s has failed", scope["method"], scope["path"])
+            logger.exception("%s %r has failed", scope["method"], scope["path"][:80])
             failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")
             await _refuse(failure, stream, scope, receive, send)
 
@@ -269,6 +273,8 @@ class HttpDoor:
             self._check_model(getattr(request, "model", None))
             try:
                 async with self._while_connected(scope, receive) as stream, asyncio.timeout(call.time_remaining):
+                    if getattr(request, "stream", None):
+                        self._streams.add(stream)
                     answer = await serve(request, call, stream)
             except TimeoutError:
                 raise timed_out() from None
@@ -295,7 +301,6 @@ class HttpDoor:
 
         stream: EventStream = scope["stream"]
         watching = asyncio.create_task(cancel_when_gone())
-        self._streams.add(stream)
         try:
             yield stream
         except asyncio.CancelledError:
