@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagewire.common import __version__
 from pagewire.common.transport.addresses import join
@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 _SESSION_HEADER = b"x-session-id"
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _KEEP_ALIVE_S = 75  # longer than clients keep theirs
+# Bodies that are on their way have so much memory together, but for those that are small.
+MAX_BODIES_BYTES = 128 << 20
+_SMALL_BODY_BYTES = 64 << 10
 _CLOSE_TIMEOUT_S = 2
 _JSON = "application/json"
 _encode = msgspec.json.Encoder().encode
@@ -93,6 +96,7 @@ class HttpDoor:
         self._model_name = model_name
         self._read_metrics = read_metrics
         self._streams: set[EventStream] = set()
+        self._num_body_bytes = 0  # of bodies that are on their way
         self._comments: set[asyncio.Task[None]] = set()
         self._begun_at = now()
         self._hosts = _allowed_hosts(address.host)
@@ -268,7 +272,7 @@ class HttpDoor:
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             call = self._call(scope)
-            request = decode_body(await read_body(scope, receive), kind)
+            request = decode_body(await self._read_body(scope, receive), kind)
             call = replace(call, time_remaining=getattr(request, "timeout", None))
             self._check_model(getattr(request, "model", None))
             try:
@@ -282,6 +286,25 @@ class HttpDoor:
                 await Response(answer, media_type=_JSON)(scope, receive, send)
 
         return Route(path, _Endpoint(endpoint), methods=["POST"])
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the whole body, if it has room among those that are on their way. Raises RefusedError, HttpRefusal."""
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_come = len(message.get("body", b""))
+            num_bytes += num_come
+            self._num_body_bytes += num_come
+            if num_bytes > _SMALL_BODY_BYTES and self._num_body_bytes > MAX_BODIES_BYTES:
+                raise RefusedError(Reason.RESOURCE_EXHAUSTED, "too many large bodies are on their way; try again later")
+            return message
+
+        try:
+            return await read_body(scope, receive_counted)
+        finally:
+            self._num_body_bytes -= num_bytes
 
     # What a call goes through
 
