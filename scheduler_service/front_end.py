@@ -45,7 +45,7 @@ async def run(
     try:
         config.validate()
         link_tls = link_files("scheduler", config.scheduler_tls_ca, config.scheduler_tls_cert, config.scheduler_tls_key)
-        service = RequestService(config, "front end", link_tls)
+        service = RequestService(config, "front end", link_tls, num_ports=2 if config.http_port else 1)
         dialler = Dialler(
             config.scheduler,
             CHANNEL_OPTIONS,

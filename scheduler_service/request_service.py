@@ -10,7 +10,13 @@ from pagewire.common.process import EXIT_ERROR, EXIT_REFUSED
 from pagewire.common.stopping import cancel, drain
 from pagewire.common.transport.addresses import join
 from pagewire.common.transport.health import Health
-from pagewire.common.transport.listening import create_server, give_way, listen, listen_on_socket
+from pagewire.common.transport.listening import (
+    create_server,
+    give_way,
+    listen,
+    listen_on_socket,
+    max_open_connections,
+)
 from pagewire.common.transport.tls import Life, TlsFiles, server_files
 from pagewire.common.watched_files import WatchedFiles
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
@@ -58,9 +64,11 @@ class RequestService:
     Nothing runs before `run`.
     """
 
-    def __init__(self, config: SchedulerConfig | FrontEndConfig, name: str, link_tls: TlsFiles | None) -> None:
-        """`name` is what its messages call the service, and `link_tls` are the files of its link to another one. Raises
-        ValueError and OSError, one line each."""
+    def __init__(
+        self, config: SchedulerConfig | FrontEndConfig, name: str, link_tls: TlsFiles | None, num_ports: int = 1
+    ) -> None:
+        """`name` is what its messages call the service, and `link_tls` are the files of its link to another one.
+        `num_ports` share the connections that the process may have. Raises ValueError and OSError, one line each."""
         self._config = config
         self._name = name
         self.tls = server_files(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -73,7 +81,12 @@ class RequestService:
         self.text_limits = TextLimits(config.max_prompt_bytes, config.max_waiting_text_bytes)
         self.tenants = TenantFile(config.tenants) if config.tenants else None
         self.entrance = Entrance(self.tenants)
-        self._server = create_server(*_SERVER_OPTIONS, enter=self.entrance.enter, ending=ending)
+        self._server = create_server(
+            *_SERVER_OPTIONS,
+            enter=self.entrance.enter,
+            ending=ending,
+            max_connections=max_open_connections() // num_ports,
+        )
 
     def listen(
         self,

@@ -1,14 +1,27 @@
 """What clients do to a connection of the HTTP API at its edges, and what it keeps of its promises then."""
 
+import asyncio
+import gc
+import json
+import logging
+import socket
+import ssl
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scheduler_service.doors.http import event_stream
-from tests.contract.http_door import HttpServer, make_chat_checkpoint, serve_http
+from scheduler_service.doors.http import body, connection, event_stream
+from scheduler_service.doors.http import server as http_server
+from tests.contract.certificates import Authority
+from tests.contract.http_door import DONE, HttpServer, make_chat_checkpoint, serve_http
 
 PATH = "/v1/completions"
+VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+MIB = 1 << 20
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +35,38 @@ async def server(model: Path) -> AsyncIterator[HttpServer]:
         yield server
 
 
+@asynccontextmanager
+async def connected(server: HttpServer) -> AsyncIterator[Stream]:
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+def posted(head: str = "", **asked: Any) -> bytes:
+    content = json.dumps({"prompt": "x"} | asked).encode()
+    return f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+async def answer_to(server: HttpServer, sent: bytes) -> bytes:
+    """All that comes until the server closes the connection, or nothing if it resets it."""
+    async with connected(server) as (reader, writer):
+        try:
+            writer.write(sent)
+            return await reader.read()
+        except ConnectionError:
+            return b""
+
+
+async def status_of(server: HttpServer, sent: bytes) -> int:
+    """The status of the next answer on a connection that stays open."""
+    async with connected(server) as (reader, writer):
+        writer.write(sent)
+        return int((await reader.readline()).split()[1])
+
+
 async def test_a_whole_answer_that_takes_long_is_no_stream(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "SILENCE_S", 0.05)
     async with serve_http(model) as server:
@@ -29,3 +74,267 @@ async def test_a_whole_answer_that_takes_long_is_no_stream(model: Path, monkeypa
         response = await server.post(PATH, prompt="x", max_tokens=3)
     assert (response.status_code, response.headers["content-type"]) == (200, "application/json")
     assert response.json()["choices"]
+
+
+# Connections
+
+
+async def test_connections_beyond_the_bound_are_closed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "max_open_connections", lambda: 8)  # of which gRPC has half
+    async with serve_http(model) as server:
+        held = [await asyncio.open_connection(*server.url.removeprefix("http://").split(":")) for _ in range(4)]
+        held[0][1].write(VERSION)
+        assert b"200" in await held[0][0].readline()
+        for _ in range(50):
+            assert await answer_to(server, VERSION) == b""
+        assert b"200" not in await answer_to(server, VERSION)
+        for _, writer in held:
+            writer.close()
+        async with asyncio.timeout(10):
+            while (await answer_to(server, VERSION.replace(b"1.1", b"1.0"))) == b"":  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+
+
+async def test_connections_count_from_their_handshake_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "max_open_connections", lambda: 4)
+    authority = Authority("ours")
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    trusted = ssl.create_default_context(cafile=authority.write(tmp_path))
+    async with serve_http(model, front={"tls_cert": cert, "tls_key": key}) as server:
+        address = server.url.removeprefix("http://").split(":")
+        silent = [await asyncio.open_connection(*address) for _ in range(2)]
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            await asyncio.open_connection(*address, ssl=trusted)
+        silent[0][1].write(b"no handshake\r\n\r\n")
+        silent[1][1].close()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(*address, ssl=trusted)
+                    break
+                except (ConnectionError, ssl.SSLError):
+                    await asyncio.sleep(0.01)
+        writer.close()
+        silent[0][1].close()
+
+
+async def test_an_idle_connection_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where lines come that are no request, or where the body of an answered request does not."""
+    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    async with serve_http(model) as server:
+        unfinished = VERSION.replace(b"\r\n\r\n", b"\r\ncontent-length: 9\r\n\r\nbody")
+        for sent in (VERSION, unfinished):
+            async with connected(server) as (reader, writer):
+                writer.write(sent)
+                await reader.readuntil(b"}")
+                writer.write(b"\r\n" if sent == VERSION else b"b")
+                assert await reader.read() == b""
+
+
+async def test_requests_that_come_far_ahead_end_their_connection(server: HttpServer) -> None:
+    """They wait in memory, of which each takes much more than it has bytes."""
+    server.stack.worker.step_seconds = 0.02
+    assert b"200 OK" not in await answer_to(server, posted(max_tokens=200) + VERSION * 1000)
+    await server.stack.until_idle()
+    answers = await answer_to(server, VERSION * 16 + VERSION.replace(b"1.1", b"1.0"))
+    assert answers.count(b"200 OK") == 17
+
+
+async def test_a_client_that_goes_with_requests_ahead(server: HttpServer) -> None:
+    server.stack.worker.step_seconds = 0.02
+    async with connected(server) as (_, writer):
+        writer.write(posted(max_tokens=200, stream=True) + posted(max_tokens=200))
+        await server.stack.until(lambda loads: loads.num_running == 1)
+    await server.stack.until_idle()
+    assert server.stack.worker.step_seconds * 200 > 3  # or it might have ended by itself
+
+
+async def test_a_client_that_closes_its_half_has_gone(server: HttpServer) -> None:
+    server.stack.worker.step_seconds = 0.02
+    async with connected(server) as (reader, writer):
+        writer.write(posted(max_tokens=200))
+        await server.stack.until(lambda loads: loads.num_running == 1)
+        writer.write_eof()
+        await server.stack.until_idle()
+        assert await reader.read() == b""
+
+
+async def test_nothing_is_said_within_another_answer(server: HttpServer) -> None:
+    server.stack.worker.step_seconds = 0.02
+    async with connected(server) as (reader, writer):
+        writer.write(posted(max_tokens=200, stream=True))
+        await reader.readuntil(b"data: {")
+        writer.write(b"nonsense\r\n\r\n")
+        assert b"HTTP/1.1" not in await reader.read()
+    await server.stack.until_idle()
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole"])
+async def test_a_client_that_reads_nothing_loses_its_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    monkeypatch.setattr(connection, "UNREAD_TIMEOUT_S", 0.3)
+    async with serve_http(model) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as silent:
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            asked = {"max_tokens": 240, "n": 4, "logprobs": 20, "ignore_eos": True, "stream": is_streamed}
+            silent.sendall(posted(**asked) * 17)  # more than what lies in the sockets between
+            async with asyncio.timeout(30):
+                while num_connections():  # noqa: ASYNC110 - nothing tells
+                    await asyncio.sleep(0.1)
+        await server.stack.until_idle()
+
+
+def num_connections() -> int:
+    return sum(isinstance(held, connection.HttpConnection) for held in gc.get_objects())
+
+
+# Heads, bodies
+
+
+@pytest.mark.parametrize(
+    ("status", "sent"),
+    [
+        (400, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999999\r\n\r\n"),
+        (400, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n"),
+        (400, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n"),
+        (400, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n"),
+        (400, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n"),
+        (400, b"GET /v1/\xff HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+        (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+        (400, b"GET /version HTTP/9.9\r\nhost: localhost\r\n\r\n"),
+        (400, b"GET /version HTTP/1.1\r\nhost: localhost\r\nx\x00y: z\r\n\r\n"),
+        (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
+        (404, b"GET * HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+        (404, b"GET /%ff%00%0a HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+        (405, b"CONNECT /version HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+        (405, b"OPTIONS /v1/completions HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+        (405, b"HEAD /v1/completions HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+        (200, b"HEAD /version HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+        (200, b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"),
+        (413, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9999999999\r\n\r\n"),
+        (415, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-encoding: br\r\ncontent-length: 1\r\n\r\n1"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_odd_requests_have_their_status(server: HttpServer, status: int, sent: bytes) -> None:
+    assert await status_of(server, sent.replace(b"host: x", b"host: localhost")) == status
+
+
+@pytest.mark.parametrize(
+    ("begun", "endless"),
+    [
+        (b"GET /version HTTP/1.1\r\nx: ", b"y"),
+        (b"GET /version HTTP/1.1\r\n", b"y"),
+        (b"GET /", b"y"),
+        (b"", b"\r\n"),
+        (b"%(post)s5;", b"y"),
+        (b"%(post)s1\r\n{\r\n0\r\nx: ", b"y"),
+        (b"%(post)s1\r\n{\r\n0\r\n", b"x: y\r\n"),
+    ],
+    ids=["header", "name", "path", "lines", "extension", "trailer", "trailers"],
+)
+async def test_what_never_ends_is_not_kept(server: HttpServer, begun: bytes, endless: bytes) -> None:
+    post = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    num_sent, piece = 0, endless * (4096 // len(endless))
+    async with connected(server) as (_, writer):
+        writer.write(begun.replace(b"%(post)s", post))
+        while num_sent < 64 * MIB:
+            writer.write(piece)
+            try:
+                await writer.drain()
+            except ConnectionError:
+                break
+            num_sent += len(piece)
+    assert num_sent < 16 * MIB  # what the sockets hold is a part of it
+    assert (await server.client.get("/version")).status_code == 200
+
+
+async def test_what_stands_behind_a_body_is_no_header(server: HttpServer) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    content = '{"prompt": "x", "max_tokens": 2}'
+    sent = f"{head}{len(content):x}\r\n{content}\r\n0\r\ncontent-encoding: gzip\r\n\r\n"
+    assert await status_of(server, sent.encode()) == 200
+
+
+async def test_a_chunked_body_has_the_bounds_of_others(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.3)
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    async with serve_http(model) as server:
+        assert await status_of(server, head + b"1\r\n{\r\n") == 408
+        too_much = b"100000\r\n" + b" " * MIB + b"\r\n"
+        assert await status_of(server, head + too_much * 17) == 413
+
+
+async def test_bodies_on_their_way_have_a_bound_together(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_BODIES_BYTES", 2 * MIB)
+    begun = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {2 * MIB}\r\n\r\n".encode()
+    async with connected(server) as (_, first), connected(server) as (reader, second):
+        for writer in (first, second):
+            writer.write(begun + b" " * (MIB + MIB // 2))
+        reading = asyncio.create_task(reader.readline())
+        refused = await status_of(server, begun + b" " * MIB)
+        assert refused == 429
+        assert (await server.post(PATH, prompt="small", max_tokens=2)).status_code == 200
+        reading.cancel()
+    async with asyncio.timeout(10):
+        while await status_of(server, posted(user="x" * MIB)) == 429:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_may_wait_for_leave_to_send(server: HttpServer) -> None:
+    whole = posted("expect: 100-continue\r\n", max_tokens=2)
+    head, _, content = whole.partition(b"\r\n\r\n")
+    async with connected(server) as (reader, writer):
+        writer.write(head + b"\r\n\r\n")
+        assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(content)
+        assert b"200 OK" in await reader.readline()
+    assert await status_of(server, head.replace(b"localhost", b"evil.example") + b"\r\n\r\n") == 403
+
+
+async def test_a_connection_outlives_errors(server: HttpServer) -> None:
+    async with connected(server) as (reader, writer):
+        for sent, status in (
+            (posted(n=0), 400),
+            (posted().replace(b"{", b"["), 400),
+            (posted().replace(b"localhost", b"evil.example"), 403),
+            (VERSION.replace(b"version", b"nothing"), 404),
+            (posted("content-encoding: gzip\r\n"), 415),
+            (posted(max_tokens=2), 200),
+        ):
+            writer.write(sent)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert int(head.split()[1]) == status
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            await reader.readexactly(int(length.split()[1]))
+
+
+async def test_a_stream_is_whole_where_the_connection_closes(server: HttpServer) -> None:
+    for sent in (posted("connection: close\r\n", stream=True), posted(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0")):
+        assert DONE.encode() in await answer_to(server, sent)
+
+
+# The log
+
+
+async def test_what_clients_do_is_no_line_of_the_log(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The scheduler has one of a request that fails; what a client does wrong has its answer."""
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    server.stack.worker.step_seconds = 0.02
+    await server.complete(prompt="x", max_tokens=2)
+    await server.refusal(PATH, prompt="x", n=0)
+    await status_of(server, b"nonsense\r\n\r\n")
+    await status_of(server, VERSION.replace(b"host", b"upgrade: websocket\r\nconnection: upgrade\r\nhost"))
+    call = asyncio.create_task(server.post(PATH, prompt="x", max_tokens=200, stream=True))
+    await server.stack.until(lambda loads: loads.num_running == 1)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await server.stack.until_idle()
+    logged = [record for record in caplog.records if not record.name.startswith("httpx")]
+    assert len(logged) <= 1, logged  # of the request that was cancelled

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagewire.common import __version__
 from pagewire.common.transport.addresses import join
-from pagewire.common.transport.listening import check_port, passive_host, refusal
+from pagewire.common.transport.listening import check_port, max_open_connections, passive_host, refusal
 from pagewire.common.transport.tls import TlsFiles
 from scheduler_service.doors.http import event_stream
 from scheduler_service.doors.http.answering import longest_sequence, now
@@ -31,7 +31,7 @@ from scheduler_service.doors.http.answers import Model, Models
 from scheduler_service.doors.http.body import decode_body, lenient, read_body
 from scheduler_service.doors.http.chat_completions import complete_chat, read_chat
 from scheduler_service.doors.http.completions import complete_prompts, read_completion
-from scheduler_service.doors.http.connection import HttpConnection
+from scheduler_service.doors.http.connection import HttpConnection, Listener
 from scheduler_service.doors.http.embeddings import embed_inputs
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.openapi import POSTED, document, page
@@ -53,11 +53,10 @@ logger = logging.getLogger(__name__)
 
 _SESSION_HEADER = b"x-session-id"
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
-_KEEP_ALIVE_S = 75  # longer than clients keep theirs
+_CLOSE_TIMEOUT_S = 2
 # Bodies that are on their way have so much memory together, but for those that are small.
 MAX_BODIES_BYTES = 128 << 20
 _SMALL_BODY_BYTES = 64 << 10
-_CLOSE_TIMEOUT_S = 2
 _JSON = "application/json"
 _encode = msgspec.json.Encoder().encode
 # Serves a request, and returns the answer unless it is streamed.
@@ -96,14 +95,14 @@ class HttpDoor:
         self._model_name = model_name
         self._read_metrics = read_metrics
         self._streams: set[EventStream] = set()
-        self._num_body_bytes = 0  # of bodies that are on their way
         self._comments: set[asyncio.Task[None]] = set()
+        self._num_body_bytes = 0  # of bodies that are on their way
         self._begun_at = now()
         self._hosts = _allowed_hosts(address.host)
         self._router = Router(self._routes(is_lenient=is_lenient), redirect_slashes=False)
         self._address = address
         self._credentials = None if address.tls is None else address.tls.credentials
-        self._socket = _bound(address.host, address.port)
+        self._socket = Listener(_bound(address.host, address.port), max_open_connections() // 2)  # gRPC has the others
         self.url = f"{'https' if address.certificate else 'http'}://{join(address.host, self._socket.getsockname()[1])}"
         self._server = self._make_server(address, allowed_origins)
 
@@ -175,7 +174,6 @@ class HttpDoor:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
                 ssl_certfile=address.certificate,
                 ssl_keyfile=address.key,
@@ -287,6 +285,8 @@ class HttpDoor:
 
         return Route(path, _Endpoint(endpoint), methods=["POST"])
 
+    # What a call goes through
+
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the whole body, if it has room among those that are on their way. Raises RefusedError, HttpRefusal."""
         num_bytes = 0
@@ -305,8 +305,6 @@ class HttpDoor:
             return await read_body(scope, receive_counted)
         finally:
             self._num_body_bytes -= num_bytes
-
-    # What a call goes through
 
     @contextlib.asynccontextmanager
     async def _while_connected(self, scope: Scope, receive: Receive) -> AsyncIterator[EventStream]:
