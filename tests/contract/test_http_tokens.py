@@ -46,6 +46,7 @@ async def test_tokens_of_a_text_and_back(server: HttpServer, model: Path) -> Non
     assert chat["token_strs"] is None
     for field, path, asked in (
         ("prompt", "/tokenize", {}),
+        ("messages", "/tokenize", {"messages": [], "continue_final_message": True}),
         ("prompt", "/tokenize", {"prompt": "x", "messages": [QUESTION]}),
         ("tokens[1]", "/detokenize", {"tokens": [1, VOCAB_SIZE]}),
         ("tokens[0]", "/detokenize", {"tokens": [-1]}),
