@@ -26,9 +26,9 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        10_500,
-        "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants; the OpenAI "
-        "API over HTTP, field by field",
+        10_596,
+        "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants; the "
+        "OpenAI API over HTTP, field by field",
     ),
     "worker_service": Ceiling(
         6_133, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
@@ -39,7 +39,8 @@ MAX_STATEMENTS = {
     ),
     "pagewire/common": Ceiling(
         5_300,
-        "29 architectures, each composed over its checkpoint's names, GGUF, transport, operators' sockets, tracing, limits, templates",
+        "29 architectures, each composed over its checkpoint's names, GGUF, transport, operators' sockets, tracing, "
+        "limits, templates",
     ),
     "pagewire": Ceiling(
         5_790,
