@@ -17,6 +17,7 @@ MAX_HEAD_BYTES = 64 << 10  # of the path and all headers, and of anything else o
 HEAD_TIMEOUT_S = 30.0  # from a connection to its first request's head, and from any head's first byte to its last
 KEEP_ALIVE_S = 75.0  # longer than clients keep theirs
 UNREAD_TIMEOUT_S = 60.0  # in which a client reads some of what waits for it
+_ACCEPTED_IN_A_ROW = 16  # asyncio would take thousands before it does anything else
 MAX_AHEAD = 16  # requests that have come on a connection before the one ahead of them was answered
 
 
@@ -26,9 +27,13 @@ class Listener(socket.socket):
     def __init__(self, listening: socket.socket, max_connections: int) -> None:
         super().__init__(fileno=listening.detach())
         self.num_open = 0
+        self._num_tries = 0
         self._max_connections = max_connections
 
     def accept(self) -> "tuple[_Accepted, Any]":
+        self._num_tries = (self._num_tries + 1) % _ACCEPTED_IN_A_ROW
+        if self._num_tries == 0:
+            raise BlockingIOError("others have their turn")
         accepted, address = super().accept()
         connection = _Accepted(accepted, self)
         if self.num_open > self._max_connections:
