@@ -13,12 +13,14 @@ import msgspec
 from msgspec import Meta, Struct, defstruct, field, structs
 from starlette.types import Receive, Scope
 
+from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.doors.http.refusals import HttpRefusal
 from scheduler_service.serving.refusal import RefusedError, invalid
 
-MAX_BODY_BYTES = 16 << 20  # prompts are bounded by themselves (--max-prompt-bytes)
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # a body is decoded in the event loop: 13 MB of what is no request take seconds
 BODY_TIMEOUT_S = 30.0
 _SHOWN_CHARS = 60
+_MAX_SHOWN_BYTES = 64 << 10  # of a body of which a value is shown, for which it is decoded once more
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`", re.DOTALL)
 _INDEX = re.compile(r"\[(\d+)\]")
@@ -90,11 +92,11 @@ def _refusal(text: str, body: bytes, kind: type[Struct]) -> RefusedError:
     said = text[: place.start()] if place else text
     unknown = _UNKNOWN.match(said)
     if unknown:
-        name = unknown[1]
+        name = unknown[1][:_SHOWN_CHARS]
         field = f"{path}.{name}" if path else name
         near = difflib.get_close_matches(name, _fields_beside(kind, field), 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        return invalid(field, f"{field[:_SHOWN_CHARS]} is no field of this request{hint}")
+        return invalid(field, f"{field} is no field of this request{hint}")
     if not path:
         return invalid("", f"the body is no request: {_lowered(said)}")
     why = _described(_fields_beside(kind, path).get(_names(path)[-1]))
@@ -138,6 +140,8 @@ def _described(hint: Any) -> str:
 
 def _shown(body: bytes, path: str) -> str:
     """Return the value that stands at a place, as far as it can be shown."""
+    if len(body) > _MAX_SHOWN_BYTES:
+        return ""
     try:
         value = msgspec.json.decode(body)
         for name in _INDEX.sub(r".\1", path).split("."):
