@@ -12,11 +12,11 @@ from msgspec import UNSET, Struct, UnsetType
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.doors.http.answers import PromptTokensDetails, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.requests import GenerationRequest, StreamOptions
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
-from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -71,36 +71,41 @@ class AnswerWriter(Protocol):
         is one, and none of its choices was told before."""
 
 
-async def begin_all(
-    intake: Intake, requests: Sequence[ParsedRequest], call: Call, request: GenerationRequest
-) -> list[PromptProgress]:
-    """Queue what a call asks for, all of it or nothing. Raises RefusedError."""
+async def answer_call(
+    request: GenerationRequest,
+    asked: ReadCall,
+    call: Call,
+    intake: Intake,
+    writer: AnswerWriter,
+    stream: EventStream,
+    num_best: int | None = None,
+) -> bytes | None:
+    """Queue what a call asks for, all of it or nothing, and return the answer, unless it is streamed. A whole one has
+    of each prompt the best so many samples, if so many are wanted. Raises RefusedError."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options is set, but stream is not true; set it, or leave both unset")
     mode = OutputMode.STREAMED if request.stream else OutputMode.WHOLE
     begun: list[PromptProgress] = []
     try:
-        for index, parsed in enumerate(requests):
-            begun.append(PromptProgress(index, await intake.begin(parsed, call, mode)))
-    except BaseException:
-        cancel_all(begun)
-        raise
-    return begun
+        with asked.names.in_refusals():
+            for index, parsed in enumerate(asked.requests):
+                begun.append(PromptProgress(index, await intake.begin(parsed, call, mode)))
+            if not request.stream:
+                return await _whole_answer(begun, writer, num_best)
+            await _stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
+            return None
+    finally:
+        for progress in begun:
+            progress.active.cancel()
 
 
-def cancel_all(begun: Sequence[PromptProgress]) -> None:
-    for progress in begun:
-        progress.active.cancel()
-
-
-async def whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_wanted: int | None = None) -> bytes:
-    """Return the answer once all has ended; of each prompt the best so many samples. Raises RefusedError."""
+async def _whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_best: int | None) -> bytes:
     choices = []
     for progress in begun:
         await progress.active.wait_for_end()
         wholes = [delta async for delta in _wholes(progress)]
-        if num_wanted is not None and num_wanted < len(wholes):
-            best = sorted(wholes, key=_mean_logprob, reverse=True)[:num_wanted]
+        if num_best is not None and num_best < len(wholes):
+            best = sorted(wholes, key=_mean_logprob, reverse=True)[:num_best]
             wholes = [delta._replace(sample_index=index) for index, delta in enumerate(best)]
         choices += [writer.choice(progress, delta, is_whole=True) for delta in wholes]
     usage = _usage(begun, writer.num_hidden_tokens)
@@ -127,10 +132,9 @@ def _mean_logprob(delta: Delta) -> float:
     return (delta.cumulative_logprob or 0.0) / max(1, len(delta.token_ids))
 
 
-async def stream_answer(
+async def _stream_answer(
     begun: Sequence[PromptProgress], writer: AnswerWriter, stream: EventStream, options: StreamOptions
 ) -> None:
-    """Tell what comes as it comes. Raises RefusedError."""
     if len(begun) == 1:
         await _stream_prompt(begun[0], writer, stream, options)
     else:

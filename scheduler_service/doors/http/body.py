@@ -17,7 +17,7 @@ from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.doors.http.refusals import HttpRefusal
 from scheduler_service.serving.refusal import RefusedError, invalid
 
-MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # a body is decoded in the event loop: 13 MB of what is no request take seconds
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # a body is decoded in the event loop, where all streams wait for it
 BODY_TIMEOUT_S = 30.0
 _SHOWN_CHARS = 60
 _MAX_SHOWN_BYTES = 64 << 10  # of a body of which a value is shown, for which it is decoded once more

@@ -7,23 +7,20 @@ from msgspec import UNSET, UnsetType
 
 from scheduler_service.doors.http.answering import (
     PromptProgress,
-    begin_all,
-    cancel_all,
+    answer_call,
     finish_reason,
     now,
     stop_reason,
-    stream_answer,
-    whole_answer,
 )
 from scheduler_service.doors.http.answers import ChatAnswer, ChatChoice, ChatMessage, PromptLogprobsField, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
 from scheduler_service.doors.http.prompts import render_messages, text_of
-from scheduler_service.doors.http.requests import ChatCompletionRequest, StreamOptions
+from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
-from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _ROLE = "assistant"
@@ -98,18 +95,8 @@ async def complete_chat(
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
     asked = await read_chat(request, call, intake)
-    begun: list[PromptProgress] = []
-    try:
-        begun = await begin_all(intake, asked.requests, call, request)
-        writer = ChatWriter(request, (asked.answer_id, model_name), intake)
-        if not request.stream:
-            return await whole_answer(begun, writer)
-        await stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
-        return None
-    except RefusedError as refusal:
-        raise asked.names.in_its_words(refusal.with_traceback(None)) from None
-    finally:
-        cancel_all(begun)
+    writer = ChatWriter(request, (asked.answer_id, model_name), intake)
+    return await answer_call(request, asked, call, intake, writer, stream)
 
 
 async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> ReadCall:
@@ -124,9 +111,9 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
-    in_its_words = RequestNames("messages", **names)
+    called = RequestNames("messages", **names)
     drawn = f"chatcmpl-{secrets.token_hex(12)}"
-    try:
+    with called.in_refusals():
         read = parsed(
             request,
             await render_messages(intake.model, request),
@@ -137,6 +124,4 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
             # A template writes those that belong there.
             add_special_tokens=False,
         )
-    except RefusedError as refusal:
-        raise in_its_words.in_its_words(refusal) from None
-    return ReadCall([read], drawn if request.request_id is None else f"chatcmpl-{request.request_id}", in_its_words)
+    return ReadCall([read], drawn if request.request_id is None else f"chatcmpl-{request.request_id}", called)

@@ -8,24 +8,21 @@ from msgspec import UNSET, UnsetType
 from scheduler_service.core.request import EndReason
 from scheduler_service.doors.http.answering import (
     PromptProgress,
-    begin_all,
-    cancel_all,
+    answer_call,
     finish_reason,
     now,
     numbered,
     stop_reason,
-    stream_answer,
-    whole_answer,
 )
 from scheduler_service.doors.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
 from scheduler_service.doors.http.prompts import separate_prompts
-from scheduler_service.doors.http.requests import CompletionRequest, StreamOptions
+from scheduler_service.doors.http.requests import CompletionRequest
 from scheduler_service.doors.http.token_texts import CompletionTokens, TokenTexts
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
-from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _DEFAULT_MAX_TOKENS = 16
@@ -102,25 +99,16 @@ async def complete_prompts(
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
     asked = read_completion(request, call, intake)
-    begun: list[PromptProgress] = []
-    try:
-        echoed = [await _text_of(prompt.prompt, intake) for prompt in asked.requests] if request.echo else []
-        begun = await begin_all(intake, asked.requests, call, request)
-        writer = CompletionWriter(request, (asked.answer_id, model_name), intake, echoed)
-        if not request.stream:
-            return await whole_answer(begun, writer, request.n or 1 if request.best_of is not None else None)
-        await stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
-        return None
-    except RefusedError as refusal:
-        raise asked.names.in_its_words(refusal.with_traceback(None)) from None
-    finally:
-        cancel_all(begun)
+    echoed = [await _text_of(prompt.prompt, intake) for prompt in asked.requests] if request.echo else []
+    writer = CompletionWriter(request, (asked.answer_id, model_name), intake, echoed)
+    num_best = request.n or 1 if request.best_of is not None else None
+    return await answer_call(request, asked, call, intake, writer, stream, num_best)
 
 
 def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
     """Raises RefusedError."""
     options, names = sampling_options(request)
-    in_its_words = RequestNames("prompt", **names)
+    called = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")
     if request.max_tokens is not None:
@@ -135,7 +123,7 @@ def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> R
         options.setdefault("logprobs", 0)
     prompts = separate_prompts(request.prompt, "prompt")
     drawn = f"cmpl-{secrets.token_hex(12)}"
-    try:
+    with called.in_refusals():
         requests = [
             parsed(
                 request,
@@ -148,9 +136,7 @@ def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> R
             )
             for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
         ]
-    except RefusedError as refusal:
-        raise in_its_words.in_its_words(refusal) from None
-    return ReadCall(requests, drawn if request.request_id is None else f"cmpl-{request.request_id}", in_its_words)
+    return ReadCall(requests, drawn if request.request_id is None else f"cmpl-{request.request_id}", called)
 
 
 def _check_best_of(request: CompletionRequest, best_of: int) -> None:

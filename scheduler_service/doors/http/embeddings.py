@@ -12,7 +12,7 @@ from scheduler_service.doors.http.options import RequestNames, parsed
 from scheduler_service.doors.http.prompts import separate_prompts
 from scheduler_service.doors.http.requests import EmbeddingRequest
 from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 _NUMBER_BYTES = 4
@@ -20,17 +20,14 @@ _NUMBER_BYTES = 4
 
 async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> EmbeddingAnswer:
     """Return an embedding of each input. Raises RefusedError."""
-    names = RequestNames("input", embed="model")
     drawn = f"embd-{secrets.token_hex(12)}"
     prompts = separate_prompts(request.input, "input")
-    try:
+    with RequestNames("input", embed="model").in_refusals():
         requests = [
             parsed(request, prompt, None, call, intake.model, request_id=name)
             for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
         ]
         ends = [end for _, end in await all_of(intake.embed(each, call) for each in requests)]
-    except RefusedError as refusal:
-        raise names.in_its_words(refusal.with_traceback(None)) from None
     num_tokens = sum(end.num_prompt_tokens for end in ends)
     return EmbeddingAnswer(
         request.request_id or drawn,

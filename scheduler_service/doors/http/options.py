@@ -1,5 +1,6 @@
 """Options of a request, by the names that they have everywhere else; and what the request itself calls them."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -33,12 +34,16 @@ class RequestNames:
         self._prompt = prompt
         self._options = options
 
-    def in_its_words(self, refusal: RefusedError) -> RefusedError:
-        field = refusal.field.removeprefix(_PARENT)
-        if field == "text" or field.startswith(_LISTS_OF_TOKENS):
-            field = self._prompt
-        field = self._options.get(field, field)
-        return RefusedError(refusal.reason, str(refusal), field)
+    @contextlib.contextmanager
+    def in_refusals(self) -> Iterator[None]:
+        """Raise what is refused inside the block under the request's own name of the field."""
+        try:
+            yield
+        except RefusedError as refusal:
+            field = refusal.field.removeprefix(_PARENT)
+            if field == "text" or field.startswith(_LISTS_OF_TOKENS):
+                field = self._prompt
+            raise RefusedError(refusal.reason, str(refusal), self._options.get(field, field)) from None
 
 
 class ReadCall(NamedTuple):

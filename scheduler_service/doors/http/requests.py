@@ -1,4 +1,4 @@
-"""The requests of the HTTP API: these types alone decide what is valid, and OpenAPI page and docs/openai.md are made
+"""The requests of the HTTP API: these types alone decide what is valid, and OpenAPI page and docs/http_api.md are made
 of them.
 
 A field that is null counts as unset. One that is not served takes nothing but null, or what asks for nothing, and its

@@ -44,13 +44,11 @@ async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> 
 
 async def render(read: ReadCall, intake: Intake, model_name: str) -> list[RenderedPrompt]:
     """Return the tokens of each prompt as they would be queued. Raises RefusedError."""
-    try:
+    with read.names.in_refusals():
         return [
             RenderedPrompt(each.request.request_id, model_name, list(await intake.tokenize(each)))
             for each in read.requests
         ]
-    except RefusedError as refusal:
-        raise read.names.in_its_words(refusal.with_traceback(None)) from None
 
 
 async def _encode(text: str, special: bool, field: str, call: Call, intake: Intake) -> list[int]:
