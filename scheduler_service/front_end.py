@@ -66,6 +66,7 @@ async def run(
         servicer = FrontEndServicer(
             link,
             link.server_info,
+            link.forward,
             service.entrance,
             config.scheduler,
             service.model,

@@ -1,7 +1,7 @@
 """What a call of gRPC goes through: its caller is found out before it is served, and a refusal becomes its status."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from pagewire.common.transport.interception import Unreadable
 from pagewire.common.transport.listening import is_marked
-from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.refusal import REASONS, Reason, RefusedError
 from scheduler_service.serving.tenants.caller import Call, Caller
 from scheduler_service.serving.tenants.tenant_file import TenantFile
 
@@ -23,6 +23,8 @@ except ImportError:  # a machine with a grpcio of its own may lack googleapis-co
 _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 _SESSION_HEADER = "x-session-id"
 _TRACE_HEADERS = ("traceparent", "tracestate")
+# Of a call that a front end passes on, as `tenants_revision` of a submission.
+_REVISION_HEADER = "x-tenants-revision"
 DETAILS_KEY = "grpc-status-details-bin"  # of the trailing metadata, as grpcio-status has it
 
 
@@ -66,10 +68,18 @@ class Entrance:
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
         """Return who makes a call. Of a certificate DNS names count alone: an authority that lets a subject choose its
         e-mail address did not mean a host by it."""
-        key = dict(context.invocation_metadata() or ()).get("authorization")
+        metadata = dict(context.invocation_metadata() or ())
+        key = metadata.get("authorization")
         names = tuple(name.decode(errors="replace") for name in context.auth_context().get("peer_dns", ()))
         key = key.decode(errors="replace") if isinstance(key, bytes) else key
-        return Caller(self._tenants, key, names, is_local=is_marked(context))
+        return Caller(self._tenants, key, names, is_marked(context), metadata.get(_REVISION_HEADER))
+
+
+def passed_on(call: Call, tenants_revision: str) -> Iterable[tuple[str, str]]:
+    """Return what tells the scheduler of a call to a front end, beside whose call it is."""
+    headers = {_REVISION_HEADER: tenants_revision, _SESSION_HEADER: call.session_id, **call.trace}
+    # What came over HTTP may be what gRPC does not take.
+    return [(name, value) for name, value in headers.items() if value.isascii() and value.isprintable()]
 
 
 def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None:
@@ -81,6 +91,18 @@ def set_status(context: grpc.aio.ServicerContext, refusal: RefusedError) -> None
     context.set_trailing_metadata(_details(refusal))
     context.set_details(str(refusal))
     context.set_code(grpc.StatusCode[refusal.reason.name])
+
+
+def refusal_of(error: grpc.aio.AioRpcError) -> RefusedError:
+    """Return the refusal by which another server has ended a call."""
+    field = ""
+    packed = dict(error.trailing_metadata() or ()).get(DETAILS_KEY)
+    if packed is not None and status_pb2 is not None:
+        for detail in status_pb2.Status.FromString(packed).details:
+            bad_request = error_details_pb2.BadRequest()
+            if detail.Unpack(bad_request):
+                field = bad_request.field_violations[0].field
+    return RefusedError(REASONS.get(error.code().value[0], Reason.INTERNAL), error.details() or "", field)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ their requests. A stream's id is the id of its sequence here.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
+from scheduler_service.doors.entrance import passed_on, refusal_of
 from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import FINISH_REASONS, encode_embedding
 from scheduler_service.links.waiting import LINK_OPTIONS, Ended, Outdated, Waiting, ends
@@ -29,15 +30,24 @@ from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.clock import Clock
 from scheduler_service.serving.output import SampleRecord, TokenCounts
 from scheduler_service.serving.refusal import REASONS, Reason, RefusedError, invalid
+from scheduler_service.serving.tenants.caller import Call
 
 logger = logging.getLogger(__name__)
 
-CHANNEL_OPTIONS = (*LINK_OPTIONS, ("grpc.max_receive_message_length", 64 << 20))
+CHANNEL_OPTIONS = (
+    *LINK_OPTIONS,
+    ("grpc.max_receive_message_length", 64 << 20),
+    # What waits here of each stream whose client does not read.
+    ("grpc.http2.lookahead_bytes", 256 << 10),
+    ("grpc.http2.bdp_probe", 0),
+)
 _PORT = RightPort.of_link(
     "scheduler",
     give="give the gRPC port of a scheduler in --scheduler, which is 50051 unless its --port says otherwise",
     strangers="a worker's port or another service's",
 )
+# Calls that are passed on at once: of one connection a scheduler serves little more, the link's own call among them.
+_MAX_FORWARDED_CALLS = 4_000
 _END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINISH_REASONS.items()}
 
 
@@ -65,6 +75,8 @@ class SchedulerLink:
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
         self._client: GenerateManyClient | None = None  # None: not connected
+        self._stub: Any = None  # of the channel, while connected
+        self._num_forwarded = 0  # calls
         self._waiting = Waiting(f"the scheduler at {address}", logger, _PORT, partial(setattr, self, "_reason"))
         self._reason = "it has not answered yet"  # why not
         self._connected = asyncio.Event()  # for the first time, or no caller waits for it any more
@@ -134,28 +146,62 @@ class SchedulerLink:
     def submit(self, request: ActiveRequest, trace: Mapping[str, str]) -> None:
         """Send a request on its way. It hears of the scheduler's refusals, and takes in all that comes one by one, with
         a ready list too. Raises RefusedError."""
-        if self._client is None or self._is_draining:
-            raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
-        asked = request.request
+        client, asked = self._connected_client(), request.request
         timeout = None if asked.deadline is None else max(0.0, asked.deadline - self.clock.now())
         submission = scheduler_pb2.Submission(
-            stream_id=self._client.next_stream_id,
+            stream_id=client.next_stream_id,
             request=encode_request(asked, self._eos_token_ids, self.max_sequence_tokens),
             timeout_seconds=timeout,
             token_only=True,
             traceparent=trace.get("traceparent"),
-            tenants_revision=self._tenants_revision() if self._tenants_revision is not None else "",
+            tenants_revision=self._revision(),
             read_whole=asked.output_mode is OutputMode.WHOLE,
             tells_kept=not request.keeps_all,
         )
         message = scheduler_pb2.GenerateManyRequest(submit=submission)
         if message.ByteSize() > MAX_MESSAGE_BYTES:  # the scheduler would end the call, with all that share it
             raise invalid("", too_large(message.ByteSize(), MAX_MESSAGE_BYTES))
-        self._client.submit(message, asked.n)
-        request.queued(asked, range(submission.stream_id, self._client.next_stream_id), self.clock.now())
+        client.submit(message, asked.n)
+        request.queued(asked, range(submission.stream_id, client.next_stream_id), self.clock.now())
         self._streams.update((output.sequence_id, (output, request)) for output in request.outputs)
         self._requests.setdefault((asked.tenant, asked.request_id), request)
         self._idle.clear()
+
+    async def forward(self, method: str, message: Message, call: Call) -> AsyncGenerator[Any, None]:
+        """Yield what the scheduler answers to a call here, whose tenant the message names: one message, or a stream,
+        which goes on as it is read. Leaving early ends the call there too. Raises RefusedError, as the scheduler says
+        it."""
+        self._connected_client()
+        if self._num_forwarded >= _MAX_FORWARDED_CALLS:
+            text = f"{self._num_forwarded} calls for the scheduler are open here, which is the limit; try again later"
+            raise RefusedError(Reason.RESOURCE_EXHAUSTED, text)
+        metadata = (*self._read_metadata(), *passed_on(call, self._revision()))
+        forwarded = getattr(self._stub, method)(message, timeout=call.time_remaining, metadata=metadata)
+        self._num_forwarded += 1
+        try:
+            if isinstance(forwarded, grpc.aio.UnaryUnaryCall):
+                yield await forwarded
+            else:
+                async for answer in forwarded:
+                    yield answer
+        except grpc.aio.AioRpcError as error:
+            is_lost = error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata()
+            raise self._lost(error.details() or "") if is_lost else refusal_of(error) from None
+        finally:
+            self._num_forwarded -= 1
+            forwarded.cancel()
+
+    def _connected_client(self) -> GenerateManyClient:
+        if self._client is None or self._is_draining:
+            raise RefusedError(Reason.UNAVAILABLE, self.unavailable_reason)
+        return self._client
+
+    def _lost(self, reason: str) -> RefusedError:
+        text = f"the scheduler at {self._address} is gone ({reason}); send the request again"
+        return RefusedError(Reason.UNAVAILABLE, text)
+
+    def _revision(self) -> str:
+        return self._tenants_revision() if self._tenants_revision is not None else ""
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Let a request end with ABORT. Raises KeyError if there is none of that name here."""
@@ -208,7 +254,7 @@ class SchedulerLink:
                 self._waiting.end()
                 logger.warning("lost the scheduler at %s: %s", self._address, ended.reason)
                 self._reason = ended.reason
-                self._fail_all(f"the scheduler at {self._address} is gone ({ended.reason}); send the request again")
+                self._fail_all(str(self._lost(ended.reason)))
             else:
                 self._waiting.tell(ended.reason, is_calm=ended.is_calm)
             self.changed.set()
@@ -244,7 +290,7 @@ class SchedulerLink:
                     if message.server_info.HasField("worker"):
                         self.capacity = message.server_info.worker
                     if not self.is_connected:
-                        self._client = client
+                        self._client, self._stub = client, stub
                         client.begin()
                         self._connected.set()
                         logger.info("connected to the scheduler at %s", self._address)

@@ -22,73 +22,10 @@ from scheduler_service.doors.scheduler.scheduler_servicer import result_of
 from scheduler_service.serving.checkpoint.tokenizer import Tokenizer as ServedTokenizer
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
-from testing.scheduler_stack import (
-    VOCAB_SIZE,
-    Result,
-    Stack,
-    details,
-    expected_tokens,
-    request,
-    serve,
-    status_of,
-)
+from testing.scheduler_stack import VOCAB_SIZE, Result, details, expected_tokens, request, serve, status_of
+from tests.contract.detached import Attached, attach, failure_of, submit, until_ended
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-
-
-async def submit(stack: Stack, prompt: list[int] | str, *, name: str = "", tenant: str = "", **sampling: object) -> str:
-    message = request(prompt, **sampling)
-    message.tenant = tenant
-    if name:
-        message.request_id = name
-    return (await stack.stub.Submit(pb.SubmitRequest(request=message))).request_id
-
-
-class Attached:
-    """What an attachment brought of one request: each sample from its first token on, once and in order."""
-
-    def __init__(self, first_tokens: list[int]) -> None:
-        self.first_tokens = first_tokens
-        self.token_ids: list[list[int]] = [[] for _ in first_tokens]
-        self.texts = [""] * len(first_tokens)
-        self.last: dict[int, pb.GenerateResponse] = {}
-        self.prompt_logprobs: list[int] = []
-
-    def add(self, response: pb.GenerateResponse) -> None:
-        index = response.index
-        assert index not in self.last, "a delta after the last"
-        if response.prompt_logprobs:
-            assert (index, list(response.token_ids), response.text) == (0, [], "")
-            self.prompt_logprobs += (entry.token_id for entry in response.prompt_logprobs)
-            return
-        assert response.first_token == self.first_tokens[index] + len(self.token_ids[index])
-        self.token_ids[index] += response.token_ids
-        self.texts[index] += response.text
-        if response.HasField("usage"):
-            self.last[index] = response
-
-
-async def attach(stack: Stack, request_id: str, from_token: int = 0, *, n: int = 1, tenant: str = "") -> Attached:
-    attached = Attached([from_token] * n)
-    message = pb.AttachRequest(request_id=request_id, tenant=tenant, from_token=from_token)
-    async for response in stack.stub.Attach(message):
-        attached.add(response)
-    return attached
-
-
-async def failure_of(call: object) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
-
-
-async def until_ended(stack: Stack, request_id: str, tenant: str = "") -> pb.GetResultResponse:
-    async with asyncio.timeout(20):
-        while True:
-            result = await stack.stub.GetResult(pb.GetResultRequest(request_id=request_id, tenant=tenant))
-            if result.state != pb.RESULT_STATE_RUNNING:
-                return result
-            await asyncio.sleep(0.01)  # a client that only polls has no event to wait for
 
 
 async def test_every_token_can_be_read_from_any_other(checkpoint: Path) -> None:

@@ -211,10 +211,6 @@ async def test_a_stop_text_found_here_ends_the_request_there(checkpoint: Path) -
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("Submit", pb.SubmitRequest()),
-        ("Attach", pb.AttachRequest()),
-        ("GetResult", pb.GetResultRequest()),
-        ("GetRequest", pb.GetRequestRequest()),
         ("GetBlocks", pb.GetBlocksRequest()),
         ("GetLoads", pb.GetLoadsRequest()),
         ("SubscribeKvEvents", pb.SubscribeKvEventsRequest()),

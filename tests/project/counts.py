@@ -26,9 +26,9 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        10_588,
+        10_653,
         "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants; the "
-        "OpenAI API over HTTP, field by field",
+        "OpenAI API over HTTP, field by field; detached requests by the doors of front ends",
     ),
     "worker_service": Ceiling(
         6_133, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"

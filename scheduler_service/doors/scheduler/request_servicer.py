@@ -6,7 +6,7 @@ RefusedError ends its call (`doors/entrance.py`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from scheduler_service.doors.scheduler.generate_response import (
     decode_embedding,
     send_headers_if_silent,
     usage_of,
+    write_all,
     write_deltas,
 )
 from scheduler_service.doors.scheduler.shared_call import SharedCall
@@ -35,6 +36,9 @@ from scheduler_service.serving.tenants.caller import Call
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 _PIECE_TOKENS = 16_384  # that are put into a message before others have their turn
 _MAX_PENDING_CALLS = 4096  # of those of a front end whose text becomes tokens
+_PASSED_ON = ("Submit", "GetResult", "GetRequest")  # by front ends, beside streams and what they may know themselves
+# Passes a call of a method on to the scheduler, and yields what it answers, one message or several.
+Forward = Callable[[str, Message, Call], AsyncGenerator[Any, None]]
 
 
 class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -101,15 +105,6 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         embedding = decode_embedding(end.embedding)
         return scheduler_pb2.EmbedResponse(request_id=request_id, embedding=embedding, usage=usage_of(end))
 
-    async def Abort(
-        self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.AbortResponse:
-        try:
-            self.intake.engine.abort(self._tenant(request, context), request.request_id)
-        except KeyError:
-            raise self._unknown(request.request_id) from None
-        return scheduler_pb2.AbortResponse()
-
     async def Tokenize(
         self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.TokenizeResponse:
@@ -153,16 +148,13 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Return the tenant of a request that has a field for one. Raises RefusedError."""
         return self._entrance.call(context).caller.tenant(request.tenant)
 
-    def _unknown(self, request_id: str) -> RefusedError:
-        """Return the error for a request that is not there, or is another tenant's."""
-        return RefusedError(Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id")
-
 
 class FrontEndServicer(RequestServicer):
     def __init__(
         self,
         engine: RequestEngine,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
+        forward: Forward,
         entrance: Entrance,
         address: str,
         model: ModelInfo,
@@ -170,14 +162,17 @@ class FrontEndServicer(RequestServicer):
         *,
         text_limits: TextLimits,
     ) -> None:
-        """`server_info` has what the scheduler told of itself last, and `address` is its own, for messages."""
+        """`server_info` has what the scheduler told of itself last. `forward` passes calls on to it, and `address` is
+        its own, for messages."""
         intake = Intake(engine, model, tokenizer, max_pending_calls=_MAX_PENDING_CALLS, text_limits=text_limits)
         super().__init__(intake, entrance, server_info)
         self._server_info = server_info
+        self._forward = forward
         self._address = address
         for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods_by_name:
             if method not in vars(FrontEndServicer) | vars(RequestServicer):  # the scheduler alone serves it
-                setattr(self, method, partial(self._refuse, method))
+                serve = self._answer if method in _PASSED_ON else self._refuse
+                setattr(self, method, partial(serve, method))
 
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
@@ -188,17 +183,33 @@ class FrontEndServicer(RequestServicer):
             raise RefusedError(Reason.UNAVAILABLE, info.unavailable_reason)
         return info
 
+    async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
+        await write_all(self._passed_on("Attach", request, context), context)
+
+    async def Abort(
+        self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.AbortResponse:
+        """Abort what came by this front end, sent or not, or by any other door."""
+        try:
+            self.intake.engine.abort(self._tenant(request, context), request.request_id)
+        except KeyError:
+            return await self._answer("Abort", request, context)
+        return scheduler_pb2.AbortResponse()
+
+    async def _answer(self, method: str, request: Message, context: grpc.aio.ServicerContext) -> Any:
+        [answer] = [message async for message in self._passed_on(method, request, context)]
+        return answer
+
+    def _passed_on(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
+        """Yield what the scheduler answers to a call about a request, which is of the caller's tenant."""
+        call, named = self._entrance.call(context), getattr(request, "request", request)
+        named.tenant = call.caller.tenant(named.tenant)
+        return self._forward(method, request, call)
+
     async def _refuse(self, method: str, request: Message, context: grpc.aio.ServicerContext) -> NoReturn:
         raise RefusedError(
             Reason.UNIMPLEMENTED,
             f"a front end does not serve {method}; call the scheduler itself, at {self._address}",
-        )
-
-    def _unknown(self, request_id: str) -> RefusedError:
-        return RefusedError(
-            Reason.NOT_FOUND,
-            f"no request {request_id!r} of this tenant runs through this front end",
-            "request_id",
         )
 
 

@@ -22,6 +22,8 @@ class Caller:
     authorization: str | None = None  # the header
     certificate_names: tuple[str, ...] = ()  # the DNS names of a certificate
     is_local: bool = False  # it came by the scheduler's own socket, which operators alone can open
+    # Of a call that a front end passes on: what it knows tenants by, or nothing if it knows none.
+    tenants_revision: str | None = None
 
     def check(self) -> None:
         """Return if the caller is known. A key that would not be looked at is refused: its sender relies on it."""
@@ -35,6 +37,9 @@ class Caller:
 
     def tenant(self, named: str) -> str:
         """Return the tenant of a request that itself names `named`. Raises RefusedError."""
+        if self.tenants_revision is not None:
+            self.check_forwarded(named, self.tenants_revision)
+            return named
         if self.tenants is None:
             return named
         caller = self._identify(self.tenants)
@@ -61,12 +66,14 @@ class Caller:
         """Refuse a tenant that only the front end's file has, which was revised so: it may be one that was revoked
         here. Raises RefusedError, also unless the caller may say whom it has authenticated."""
         if self.tenants is None:
+            if not revision:
+                return
             raise invalid(
                 "submit.tenants_revision",
                 "this server knows no tenants, and the front end does; start both with the same --tenants",
             )
         self.check_operator("what a front end forwards")
-        if tenant not in self.tenants.current():
+        if not revision or tenant not in self.tenants.current():
             is_same = revision == self.tenants.revision
             why = "" if is_same else "; the front end's file of tenants is another than the scheduler's"
             raise RefusedError(Reason.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")

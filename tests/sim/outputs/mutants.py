@@ -128,7 +128,7 @@ MUTANTS = (
     mutant(
         "requests wait for a scheduler that is gone",
         "SchedulerLink.run",
-        'self._fail_all(f"the scheduler at {self._address} is gone ({ended.reason}); send the request again")',
+        "self._fail_all(str(self._lost(ended.reason)))",
         "",
     ),
     mutant(

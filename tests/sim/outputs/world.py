@@ -173,6 +173,7 @@ class World:
         front_end = FrontEndServicer(
             self.link,
             self.link.server_info,
+            self.link.forward,
             entrance,
             "scheduler",
             MODEL,

@@ -1,0 +1,385 @@
+"""Detached requests through front ends: any door answers any id, and each tenant its own alone."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pagewire import AsyncClient, SamplingParams
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from scheduler_service.doors.scheduler import scheduler_servicer
+from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve
+from tests.contract.detached import Metadata, Server, attach, failure_of, submit, until_ended
+from tests.contract.front_end import DEADLINE, FrontEnd, serve_both, serve_front_end
+from tests.contract.tenants import code_of, credentials, key_file, remove_tenant, write_tenants
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+LOST = grpc.StatusCode.UNAVAILABLE
+CALLS: dict[str, Callable[[Server, str, Metadata], Awaitable[Any]]] = {
+    "Submit": lambda server, name, metadata: submit(server, PROMPT, name=name, metadata=metadata),
+    "Attach": lambda server, name, metadata: attach(server, name, metadata=metadata),
+    "GetResult": lambda server, name, metadata: server.stub.GetResult(
+        pb.GetResultRequest(request_id=name), metadata=metadata
+    ),
+    "GetRequest": lambda server, name, metadata: server.stub.GetRequest(
+        pb.GetRequestRequest(request_id=name), metadata=metadata
+    ),
+    "Abort": lambda server, name, metadata: server.stub.Abort(pb.AbortRequest(request_id=name), metadata=metadata),
+}
+
+
+@pytest.fixture
+def open_attachments(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The calls of Attach that the scheduler serves now."""
+    found: list[object] = []
+    write_deltas = scheduler_servicer.write_deltas
+
+    async def counted(active: object, *rest: Any) -> None:
+        found.append(active)
+        try:
+            await write_deltas(active, *rest)
+        finally:
+            found.remove(active)
+
+    monkeypatch.setattr(scheduler_servicer, "write_deltas", counted)
+    return found
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.01)  # nothing tells
+
+
+async def test_any_door_answers_any_id(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
+        stack.worker.step_seconds = 0.002
+        doors = (stack, one, two)
+        names = [await submit(door, PROMPT, max_tokens=60, seed=seed, n=2) for seed, door in enumerate(doors)]
+        for name in names:
+            found = await asyncio.gather(
+                *(door.stub.GetRequest(pb.GetRequestRequest(request_id=name)) for door in doors)
+            )
+            assert {(each.request_id, each.num_prompt_tokens) for each in found} == {(name, len(PROMPT))}
+            early = [await door.stub.GetResult(pb.GetResultRequest(request_id=name)) for door in doors]
+            assert {each.state for each in early} == {pb.RESULT_STATE_RUNNING}
+        for seed, name in enumerate(names):
+            expected = [expected_tokens(PROMPT, 60, seed=seed, sample_index=index) for index in range(2)]
+            wholes = await asyncio.gather(*(attach(door, name, n=2) for door in doors))
+            rests = await asyncio.gather(*(attach(door, name, 17, n=2) for door in doors))
+            results = [await until_ended(door, name) for door in doors]
+            for whole, rest, result in zip(wholes, rests, results, strict=True):
+                assert whole.token_ids == expected
+                assert whole.texts == wholes[0].texts
+                assert rest.token_ids == [token_ids[17:] for token_ids in expected]
+                assert result == results[0]
+            assert [list(output.token_ids) for output in results[0].outputs] == expected
+
+
+async def test_a_text_and_its_stop_texts_are_the_schedulers_to_read(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        direct = await stack.generate(request("once upon", max_tokens=200, stop=[" ", "q"]))
+        name = await submit(front, "once upon", max_tokens=200, stop=[" ", "q"])
+        attached = await attach(front, name)
+        assert (attached.texts[0], attached.last[0].stop_text) == (direct.texts[0], direct.last[0].stop_text)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(lambda server, each=each: CALLS[each](server, "unknown", ()) for each in CALLS if each != "Submit"),
+        lambda server: attach(server, "known", 1000),
+        lambda server: server.stub.Attach(pb.AttachRequest(request_id="known", from_tokens=[0, 0])).read(),
+        lambda server: submit(server, PROMPT, name="known"),
+        lambda server: submit(server, PROMPT, temperature=-1.0),
+        lambda server: submit(server, [VOCAB_SIZE]),
+        lambda server: submit(server, PROMPT, name="x" * 200),
+        lambda server: server.stub.Submit(pb.SubmitRequest()),
+        lambda server: attach(server, "failed"),
+        lambda server: server.stub.Submit(pb.SubmitRequest(request=request(PROMPT, max_tokens=250))),
+    ],
+)
+async def test_errors_are_the_schedulers(checkpoint: Path, call: Callable[[Server], Any]) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        await submit(front, PROMPT, name="known", max_tokens=5)
+        await submit(front, [1, 2, VOCAB_SIZE - 1, 4], name="failed")  # of which nothing but NaN comes
+        await until_ended(front, "failed")
+        direct, through = [await failure_of(call(server)) for server in (stack, front)]
+        assert (through.code(), through.details()) == (direct.code(), direct.details())
+        assert details(through) == details(direct)
+
+
+async def test_a_full_queue_says_when_to_come_back(checkpoint: Path) -> None:
+    async with serve_both(checkpoint, max_num_seqs=1, max_waiting_requests=1) as (stack, front):
+        stack.worker.step_seconds = 0.02
+        submitted = await asyncio.gather(*(submit(front, PROMPT) for _ in range(10)), return_exceptions=True)
+        refused = [error for error in submitted if isinstance(error, grpc.aio.AioRpcError)]
+        assert 0 < len(refused) < 10
+        assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert details(refused[0])[1].retry_delay.seconds == 1
+
+
+async def test_abort_by_any_door_ends_what_came_by_any_other(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
+        stack.worker.step_seconds = 0.01
+        for name, door, other in (("a", one, two), ("b", one, stack), ("c", stack, one), ("d", one, one)):
+            await submit(door, PROMPT, name=name)
+            await other.stub.Abort(pb.AbortRequest(request_id=name))
+            assert (await attach(door, name)).last[0].finish_reason == pb.FINISH_REASON_ABORT
+        attached = request(PROMPT)
+        attached.request_id = "attached"
+        running = asyncio.create_task(one.generate(attached))
+        await stack.until(lambda loads: loads.num_running == 1)
+        await two.stub.Abort(pb.AbortRequest(request_id="attached"))
+        assert (await running).last[0].finish_reason == pb.FINISH_REASON_ABORT
+
+
+async def test_a_reader_that_leaves_or_is_late_leaves_the_request_alone(
+    checkpoint: Path, open_attachments: list[object]
+) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        stack.worker.step_seconds = 0.01
+        name = await submit(front, PROMPT, max_tokens=150)
+        call = front.stub.Attach(pb.AttachRequest(request_id=name))
+        await call.read()
+        assert len(open_attachments) == 1
+        call.cancel()
+        await until(lambda: not open_attachments)
+        late = front.stub.Attach(pb.AttachRequest(request_id=name), timeout=0.2)
+        assert (await failure_of(_read_to_end(late))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: not open_attachments)
+        assert (await attach(front, name)).token_ids[0] == expected_tokens(PROMPT, 150)
+
+
+class EndlessScheduler(pb_grpc.SchedulerServiceServicer):
+    """Has one request, whose output never ends."""
+
+    def __init__(self, info: pb.GetServerInfoResponse) -> None:
+        self.info, self.num_sent = info, 0
+
+    async def GenerateMany(self, requests: Any, context: object) -> AsyncIterator[pb.GenerateManyResponse]:
+        yield pb.GenerateManyResponse(server_info=self.info)
+        await asyncio.Event().wait()
+
+    async def Attach(self, request: pb.AttachRequest, context: object) -> AsyncIterator[pb.GenerateResponse]:
+        while True:
+            yield pb.GenerateResponse(text="x" * 100_000)
+            self.num_sent += 1
+
+    async def GetResult(self, request: pb.GetResultRequest, context: object) -> pb.GetResultResponse:
+        return pb.GetResultResponse(outputs=[pb.GenerateResponse(text="x" * 3_000_000)])
+
+
+async def test_readers_that_read_nothing_are_sent_little_and_hold_nobody_up(checkpoint: Path) -> None:
+    """They share a connection with all else that goes between a front end and its scheduler."""
+    async with serve(checkpoint) as stack:
+        endless = EndlessScheduler(await stack.stub.GetServerInfo(pb.GetServerInfoRequest()))
+    server = grpc.aio.server()
+    pb_grpc.add_SchedulerServiceServicer_to_server(endless, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with serve_front_end(checkpoint, f"127.0.0.1:{port}") as front, asyncio.timeout(DEADLINE):
+        # One whose own buffers are small.
+        channel = grpc.aio.insecure_channel(front.url, options=(("grpc.http2.bdp_probe", 0),))
+        stub = pb_grpc.SchedulerServiceStub(channel)
+        calls = [stub.Attach(pb.AttachRequest()) for _ in range(5)]
+        await asyncio.gather(*(call.read() for call in calls))
+        num_sent = -1
+        while num_sent < endless.num_sent:
+            num_sent = endless.num_sent
+            await asyncio.sleep(0.5)
+        assert num_sent < 5 * 10  # of 100 kB each
+        for _ in range(3):
+            result = await front.stub.GetResult(pb.GetResultRequest())
+            assert len(result.outputs[0].text) == 3_000_000
+        await channel.close()
+    await server.stop(0)
+
+
+async def test_calls_that_are_open_are_bounded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_service.links.scheduler_link._MAX_FORWARDED_CALLS", 1)
+    async with serve_both(checkpoint) as (stack, front):
+        stack.worker.step_seconds = 0.02
+        name = await submit(front, PROMPT, max_tokens=100)
+        first = front.stub.Attach(pb.AttachRequest(request_id=name))
+        await first.read()
+        error = await failure_of(front.stub.GetResult(pb.GetResultRequest(request_id=name)))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert details(error)[-1].retry_delay.seconds == 1
+        await _read_to_end(first)
+        await until_ended(front, name)
+
+
+async def test_a_lost_scheduler_is_unavailable(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack, serve_front_end(checkpoint, stack.url) as front:
+        stack.worker.step_seconds = 0.02
+        name = await submit(front, PROMPT)
+        call = front.stub.Attach(pb.AttachRequest(request_id=name))
+        await call.read()
+        stack.stop.set()
+        stack.stop_now.set()
+        error = await failure_of(_read_to_end(call))
+        assert error.code() is LOST
+        await stack.running
+        await front.until_ready(False)
+        for each in CALLS:
+            error = await failure_of(CALLS[each](front, name, ()))
+            assert error.code() is LOST
+            assert "no connection to the scheduler" in (error.details() or "")
+            assert details(error)[-1].retry_delay.seconds == 2
+
+
+async def test_a_client_reads_on_by_another_door_when_its_own_closes(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
+        stack.worker.step_seconds = 0.01
+        async with AsyncClient(two.url) as client:
+            name = await client.submit(None, SamplingParams(max_tokens=200, seed=0), prompt_token_ids=PROMPT)
+            call = one.stub.Attach(pb.AttachRequest(request_id=name))
+            token_ids = list((await call.read()).token_ids)
+            one.stop.set()
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while (response := await call.read()) is not grpc.aio.EOF:
+                    token_ids += response.token_ids
+            assert await call.code() is LOST
+            async for output in client.attach(name, from_token=len(token_ids)):
+                token_ids += output.token_ids
+        assert token_ids == expected_tokens(PROMPT, 200)
+
+
+async def test_what_is_said_beside_a_request_goes_along(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    read_request = scheduler_servicer.read_request
+    monkeypatch.setattr(
+        scheduler_servicer,
+        "read_request",
+        lambda message, call, model: calls.append(call) or read_request(message, call, model),
+    )
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with serve_both(checkpoint) as (_, front):
+        await submit(front, PROMPT, metadata=(("x-session-id", "chat"), ("traceparent", trace)))
+    assert (calls[0].session_id, calls[0].trace) == ("chat", {"traceparent": trace})
+
+
+# Tenants
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    write_tenants(tmp_path / "tenants.yaml")
+    return tmp_path / "tenants.yaml"
+
+
+@contextlib.asynccontextmanager
+async def serve_tenants(
+    checkpoint: Path, folder: Path, tenants: Path, own: Path | None = None, operator: str = "root"
+) -> AsyncIterator[tuple[Server, FrontEnd]]:
+    """`own`: the file of the front end, if it is another."""
+    options = {"tenants": str(own or tenants), "scheduler_api_key_file": key_file(folder, operator)}
+    async with (
+        serve(checkpoint, tenants=str(tenants)) as stack,
+        serve_front_end(checkpoint, stack.url, **options) as front,
+    ):
+        stack.worker.step_seconds = 0.01
+        yield stack, front
+
+
+async def test_each_tenant_has_its_own_ids_at_every_door(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
+    acme, globex = credentials("acme"), credentials("globex")
+    async with serve_tenants(checkpoint, tmp_path, tenants) as (stack, front):
+        for door, other in ((stack, front), (front, stack)):
+            name = await submit(door, PROMPT, metadata=acme)
+            for each in ("Attach", "GetResult", "GetRequest", "Abort"):
+                for server in (stack, front):
+                    assert await code_of(CALLS[each](server, name, globex)) is grpc.StatusCode.NOT_FOUND
+                    assert await code_of(CALLS[each](server, name, credentials("root"))) is grpc.StatusCode.NOT_FOUND
+                    assert await code_of(CALLS[each](server, name, ())) is grpc.StatusCode.UNAUTHENTICATED
+            # Of the same name, and another's: neither is in the other's way.
+            assert await submit(other, PROMPT, name=name, metadata=globex) == name
+            message = pb.GetResultRequest(request_id=name, tenant="acme")
+            for server in (stack, front):
+                assert await code_of(server.stub.GetResult(message, metadata=globex)) is (
+                    grpc.StatusCode.PERMISSION_DENIED
+                )
+                assert (await server.stub.GetResult(message, metadata=credentials("root"))).request_id == name
+            for tenant in (acme, globex):
+                await CALLS["Abort"](other, name, tenant)
+
+
+async def test_a_tenant_that_only_the_front_end_knows_is_refused(
+    checkpoint: Path, tenants: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.yaml"
+    write_tenants(own)
+    remove_tenant(tenants, "acme")
+    async with serve_tenants(checkpoint, tmp_path, tenants, own) as (_, front):
+        for call in CALLS.values():
+            error = await failure_of(call(front, "name", credentials("acme")))
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert "'acme' is not known to the scheduler; the front end's" in (error.details() or "")
+            assert await code_of(call(front, "name", credentials("globex"))) in (None, grpc.StatusCode.NOT_FOUND)
+
+
+async def test_only_operators_pass_calls_on(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
+    async with serve_tenants(checkpoint, tmp_path, tenants, operator="globex") as (stack, front):
+        for call in CALLS.values():
+            for tenant in ("acme", "globex"):
+                assert await code_of(call(front, "name", credentials(tenant))) is grpc.StatusCode.PERMISSION_DENIED
+            passed_on = (*credentials("acme"), ("x-tenants-revision", "any"))
+            assert await code_of(call(stack, "name", passed_on)) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_who_knows_no_tenants_passes_nothing_on_to_a_scheduler_that_does(
+    checkpoint: Path, tenants: Path, tmp_path: Path
+) -> None:
+    """As a front end whose scheduler was replaced by one with tenants, and has not heard of it yet."""
+    metadata = (*credentials("root"), ("x-tenants-revision", ""))
+    async with serve_tenants(checkpoint, tmp_path, tenants) as (stack, _):
+        message = pb.GetResultRequest(request_id="name", tenant="acme")
+        error = await failure_of(stack.stub.GetResult(message, metadata=metadata))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    async with serve(checkpoint) as stack:
+        metadata = (("x-tenants-revision", "any"),)
+        error = await failure_of(stack.stub.GetResult(message, metadata=metadata))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_revoked_tenants_lose_what_they_submitted(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    write_tenants(own)
+    acme = credentials("acme")
+    async with serve_tenants(checkpoint, tmp_path, tenants, own) as (_, front):
+        name = await submit(front, PROMPT, metadata=acme)
+        call = front.stub.Attach(pb.AttachRequest(request_id=name), metadata=acme)
+        await call.read()
+        remove_tenant(tenants, "acme")
+        assert (await failure_of(_read_to_end(call))).code() is grpc.StatusCode.UNAUTHENTICATED
+        for each in CALLS.values():
+            assert await code_of(each(front, name, acme)) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_readers_end_when_the_front_end_knows_them_no_more(
+    checkpoint: Path, tenants: Path, tmp_path: Path, open_attachments: list[object]
+) -> None:
+    own = tmp_path / "own.yaml"
+    write_tenants(own)
+    acme = credentials("acme")
+    async with serve_tenants(checkpoint, tmp_path, tenants, own) as (stack, front):
+        name = await submit(front, PROMPT, max_tokens=100, metadata=acme)
+        call = front.stub.Attach(pb.AttachRequest(request_id=name), metadata=acme)
+        await call.read()
+        remove_tenant(own, "acme")
+        assert (await failure_of(_read_to_end(call))).code() is grpc.StatusCode.UNAUTHENTICATED
+        await until(lambda: not open_attachments)
+        assert (await attach(stack, name, metadata=acme)).token_ids[0] == expected_tokens(PROMPT, 100)
+
+
+async def _read_to_end(stream: grpc.aio.UnaryStreamCall) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass
