@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from pagewire.common.grammars import GrammarCompiler, GrammarError
+from pagewire.common.grammars import GrammarCompiler, GrammarError, Matcher
 from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, Tokenizer
 from tests.contract.tokenizer_shapes import END, Shape
 
@@ -19,15 +19,19 @@ TEXTS = ("e\u0301", "é", "ﬁ Å", "FOX", "fox", " a  b ", "日本", "▁", "\n
 
 def random_output(compiler: GrammarCompiler, kind: str, text: str, vocab_size: int, rng: random.Random) -> list[int]:
     """Any output of a grammar: each token is as likely as every other one that is allowed."""
-    mask_bytes = 4 * -(-vocab_size // 32)
-    mask = ctypes.create_string_buffer(mask_bytes)
     matcher, output = compiler.compile(kind, text, (END,)), list[int]()
     while matcher.end_token_id is None:
         assert len(output) < 500
-        matcher.fill_mask(ctypes.addressof(mask), mask_bytes)
-        output.append(rng.choice([i for i in range(vocab_size) if mask.raw[i // 8] >> i % 8 & 1]))
+        output.append(rng.choice(allowed_tokens(matcher, vocab_size)))
         matcher.consume(output[-1:])
     return output[:-1]
+
+
+def allowed_tokens(matcher: Matcher, vocab_size: int) -> list[int]:
+    mask_bytes = 4 * -(-vocab_size // 32)
+    mask = ctypes.create_string_buffer(mask_bytes)
+    matcher.fill_mask(ctypes.addressof(mask), mask_bytes)
+    return [i for i in range(vocab_size) if mask.raw[i // 8] >> i % 8 & 1]
 
 
 def grammars_of(literal: str) -> dict[str, tuple[str, str, str]]:

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from tokenizers import Tokenizer
 
+from pagewire.common.grammars import GrammarCompiler, Matcher
 from pagewire.common.messages import GrammarKind
 from pagewire.wire import TIMEOUT_PASSED
 from scheduler_service.serving.refusal import Reason
-from testing.scheduler_stack import expected_tokens, request
+from testing.scheduler_stack import VOCAB_SIZE, expected_tokens, request
 from tests.contract.http_door import joined, make_chat_checkpoint, serve_http
+from tests.contract.spelled_grammars import allowed_tokens
 
 PATH = "/v1/completions"
 PROMPT = [5, 6, 7, 8, 9]
@@ -215,6 +218,40 @@ async def test_what_no_output_can_match_is_refused_by_its_field(model: Path) -> 
                 error = await server.refusal(PATH, prompt=PROMPT, stream=stream, **asked)
                 assert error["param"] == field, error
                 assert error["type"] == "invalid_request_error"
+
+
+async def test_tokens_and_texts_are_ruled_out(model: Path) -> None:
+    compiler = GrammarCompiler((model / "tokenizer.json").read_text(), VOCAB_SIZE)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    async with serve_http(model) as server:
+
+        async def matcher(**asked: object) -> Matcher:
+            await server.complete(prompt=PROMPT, **asked)
+            added = server.stack.worker.grammars[-1]
+            return compiler.compile(added.kind.name.lower(), added.text, added.end_token_ids)
+
+        endless = await matcher(allowed_token_ids=[70, 72, 70])
+        for _ in range(300):
+            assert allowed_tokens(endless, VOCAB_SIZE) == [70, 72]
+            endless.consume([72])
+        assert allowed_tokens(await matcher(allowed_token_ids=[70, 0]), VOCAB_SIZE) == [0, 70]
+        assert allowed_tokens(await matcher(allowed_token_ids=[0]), VOCAB_SIZE) == [0]
+        for words, output, following in (
+            (["cat", 'a "b"\n'], "conca", "t"), (["cat", 'a "b"\n'], 'a "b"', "\n"), (["x ::= y"], "x ::= ", "y"),
+            (["ccat"], "ccca", "t"), (["start: .*/"], "start: .*", "/"),
+        ):  # fmt: skip
+            free = await matcher(bad_words=words)
+            free.consume(tokenizer.encode(output, add_special_tokens=False).ids)
+            (last,) = tokenizer.encode(following, add_special_tokens=False).ids
+            assert last not in (allowed := allowed_tokens(free, VOCAB_SIZE))
+            assert {0, *tokenizer.encode("qA", add_special_tokens=False).ids} <= set(allowed)
+        for field, asked in {
+            "allowed_token_ids": {"allowed_token_ids": []},
+            "allowed_token_ids[1]": {"allowed_token_ids": [0, VOCAB_SIZE]},
+            "bad_words[1]": {"bad_words": ["a", ""]},
+            "bad_words": {"bad_words": ["a"], "guided_regex": "b"},
+        }.items():
+            assert (await server.refusal(PATH, prompt=PROMPT, **asked))["param"] == field
 
 
 async def test_fields_of_sampling(model: Path) -> None:

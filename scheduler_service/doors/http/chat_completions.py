@@ -101,7 +101,7 @@ async def complete_chat(
 
 async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> ReadCall:
     """Raises RefusedError."""
-    options, names = sampling_options(request)
+    options, names = sampling_options(request, intake.model)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs is set, but logprobs is not true; set it, or leave both unset")
     if request.logprobs:

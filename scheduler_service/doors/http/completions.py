@@ -107,7 +107,7 @@ async def complete_prompts(
 
 def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
     """Raises RefusedError."""
-    options, names = sampling_options(request)
+    options, names = sampling_options(request, intake.model)
     called = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")

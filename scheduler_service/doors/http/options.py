@@ -1,6 +1,7 @@
 """Options of a request, by the names that they have everywhere else; and what the request itself calls them."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from scheduler_service.doors.http.requests import (
     StructuralTagFormat,
 )
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.parsed_request import Options, ParsedRequest, Truncation, parse_request
+from scheduler_service.serving.parsed_request import Options, ParsedRequest, Truncation, check_token_id, parse_request
 from scheduler_service.serving.refusal import RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -54,7 +55,7 @@ class ReadCall(NamedTuple):
     names: RequestNames
 
 
-def sampling_options(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
+def sampling_options(request: GenerationRequest, model: ModelInfo) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options that are set, and the names of fields that differ. Raises RefusedError."""
     options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.top_k is not None:
@@ -67,7 +68,7 @@ def sampling_options(request: GenerationRequest) -> tuple[dict[str, Any], dict[s
         options.setdefault("beam_width", request.n or 1)
     elif "beam_width" not in options and request.length_penalty == 1:
         del options["length_penalty"]
-    found = list(_structured(request))
+    found = [*_structured(request), *_ruled_out(request, model)]
     if len(found) > 1:
         (first, *_), (second, *_) = found[:2]
         raise invalid(second, f"{first} and {second} both say what the output must match; send one of them")
@@ -132,6 +133,26 @@ def _structured(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
                     yield field, "json_schema", _text(value, field)
             elif value is not None and value is not UNSET and value is not False:
                 yield field, kind, value
+
+
+def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[tuple[str, str, str]]:
+    """Yield what rules tokens or texts out, as grammars in Lark. Raises RefusedError."""
+    if request.allowed_token_ids is not None:
+        for position, token_id in enumerate(request.allowed_token_ids):
+            check_token_id(f"allowed_token_ids[{position}]", token_id, model)
+        others = sorted({*request.allowed_token_ids}.difference(model.grammar_end_token_ids))
+        allowed = f"<{others}>".replace(" ", "")
+        if not others:
+            yield "allowed_token_ids", "grammar", 'start: ""'
+        elif len(others) < len({*request.allowed_token_ids}):
+            yield "allowed_token_ids", "grammar", f"start: {allowed}*"
+        else:  # without an end
+            yield "allowed_token_ids", "grammar", f"start: {allowed} start"
+    if request.bad_words:
+        if "" in request.bad_words:
+            raise invalid(f"bad_words[{request.bad_words.index('')}]", "a bad word is empty; leave it out")
+        words = " | ".join(map(json.dumps, request.bad_words))
+        yield "bad_words", "grammar", f"start: TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(ANY ({words}) ANY)"
 
 
 def _text(schema: Raw, field: str) -> str:

@@ -151,12 +151,14 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     guided_regex: Annotated[str, _why("as structured_outputs.regex")] | None = None
     guided_choice: Annotated[list[str], _why("as structured_outputs.choice")] | None = None
     guided_grammar: Annotated[str, _why("as structured_outputs.grammar")] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1), _why("one that ends outputs allows all that do")] | None
+    ) = None
+    bad_words: Annotated[list[str], _why("not even within words")] | None = None
     use_beam_search: Annotated[bool, _why("with n beams, unless beam_width is set")] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: Annotated[bool, _why("tokens of logprobs are written as token_id:N")] | None = None
     # What is not done here.
-    allowed_token_ids: Annotated[None, _why("no token can be ruled out for a whole output; use logit_bias")] = None
-    bad_words: Annotated[Empty, _why("no text can be ruled out; use logit_bias")] | None = None
     logprob_token_ids: Annotated[None, _why("the most likely tokens are reported; use logprobs")] = None
     logits_processors: Annotated[None, _why("no code of clients is run")] = None
     kv_transfer_params: Annotated[None, _why("no KV cache of another engine is taken")] = None
