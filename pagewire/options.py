@@ -461,11 +461,15 @@ def _parse(value_type: type, given: Any) -> Any:
 
 
 def to_flags(config: Any) -> list[str]:
-    """Write the flags for all values of a config that are not their defaults. Raises ValueError if there is none."""
-    flags: list[str] = []
-    for option in options_of(type(config)).values():
-        value = getattr(config, option.name)
-        if value == option.default:
+    """Write the flags for all values of a config that are not their defaults, and of the configs among its fields.
+    Raises ValueError if there is none."""
+    known, flags = options_of(type(config)), list[str]()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flags += to_flags(value)
+        option = known.get(field.name)
+        if option is None or value == option.default:
             continue
         if value is None:
             raise ValueError(f"no flag sets {option.name} to None")

@@ -137,17 +137,24 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class FrontEndConfig:
-    scheduler: str = option("127.0.0.1:50051", "address of the scheduler, HOST:PORT, or unix:PATH of its --socket")
-    model: str = option("", "the scheduler's model: its checkpoint directory, GGUF file, or Hugging Face id")
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(50052, "port to listen on; 0 picks a free one", PORT)
+class HttpOptions:
+    """How a front end serves the OpenAI API, one of a fleet or the one beside a `pagewire serve`."""
+
     http_host: str = option("127.0.0.1", "address to serve the OpenAI API on")
     http_port: int = option(0, "HTTP port of the OpenAI API; 0 turns it off", PORT)
     allowed_origins: str | None = option(
         None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)"
     )
     lenient: bool = option(False, "ignore fields of HTTP requests that are not known, instead of refusing them")
+
+
+@dataclass(frozen=True)
+class FrontEndConfig:
+    scheduler: str = option("127.0.0.1:50051", "address of the scheduler, HOST:PORT, or unix:PATH of its --socket")
+    model: str = option("", "the scheduler's model: its checkpoint directory, GGUF file, or Hugging Face id")
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(50052, "port to listen on; 0 picks a free one", PORT)
+    http: HttpOptions = field(default_factory=HttpOptions)
     drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
     tls_cert: str | None = option(
         None, "PEM file with the server's certificate chain; turns TLS on", needs=("tls_key",)
@@ -193,6 +200,7 @@ class FrontEndConfig:
         """Raises ValueError that names the flag at fault."""
         _check_model(self.model)
         check_options(self)
+        check_options(self.http)
         _check_local_address("scheduler", self.scheduler)
 
 
@@ -203,7 +211,9 @@ def _check_model(model: str) -> None:
 
 def _check_local_address(name: str, address: str) -> None:
     if not address.startswith(UNIX_SCHEME):
-        _check_address(name, address, "HOST:PORT or unix:PATH")
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"{flag(name)} is {address!r}, but must be HOST:PORT or unix:PATH")
         return
     num_bytes = len(os.fsencode(address.removeprefix(UNIX_SCHEME)))
     if not 0 < num_bytes <= MAX_SOCKET_PATH_BYTES:
@@ -211,9 +221,3 @@ def _check_local_address(name: str, address: str) -> None:
             f"{flag(name)} is {address!r}, but the path of a Unix socket has 1 to {MAX_SOCKET_PATH_BYTES} bytes, not "
             f"{num_bytes}"
         )
-
-
-def _check_address(name: str, address: str, form: str = "HOST:PORT") -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"{flag(name)} is {address!r}, but must be {form}")

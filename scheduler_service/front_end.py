@@ -45,7 +45,7 @@ async def run(
     try:
         config.validate()
         link_tls = link_files("scheduler", config.scheduler_tls_ca, config.scheduler_tls_cert, config.scheduler_tls_key)
-        service = RequestService(config, "front end", link_tls, num_ports=2 if config.http_port else 1)
+        service = RequestService(config, "front end", link_tls, num_ports=2 if config.http.http_port else 1)
         dialler = Dialler(
             config.scheduler,
             CHANNEL_OPTIONS,
@@ -76,7 +76,7 @@ async def run(
         service.listen(servicer, partial(_make_vllm, link, servicer, service.entrance))
         read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)
         collector = FrontEndCollector(read_stats)
-        door = _make_http(config, link, servicer, service, collector) if config.http_port else None
+        door = _make_http(config, link, servicer, service, collector) if config.http.http_port else None
         metrics = serve_metrics(collector, config)
     except (ValueError, OSError) as error:
         return refused(error)
@@ -128,16 +128,16 @@ def _make_http(
     service: RequestService,
     collector: FrontEndCollector,
 ) -> "HttpDoor":
-    """Bind the port of the OpenAI API. Raises ValueError without the packages, and OSError."""
-    try:
-        from scheduler_service.doors.http.server import HttpAddress, HttpDoor
-    except ImportError as error:
-        raise ValueError(f"--http-port is {config.http_port}, but {error}; install pagewire[http]") from None
-    files = (config.tls_cert, config.tls_key, config.tls_client_ca)
-    address = HttpAddress(config.http_host, config.http_port, *files, tls=service.tls)
-    origins = [origin.strip() for origin in (config.allowed_origins or "").split(",") if origin.strip()]
+    """Bind the port of the OpenAI API. Raises OSError."""
+    from scheduler_service.doors.http.server import HttpAddress, HttpDoor
+
+    http = config.http
+    address = HttpAddress(
+        http.http_host, http.http_port, config.tls_cert, config.tls_key, config.tls_client_ca, tls=service.tls
+    )
+    origins = [origin.strip() for origin in (http.allowed_origins or "").split(",") if origin.strip()]
     name, metrics = (lambda: link.served_model_name), partial(exposition, collector)
-    return HttpDoor(address, servicer.intake, service.tenants, name, metrics, origins, is_lenient=config.lenient)
+    return HttpDoor(address, servicer.intake, service.tenants, name, metrics, origins, is_lenient=http.lenient)
 
 
 def _failed(error: BaseException | None) -> int:

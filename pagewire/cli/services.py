@@ -26,10 +26,10 @@ from pagewire.common.process import (
     python_command,
 )
 from pagewire.common.stopping import stops
-from pagewire.common.transport.addresses import join
+from pagewire.common.transport.addresses import UNIX_SCHEME, join
+from pagewire.common.transport.listening import check_port
 from pagewire.hosting import freed_memory, logs
 from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
-from pagewire.hosting.http_front_end import HttpConfig, front_end_command
 from pagewire.hosting.model_source import (
     MISSING,
     DownloadError,
@@ -164,7 +164,7 @@ LINK_OPTIONS = (
 def serve(arguments: Sequence[str]) -> int:
     """Runs a scheduler in this process and its worker, each rank of it, as a child."""
     exit_with_parent()
-    from scheduler_service.config import SchedulerConfig
+    from scheduler_service.config import FrontEndConfig, SchedulerConfig
     from worker_service.config import WorkerConfig
 
     description = "Serve a model: a scheduler and its worker on this machine."
@@ -173,21 +173,26 @@ def serve(arguments: Sequence[str]) -> int:
     explained = {"--" + name.replace("_", "-"): own for name in LINK_OPTIONS}
     parser = _parser("serve", description, known, explained)
     resolved = _resolve(parser, known, arguments)
-    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0, "host": LOOPBACK, "port": 0}
+    inner = {"health_port": 0, "host": LOOPBACK, "port": 0}
+    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, **inner}
     directory = RuntimeDirectory(os.environ)
     ranks = [_build(parser, resolved, WorkerConfig, **link, **rank) for rank in _ranks(resolved, directory.path)]
-    addresses = ",".join(f"unix:{rank.socket}" for rank in ranks)
-    gateway_config, http_config = _build(parser, resolved, GatewayConfig), _build(parser, resolved, HttpConfig)
-    own_socket = str(directory.path / "scheduler") if http_config.http_port else None
+    addresses = ",".join(UNIX_SCHEME + rank.socket for rank in ranks)
+    socket = str(directory.path / "scheduler")
+    front_config = _build(parser, resolved, FrontEndConfig, scheduler=UNIX_SCHEME + socket, metrics_port=0, **inner)
+    http = front_config.http
+    own_socket = socket if http.http_port else None
+    gateway_config = _build(parser, resolved, GatewayConfig)
     scheduler_config = _build(parser, resolved, SchedulerConfig, worker=addresses, socket=own_socket)
     if gateway_config.gateway:
         _check_gateway(parser, gateway_config, scheduler_config)
-    if http_config.http_port:
-        _check_http(parser, http_config, gateway_config, scheduler_config)
+    if http.http_port:
+        _check_http(parser, http, gateway_config, scheduler_config)
     log_config = _start_logging(known, resolved)
     with _ending():
         gateway_config.check_ports()
-        http_config.check_ports()
+        if http.http_port:
+            check_port(http.http_host, http.http_port, "--http-port")
     found = _locate("serve", resolved, with_weights=True)
     has_tokenizer = is_gguf(Path(found.directory)) or (Path(found.directory) / "tokenizer.json").is_file()
     if gateway_config.gateway and not has_tokenizer:
@@ -202,50 +207,54 @@ def serve(arguments: Sequence[str]) -> int:
         if gateway_config.gateway_host not in (LOOPBACK, "localhost", "::1"):
             log.warning("the gateway admits everyone who can reach --gateway-host %s", gateway_config.gateway_host)
         log.warning("through the gateway, min_tokens does not hold against stop: a stop text before it cuts the text")
-    inherited = options.options_of(WorkerConfig, ModelSourceConfig, logs.LogConfig)
+    inherited = options.options_of(WorkerConfig, FrontEndConfig, ModelSourceConfig, logs.LogConfig)
     variables = [option.variable for option in inherited.values()]
     environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
     workers = []
     for rank, config in enumerate(ranks):
-        flags = [*options.to_flags(config), *options.to_flags(replace(log_config, termination_log=""))]
         name = "worker" if len(ranks) == 1 else f"worker's rank {rank}"
-        workers.append(Supervisor(python_command("pagewire", "worker", *flags), environ, name=name))
-
-    def gateway_of(url: str) -> Supervisor:
-        max_prompt_bytes = scheduler_config.max_prompt_bytes
-        command = gateway_command(gateway_config, url, log_config.log_level, max_prompt_bytes, free_port)
-        # A gateway of one scheduler is not administered: the key is told to no one.
-        locked = environ | {ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
-        return Supervisor(command, locked, name="gateway", on_ready=announce_ready, level_of=level_of)
-
-    fronts = [_front_end_of(http_config, scheduler_config, log_config, environ)] if http_config.http_port else []
-    fronts += [gateway_of] if gateway_config.gateway else []
+        workers.append(Supervisor(_command("worker", config, log_config), environ, name=name))
+    fronts = [_front_end_of(_at(front_config, found), log_config, environ)] if http.http_port else []
+    fronts += [_gateway_of(gateway_config, scheduler_config, log_config, environ)] if gateway_config.gateway else []
     return asyncio.run(_run(scheduler_config, workers, fronts, directory))
 
 
-def _front_end_of(
-    http_config: HttpConfig, scheduler_config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]
+def _gateway_of(
+    config: GatewayConfig, scheduler_config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]
 ) -> FrontFactory:
-    texts = ("model", "drain_timeout", "max_prompt_bytes", "max_waiting_text_bytes")
-    names = (*texts, "tenants", "tls_cert", "tls_key", "tls_client_ca")
-    given = {name: getattr(scheduler_config, name) for name in names}
-    given |= {name: getattr(log_config, name) for name in ("log_level", "log_format")}
-    scheme = "http" if scheduler_config.tls_cert is None else "https"
-    http_url = f"{scheme}://{join(http_config.http_host, http_config.http_port)}"
+    # A gateway of one scheduler is not administered: the key is told to no one.
+    locked = {**environ, ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
+
+    def gateway_of(url: str) -> Supervisor:
+        command = gateway_command(config, url, log_config.log_level, scheduler_config.max_prompt_bytes, free_port)
+        return Supervisor(command, locked, name="gateway", on_ready=announce_ready, level_of=level_of)
+
+    return gateway_of
+
+
+def _front_end_of(config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]) -> FrontFactory:
+    scheme = "http" if config.tls_cert is None else "https"
+    http_url = f"{scheme}://{join(config.http.http_host, config.http.http_port)}"
 
     def front_end_of(_: str) -> Supervisor:
-        command = front_end_command(http_config, scheduler_config.socket, given)
+        command = _command("frontend", config, log_config)
         return Supervisor(command, environ, name="front end", on_ready=lambda _: announce_ready(http_url))
 
     return front_end_of
 
 
+def _command(verb: str, config: Any, log_config: logs.LogConfig) -> list[str]:
+    """Make the command of a service that ends with this process."""
+    flags = [*options.to_flags(config), *options.to_flags(replace(log_config, termination_log=""))]
+    return python_command("pagewire", verb, *flags)
+
+
 def serve_options() -> dict[str, options.Option]:
     """Find the options that `pagewire serve` takes, by name."""
-    from scheduler_service.config import SchedulerConfig
+    from scheduler_service.config import HttpOptions, SchedulerConfig
     from worker_service.config import WorkerConfig
 
-    configs = (SchedulerConfig, WorkerConfig, HttpConfig, GatewayConfig, ModelSourceConfig, logs.LogConfig)
+    configs = (SchedulerConfig, WorkerConfig, HttpOptions, GatewayConfig, ModelSourceConfig, logs.LogConfig)
     return options.options_of(*configs, without=LINK_OPTIONS)
 
 
@@ -264,15 +273,13 @@ def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, schedu
             parser.error(f"{flag} and --gateway-port are both {port}; choose another for one of them")
 
 
-def _check_http(
-    parser: options.Parser, http_config: HttpConfig, gateway_config: GatewayConfig, scheduler_config: Any
-) -> None:
+def _check_http(parser: options.Parser, http: Any, gateway_config: GatewayConfig, scheduler_config: Any) -> None:
     """Refuse options that a scheduler and the front end beside it cannot have both."""
     others = {"--port": scheduler_config.port, "--metrics-port": scheduler_config.metrics_port}
     if gateway_config.gateway:
         others["--gateway-port"] = gateway_config.gateway_port
     for flag, port in others.items():
-        if port == http_config.http_port:
+        if port == http.http_port:
             parser.error(f"{flag} and --http-port are both {port}; choose another for one of them")
 
 
@@ -449,6 +456,8 @@ def _resolve(parser: options.Parser, known: Mapping[str, options.Option], argume
         parser.error(str(error))
     if not resolved.values["model"]:
         parser.error(MISSING)
+    if resolved.values.get("http_port") and (missing := installation.shortage("http")):
+        parser.error(f"--http-port needs an HTTP server, but {missing}")
     return resolved
 
 

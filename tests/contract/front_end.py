@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.hosting.supervisor import free_port
+from pagewire.options import Resolved
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service import front_end
@@ -50,7 +52,8 @@ async def serve_front_end(
     checkpoint: Path, scheduler: str, *, waits: bool = True, **options: str | int
 ) -> AsyncIterator[FrontEnd]:
     address, port = scheduler.removeprefix("grpc://"), free_port("127.0.0.1")
-    config = FrontEndConfig(model=str(checkpoint), scheduler=address, port=port, **({"metrics_port": 0} | options))
+    given: dict[str, Any] = {"model": str(checkpoint), "scheduler": address, "port": port, "metrics_port": 0} | options
+    config: FrontEndConfig = Resolved(given, {}).build(FrontEndConfig)
     stop, stop_now = asyncio.Event(), asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(front_end.run(config, stop=stop, ready=url.set_result, stop_now=stop_now))

@@ -45,6 +45,7 @@ SERVE = ["serve", MODEL, "--port=0"]
         (["serve", MODEL, "--metrics-port=0"], "--port"),
         (SERVE, "--metrics-port"),
         ([*SERVE, "--metrics-port=0"], "--health-port"),
+        ([*SERVE, "--metrics-port=0"], "--http-port"),
         ([*SERVE, "--metrics-port=0", "--gateway"], "--gateway-port"),
         ([*SERVE, "--metrics-port=0", "--gateway", "--gateway-port=8017"], "--gateway-metrics-port"),
         ([*SCHEDULER, "--metrics-port=0"], "--port"),
@@ -53,6 +54,7 @@ SERVE = ["serve", MODEL, "--port=0"]
         (["worker", "--model", MODEL], "--port"),
         (["worker", "--model", MODEL, "--port=0"], "--health-port"),
         (["frontend", "--model", MODEL, "--scheduler=127.0.0.1:1"], "--port"),
+        (["frontend", "--model", MODEL, "--scheduler=127.0.0.1:1", "--port=0"], "--http-port"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )

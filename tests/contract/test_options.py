@@ -11,12 +11,11 @@ import pytest
 from pagewire import options
 from pagewire.cli.services import GROUPS, LINK_OPTIONS, MOST_USED
 from pagewire.hosting.gateway import GatewayConfig
-from pagewire.hosting.http_front_end import HttpConfig, front_end_command
 from pagewire.hosting.logs import LogConfig
 from pagewire.hosting.model_source import ModelSourceConfig
 from pagewire.options import OptionError, Parser, Resolved
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.config import FrontEndConfig, HttpOptions, SchedulerConfig
 from scheduler_service.core.options import SchedulerOptions
 from worker_service.config import WorkerConfig
 
@@ -207,13 +206,13 @@ def test_an_argument_may_be_given_as_a_flag_but_not_as_both(capsys: pytest.Captu
 
 
 def test_every_option_of_the_services_stands_in_one_group() -> None:
-    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, HttpConfig, GatewayConfig, ModelSourceConfig, LogConfig)
+    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig, ModelSourceConfig, LogConfig)
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(options.options_of(*configs))
 
 
 def test_ten_flags_stand_first_in_the_help_of_serve() -> None:
-    known = options.options_of(SchedulerConfig, WorkerConfig, HttpConfig, GatewayConfig, without=LINK_OPTIONS)
+    known = options.options_of(SchedulerConfig, WorkerConfig, HttpOptions, GatewayConfig, without=LINK_OPTIONS)
     assert next(iter(GROUPS)) == MOST_USED
     assert len([name for name in GROUPS[MOST_USED] if name in known]) == 10
 
@@ -248,6 +247,14 @@ def test_flags_of_a_config_give_the_config(config: Config) -> None:
     assert options.resolve(KNOWN, parser().parse_args(options.to_flags(config)), {}).build(Config) == config
 
 
+def test_flags_of_a_config_give_the_configs_among_its_fields() -> None:
+    config = FrontEndConfig(model="m", http=HttpOptions(http_port=80, lenient=True))
+    known = options.options_of(FrontEndConfig)
+    made = Parser(prog="pagewire test")
+    options.add_flags(made, known)
+    assert options.resolve(known, made.parse_args(options.to_flags(config)), {}).build(FrontEndConfig) == config
+
+
 def test_only_scalar_fields_are_options() -> None:
     @dataclass(frozen=True)
     class Odd:
@@ -261,21 +268,16 @@ def test_nothing_given_leaves_no_trace_in_the_arguments() -> None:
     assert parser().parse_args([]) == argparse.Namespace(config=None)
 
 
-@pytest.mark.parametrize("config_type", [SchedulerConfig, WorkerConfig, FrontEndConfig, HttpConfig, GatewayConfig])
+@pytest.mark.parametrize("config_type", [SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig])
 def test_every_number_keeps_to_limits_that_stand_beside_it(config_type: type) -> None:
-    found = fields(config_type) + (fields(SchedulerOptions) if config_type is SchedulerConfig else ())
+    parts = {SchedulerConfig: fields(SchedulerOptions), FrontEndConfig: fields(HttpOptions)}
+    found = fields(config_type) + parts.get(config_type, ())
     for option in options.options_of(config_type).values():
         if option.value_type in (int, float) and option.name != "tensor_parallel_rank":
-            given = {GatewayConfig: "gateway_host", HttpConfig: "http_host"}.get(config_type, "model")
+            given = "gateway_host" if config_type is GatewayConfig else "model"
             [limits] = [field.metadata["limits"] for field in found if field.name == option.name]
             assert limits, option.name
             assert all(limit.holds(option.default) for limit in limits if option.default is not None), option.name
             must_be = rf"(, but|; it) must be {re.escape(limits[0].text)}"
             with pytest.raises(ValueError, match=f"^{option.flag} is -1{must_be}$"):
                 Resolved({given: "m", option.name: -1}, {}).build(config_type).validate()
-
-
-def test_serve_tells_its_front_end_to_be_lenient() -> None:
-    for lenient in (False, True):
-        command = front_end_command(HttpConfig(lenient=lenient), "grpc://127.0.0.1:1", {})
-        assert ("--lenient" in command) is lenient

@@ -94,14 +94,6 @@ def test_a_front_end_ends_with_its_parent() -> None:
             time.sleep(0.01)
 
 
-def test_a_port_that_is_taken_is_one_line() -> None:
-    with serving() as (_, url):
-        command = [sys.executable, "-m", "pagewire", "serve", str(STORYTELLER), f"--http-port={url.rpartition(':')[2]}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 1
-        assert "is taken; choose another --http-port" in done.stderr.splitlines()[-1]
-
-
 def _command_line(pid: int) -> bytes:
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         return file.read()
