@@ -66,7 +66,7 @@ HTTP_TYPES = (
 )
 HTTP_TITLE = """# The HTTP API
 
-Every field of the requests that `pagewire serve --http-port N` and `pagewire frontend --http-port N` take. Any other
+Every field of the requests that `pagewire serve` and `pagewire frontend` take. Any other
 field is refused with the name of the nearest (`--lenient`: ignored); null counts as unset. `/docs` of a running server
 shows the same, and `/openapi.json` as OpenAPI. `/v1/models`, `/health`, `/ping`, `/version` and `/metrics` are there
 too."""

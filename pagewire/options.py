@@ -89,7 +89,7 @@ class Resolved:
 
     values: Mapping[str, Any]
     origins: Mapping[str, str]
-    ignored: Sequence[str] = ()  # a line for each option of another engine that makes no difference here
+    ignored: Sequence[str] = ()  # a line for each option that makes no difference here, those of other engines
 
     def build(self, config_type: type, **overrides: Any) -> Any:
         """Make an instance of a config dataclass, and of those among its fields, from the values that they have fields

@@ -17,6 +17,7 @@ _METRICS_PORT = (
     "HTTP port of /metrics; 0 turns it off (default: 9090, or a free one, which is logged, if 9090 is taken)",
     PORT,
 )
+HTTP_PORT = 8000  # unless one is named
 _PROMPT_BYTES = (1_048_576, "how long the text of one prompt can be, in bytes", between(1, MAX_MESSAGE_BYTES))
 _WAITING_TEXT_BYTES = (
     67_108_864,
@@ -141,7 +142,11 @@ class HttpOptions:
     """How a front end serves the OpenAI API, one of a fleet or the one beside a `pagewire serve`."""
 
     http_host: str = option("127.0.0.1", "address to serve the OpenAI API on")
-    http_port: int = option(0, "HTTP port of the OpenAI API; 0 turns it off", PORT)
+    http_port: int | None = option(
+        None,
+        f"HTTP port of the OpenAI API; 0 turns it off (default: {HTTP_PORT}, if pagewire[http] is installed)",
+        PORT,
+    )
     allowed_origins: str | None = option(
         None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)"
     )

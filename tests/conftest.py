@@ -20,6 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where a test asks for more, its threads sleep while they wait, and leave the cores to the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Or every server of the tests would take port 8000, and a process more.
+os.environ.setdefault("PAGEWIRE_HTTP_PORT", "0")
+
 # Or each of the hundreds of processes that tests start would compile the same sources anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -1,6 +1,6 @@
-"""LangChain over the OpenAI-compatible gateway.
+"""LangChain over the OpenAI API.
 
-pagewire serve models/storyteller --gateway
+pagewire serve models/storyteller
 pip install -r examples/langchain/requirements.txt      # in an environment of its own
 python examples/langchain/client.py [http://HOST:PORT]
 """

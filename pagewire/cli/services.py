@@ -456,9 +456,21 @@ def _resolve(parser: options.Parser, known: Mapping[str, options.Option], argume
         parser.error(str(error))
     if not resolved.values["model"]:
         parser.error(MISSING)
-    if resolved.values.get("http_port") and (missing := installation.shortage("http")):
+    return _with_http_port(parser, resolved) if "http_port" in known else resolved
+
+
+def _with_http_port(parser: options.Parser, resolved: options.Resolved) -> options.Resolved:
+    """Choose the port of the OpenAI API if none is named: there is none without its packages."""
+    from scheduler_service.config import HTTP_PORT
+
+    missing, port = installation.shortage("http"), resolved.values["http_port"]
+    if port and missing:
         parser.error(f"--http-port needs an HTTP server, but {missing}")
-    return resolved
+    if port is not None:
+        return resolved
+    told = [f"the OpenAI API is not served: {missing}"] if missing and not installation.shortage("scheduler") else []
+    values = {**resolved.values, "http_port": 0 if missing else HTTP_PORT}
+    return replace(resolved, values=values, ignored=[*resolved.ignored, *told])
 
 
 def _build(parser: options.Parser, resolved: options.Resolved, config_type: type, **overrides: Any) -> Any:

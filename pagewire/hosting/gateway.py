@@ -40,7 +40,7 @@ _SHUTDOWN_GRACE = 1  # seconds; it is ended when the scheduler has drained
 class GatewayConfig:
     gateway: bool = option(False, "also run a gateway with the OpenAI API; needs pagewire[gateway]")
     gateway_host: str = option("127.0.0.1", "address that the gateway listens on; it admits everyone who can reach it")
-    gateway_port: int = option(8000, "HTTP port that the gateway listens on", between(1, 65535))
+    gateway_port: int = option(8080, "HTTP port that the gateway listens on", between(1, 65535))
     gateway_metrics_port: int = option(0, "port of the gateway's own /metrics, on loopback; 0 picks a free one", PORT)
 
     def validate(self) -> None:

@@ -19,7 +19,7 @@ from pagewire.errors import CommandError, StartError
 from pagewire.hosting.child_output import READ_BYTES, ChildOutput
 
 # Ports of its own choice, so that it runs beside anything.
-SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--metrics-port=0", "--log-level=warning")
+SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--http-port=0", "--metrics-port=0", "--log-level=warning")
 STOP_TIMEOUT_S = 45.0
 SEPARATOR = "--"
 _FLUSH_TIMEOUT_S = 2.0  # for the server's last lines to be read

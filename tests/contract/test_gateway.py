@@ -36,10 +36,10 @@ SERVE = ["serve", "models/storyteller", "--gateway"]
     ],
 )
 def test_the_gateway_dials_the_scheduler(url: str, dialled: str) -> None:
-    config = GatewayConfig(gateway=True, gateway_host="0.0.0.0", gateway_port=8000, gateway_metrics_port=29_000)
+    config = GatewayConfig(gateway=True, gateway_host="0.0.0.0", gateway_port=8081, gateway_metrics_port=29_000)
     flags = gateway_command(config, url, "info", 1000, lambda host: pytest.fail("the port is given"))
     assert f"--worker-urls={dialled}" in flags
-    assert {"--host=0.0.0.0", "--port=8000", "--prometheus-host=127.0.0.1", "--prometheus-port=29000"} < set(flags)
+    assert {"--host=0.0.0.0", "--port=8081", "--prometheus-host=127.0.0.1", "--prometheus-port=29000"} < set(flags)
     assert "--max-payload-size=8000" in flags, "no more than a prompt takes as JSON"
     assert f"--prometheus-port={29_001}" in gateway_command(
         GatewayConfig(gateway=True), url, "debug", 1000, lambda host: 29_001

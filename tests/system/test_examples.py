@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 DEFAULT_URL = "127.0.0.1:50051"
-READY_GATEWAY = "ready on http://"
 TIMEOUT_S = 120
 
 
@@ -159,13 +158,13 @@ def test_node(url: str, tmp_path: Path) -> None:
     importlib.util.find_spec("langchain_openai") is None, reason="examples/langchain/requirements.txt is not installed"
 )
 def test_langchain() -> None:
-    flags = ["--port", 0, "--metrics-port", 0, "--gateway", "--gateway-port", free_port(), "--log-level", "error"]
+    flags = ["--port", 0, "--metrics-port", 0, "--http-port", free_port(), "--log-level", "error"]
     service = Service("serve", [ROOT / "models/storyteller", *flags])
     try:
         service.wait_until_ready()
-        gateway = service.next_line()
-        assert gateway.startswith(READY_GATEWAY)
-        lines = run([sys.executable, EXAMPLES / "langchain/client.py", gateway.removeprefix("ready on ")]).splitlines()
+        ready = service.next_line()
+        assert ready.startswith("ready on http://")
+        lines = run([sys.executable, EXAMPLES / "langchain/client.py", ready.removeprefix("ready on ")]).splitlines()
         assert len(lines) >= 4
     finally:
         service.stop()

@@ -1,4 +1,4 @@
-"""`pagewire serve --http-port` as a user runs it: real processes, a real model, HTTP."""
+"""The OpenAI API of `pagewire serve` as a user runs it: real processes, a real model, HTTP."""
 
 import json
 import os
@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from pagewire import installation
+from pagewire.cli import services
+from pagewire.cli.command import main
 from pagewire.hosting.supervisor import free_port
 from testing.parity import STORYTELLER
 from testing.services import children_of, is_alive
@@ -26,10 +29,10 @@ PROMPT = {"prompt": "Once there was a brave turtle", "temperature": 0, "max_toke
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+def serving(*flags: str, model: Path = STORYTELLER) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     port = free_port("127.0.0.1")
     base = ("--port=0", "--metrics-port=0", "--num-device-blocks=512", "--num-threads=1", f"--http-port={port}")
-    command = [sys.executable, "-m", "pagewire", "serve", str(STORYTELLER), *base, *flags]
+    command = [sys.executable, "-m", "pagewire", "serve", str(model), *base, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -92,6 +95,35 @@ def test_a_front_end_ends_with_its_parent() -> None:
         while is_alive(front_end):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("verb", ["serve", "frontend"])
+def test_the_port_is_8000_unless_one_is_named(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The model is missing: nothing listens."""
+    monkeypatch.delenv("PAGEWIRE_HTTP_PORT")
+    monkeypatch.setattr(services, "check_port", lambda host, port, flag: None)
+    command = [verb, "/no-model", "--log-level=debug", "--metrics-port=0"]
+    assert main(command) == 78
+    assert "http_port=8000" in capfd.readouterr().err
+    monkeypatch.setattr(installation, "shortage", lambda extra="": "there is no HTTP" if extra == "http" else None)
+    assert main(command) == 78
+    told = capfd.readouterr().err
+    assert "http_port=0" in told
+    assert told.count("WARNING pagewire.cli.services: the OpenAI API is not served: there is no HTTP\n") == 1
+    assert main([*command, "--http-port=0"]) == 78
+    assert "there is no HTTP" not in capfd.readouterr().err
+    assert main([*command, "--http-port=8000"]) == 2
+    assert "--http-port needs an HTTP server, but there is no HTTP" in capfd.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_takes_tokens(tmp_path: Path) -> None:
+    for path in STORYTELLER.iterdir():
+        if not path.name.startswith("tokenizer"):
+            (tmp_path / path.name).symlink_to(path)
+    with serving(model=tmp_path) as (_, url):
+        assert post(url, {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True})["usage"]["completion_tokens"] == 4
 
 
 def _command_line(pid: int) -> bytes:
