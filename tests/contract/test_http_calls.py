@@ -50,6 +50,7 @@ async def test_what_is_served(server: HttpServer) -> None:
 
 async def test_the_api_describes_itself(server: HttpServer) -> None:
     described = (await server.client.get("/openapi.json")).json()
+    assert described["components"]["schemas"]["StreamOptions"]["additionalProperties"] is False
     for path, methods in described["paths"].items():
         for method in methods:
             response = await server.client.request(method, path, json={} if method == "post" else None)

@@ -95,6 +95,21 @@ async def test_connections_beyond_the_bound_are_closed(model: Path, monkeypatch:
                 await asyncio.sleep(0.01)
 
 
+async def test_others_have_their_turn_between_connections() -> None:
+    listener = connection.Listener(socket.create_server(("127.0.0.1", 0), backlog=200), 200)
+    address = listener.getsockname()
+    async with await asyncio.start_server(lambda reader, writer: None, sock=listener, backlog=200):
+        clients = [socket.create_connection(address) for _ in range(100)]  # while the loop stands still
+        most = 0
+        async with asyncio.timeout(10):
+            while (before := listener.num_open) < len(clients):
+                await asyncio.sleep(0)
+                most = max(most, listener.num_open - before)
+        for client in clients:
+            client.close()
+    assert 0 < most < 20
+
+
 async def test_connections_count_from_their_handshake_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +238,14 @@ def num_connections() -> int:
 )
 async def test_odd_requests_have_their_status(server: HttpServer, status: int, sent: bytes) -> None:
     assert await status_of(server, sent.replace(b"host: x", b"host: localhost")) == status
+
+
+@pytest.mark.parametrize("name", ["n" * 100_000, "n" * 100_000 + ".m", "t" * 50_000 + "emperature"])
+async def test_a_long_name_is_not_said_again(server: HttpServer, name: str) -> None:
+    for asked in ({name: 1}, {"stream_options": {name: 1}}, {"model": name}):
+        response = await server.post(PATH, prompt="x", **asked)
+        assert response.status_code == (404 if "model" in asked else 400)
+        assert len(response.content) < 600
 
 
 @pytest.mark.parametrize(

@@ -385,6 +385,10 @@ async def test_fields_that_are_not_known_are_ignored_where_that_is_asked_for(tmp
     async with serve_http(make_chat_checkpoint(tmp_path / "chatty"), front={"lenient": True}) as server:
         assert await server.events(COMPLETIONS, **asked)
         assert server.stack.worker.grammars[-1].text == '{"type":"object"}'
+        described = (await server.client.get("/openapi.json")).json()["components"]["schemas"]
+        assert described["CompletionRequest"]["properties"].keys() >= PLAIN[COMPLETIONS].keys()
+        for name in ("CompletionRequest", "StreamOptions"):
+            assert "additionalProperties" not in described[name]
         for name, wrong in {"temperature": "hot", "suffix": "x", "response_format": {"type": "json_schema"}}.items():
             error = await server.refusal(COMPLETIONS, **asked | {name: wrong})
             assert error["param"].startswith(name)

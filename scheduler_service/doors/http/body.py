@@ -73,8 +73,11 @@ def lenient(kind: Any) -> Any:
     """Return a type in which each struct takes fields too that it does not know."""
     if get_origin(kind) in (Union, UnionType):
         return Union[tuple(map(lenient, get_args(kind)))]  # noqa: UP007 - of as many as there are
-    if not (isinstance(kind, type) and issubclass(kind, Struct)):
-        return kind
+    return _lenient_struct(kind) if isinstance(kind, type) and issubclass(kind, Struct) else kind
+
+
+@functools.cache  # a struct that stands in several is one type in all, as a description of them needs
+def _lenient_struct(kind: type[Struct]) -> type[Struct]:
     fields = [(each.name, lenient(each.type), field(default=each.default)) for each in structs.fields(kind)]
     return defstruct(
         kind.__name__, fields, bases=(kind,), forbid_unknown_fields=False, frozen=True, kw_only=True, module=__name__

@@ -1,7 +1,7 @@
 """The HTTP API described: as OpenAPI, and as a page. Both are made of the types that requests and answers have."""
 
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,9 @@ _GOT = {
 }
 
 
-def document() -> dict[str, Any]:
-    """Return the description in OpenAPI 3.1."""
-    kinds = [kind for route in POSTED for kind in (route.request, route.answer)]
+def document(as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
+    """Return the description in OpenAPI 3.1, with the types that requests are read as."""
+    kinds = [kind for route in POSTED for kind in (as_read(route.request), route.answer)]
     schemas, components = msgspec.json.schema_components([*kinds, Models, ErrorAnswer], ref_template=_REFERENCE)
     models, error = schemas[-2:]
     refused = {"default": {"description": "The request is refused", "content": {_JSON: {"schema": error}}}}

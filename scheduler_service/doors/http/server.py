@@ -99,7 +99,8 @@ class HttpDoor:
         self._num_body_bytes = 0  # of bodies that are on their way
         self._begun_at = now()
         self._hosts = _allowed_hosts(address.host)
-        self._router = Router(self._routes(is_lenient=is_lenient), redirect_slashes=False)
+        self._as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
+        self._router = Router(self._routes(), redirect_slashes=False)
         self._address = address
         self._credentials = None if address.tls is None else address.tls.credentials
         self._socket = Listener(_bound(address.host, address.port), max_open_connections() // 2)  # gRPC has the others
@@ -182,7 +183,7 @@ class HttpDoor:
             )
         )
 
-    def _routes(self, *, is_lenient: bool) -> list[Route]:
+    def _routes(self) -> list[Route]:
         handlers: Mapping[str, Serve] = {
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._complete_chat,
@@ -202,7 +203,7 @@ class HttpDoor:
             Route("/docs", self._docs, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
             *(
-                self._posted(route.path, lenient(route.request) if is_lenient else route.request, handlers[route.path])
+                self._posted(route.path, self._as_read(route.request), handlers[route.path])
                 for route in POSTED
             ),
         ]
@@ -227,7 +228,7 @@ class HttpDoor:
         return Response(page(), media_type="text/html")
 
     async def _openapi(self, request: object) -> Response:
-        return Response(_encode(document()), media_type=_JSON)
+        return Response(_encode(document(self._as_read)), media_type=_JSON)
 
     async def _models(self, request: Any) -> Response:
         self._call(request.scope)
