@@ -131,8 +131,8 @@ def _make_http(
     """Bind the port of the OpenAI API. Raises OSError."""
     from scheduler_service.doors.http.server import HttpAddress, HttpDoor
 
-    http, port = config.http, config.http.http_port or 0
-    address = HttpAddress(http.http_host, port, config.tls_cert, config.tls_key, config.tls_client_ca, tls=service.tls)
+    http = config.http
+    address = HttpAddress(http.http_host, http.http_port or 0, service.tls)
     origins = [origin.strip() for origin in (http.allowed_origins or "").split(",") if origin.strip()]
     name, metrics = (lambda: link.served_model_name), partial(exposition, collector)
     return HttpDoor(address, servicer.intake, service.tenants, name, metrics, origins, is_lenient=http.lenient)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import ssl
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -102,6 +103,33 @@ class TlsFiles:
         return grpc.dynamic_ssl_server_credentials(
             given.for_server(), renewed, require_client_authentication=given.ca is not None
         )
+
+    def server_context(self) -> ssl.SSLContext:
+        """Make the same for servers of Python's ssl."""
+        given, current = self.credentials, self._context()
+        context = current
+
+        def renewed(connection: ssl.SSLObject, name: str | None, begun_with: ssl.SSLContext) -> None:
+            nonlocal given, current
+            if given is not self.credentials:
+                try:
+                    given, current = self.credentials, self._context()
+                except OSError as error:  # they have changed again, and the next handshake finds them as they are
+                    logger.warning("the certificate that is shown stays as it was: %s", error)
+            connection.context = current
+
+        context.sni_callback = renewed  # which is called for clients too that name no server
+        return context
+
+    def _context(self) -> ssl.SSLContext:
+        """Raises OSError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        assert self._cert.path is not None, "a server has a certificate"
+        context.load_cert_chain(self._cert.path, self._key.path)
+        if self._ca.path is not None:
+            context.load_verify_locations(self._ca.path)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
     async def watch(self) -> NoReturn:
         """Keep what is in use up to date until cancelled, and tell what becomes of it."""

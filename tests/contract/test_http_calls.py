@@ -229,22 +229,61 @@ async def test_tls(model: Path, tmp_path: Path) -> None:
         trusted = ssl.create_default_context(cafile=authority.write(tmp_path))
 
 
-async def test_a_renewed_certificate_is_shown(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "SILENCE_S", 0.3)
+async def test_renewed_certificates_count(model: Path, tmp_path: Path) -> None:
+    """The server's own, and that of the authority of which it believes its clients."""
+    ours, others = Authority("ours"), Authority("others")
+    cert, key = ours.issue("127.0.0.1").write(tmp_path, "server")
+    ca = ours.write(tmp_path)
+    front = {"tls_cert": cert, "tls_key": key, "tls_client_ca": ca}
+
+    def trusting(authority: Authority, client: Authority) -> ssl.SSLContext:
+        trusted = ssl.create_default_context(cadata=authority.cert.decode())
+        trusted.load_cert_chain(*client.issue("client").write(tmp_path, "client"))
+        return trusted
+
+    async with serve_http(model, front=front) as server:
+        url = server.url.replace("http:", "https:")
+
+        async def is_served(trusted: ssl.SSLContext) -> bool:
+            async with httpx.AsyncClient(base_url=url, verify=trusted) as client:
+                try:
+                    return (await client.get("/version")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+        assert await is_served(trusting(ours, ours))
+        others.issue("127.0.0.1").write(tmp_path, "server")
+        others.write(tmp_path)
+        renewed = trusting(others, others)
+        async with asyncio.timeout(20):
+            while not await is_served(renewed):  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.05)
+        assert not await is_served(trusting(others, ours))
+
+
+async def test_certificates_tell_tenants_apart(model: Path, tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.yaml"
+    write_tenants(tenants, initech={"certificates": ["initech.example"]})
     authority = Authority("ours")
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
-    async with serve_http(model, front={"tls_cert": cert, "tls_key": key}) as server:
-        address = server.url.removeprefix("http://").split(":")
-
-        async def shown() -> str:
-            return await asyncio.to_thread(ssl.get_server_certificate, (address[0], int(address[1])))
-
-        after = before = await shown()
-        authority.issue("127.0.0.1").write(tmp_path, "server")
-        async with asyncio.timeout(20):
-            while after == before:
-                await asyncio.sleep(0.05)  # the server has no event to wait for
-                after = await shown()
+    tls = {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.write(tmp_path)}
+    front = {"tenants": str(tenants), "scheduler_api_key_file": key_file(tmp_path, "root"), **tls}
+    async with serve_http(model, tenants=str(tenants), front=front) as server:
+        url = server.url.replace("http:", "https:")
+        key_of_acme = {"authorization": f"Bearer {KEYS['acme']}"}
+        for name, headers, status in (
+            ("initech.example", None, 200),
+            ("stranger.example", None, 401),
+            ("stranger.example", key_of_acme, 200),
+            ("initech.example", {"authorization": "Bearer nonsense"}, 401),
+        ):
+            trusted = ssl.create_default_context(cafile=authority.write(tmp_path))
+            trusted.load_cert_chain(*authority.issue(name).write(tmp_path, "client"))
+            async with httpx.AsyncClient(base_url=url, verify=trusted) as client:
+                response = await client.post(PATH, json={"prompt": "x", "max_tokens": 1}, headers=headers)
+                assert response.status_code == status, response.text
+                other = await client.post(PATH, json={"prompt": "x", "tenant": "globex"}, headers=headers)
+                assert other.status_code == (403 if status == 200 else 401)
 
 
 async def test_without_tenants_a_key_is_not_looked_at(server: HttpServer) -> None:

@@ -59,12 +59,16 @@ class HttpConnection(UvicornConnection):
     _num_head_bytes = 0
     _num_unused_bytes = 0  # that have come since something could be made of them
     _is_in_head = False
+    _certificate_names: tuple[str, ...] = ()  # the DNS names of the client's certificate, as gRPC's doors have them
     _serving: Cycle | None = None  # or served last; others may wait behind it
     _timer: asyncio.TimerHandle | None = None  # which ends a connection that is silent
     _unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        certificate = transport.get_extra_info("peercert") or {}
+        names = certificate.get("subjectAltName", ())
+        self._certificate_names = tuple(name for kind, name in names if kind == "DNS")
         self._end_after(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -88,6 +92,7 @@ class HttpConnection(UvicornConnection):
         self._is_in_head = True
         self._end_after(HEAD_TIMEOUT_S)
         super().on_message_begin()
+        self.scope["certificate_names"] = self._certificate_names  # type: ignore[typeddict-unknown-key]
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))

@@ -65,14 +65,11 @@ Serve = Callable[[Any, Call, EventStream], Awaitable[bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
-    """Where the API is served. The files are those of TLS, if it is on; `tls` knows what is in them now."""
+    """Where the API is served, and the files of TLS, if it is on."""
 
     host: str
     port: int
-    certificate: str | None = None
-    key: str | None = None
-    client_authority: str | None = None
-    tls: TlsFiles | None = None
+    tls: TlsFiles | None
 
 
 class HttpDoor:
@@ -101,11 +98,9 @@ class HttpDoor:
         self._hosts = _allowed_hosts(address.host)
         self._as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
         self._router = Router(self._routes(), redirect_slashes=False)
-        self._address = address
-        self._credentials = None if address.tls is None else address.tls.credentials
         self._socket = Listener(_bound(address.host, address.port), max_open_connections() // 2)  # gRPC has the others
-        self.url = f"{'https' if address.certificate else 'http'}://{join(address.host, self._socket.getsockname()[1])}"
-        self._server = self._make_server(address, allowed_origins)
+        self.url = f"{'http' if address.tls is None else 'https'}://{join(address.host, self._socket.getsockname()[1])}"
+        self._server = self._make_server(address.tls, allowed_origins)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -115,7 +110,6 @@ class HttpDoor:
                 await asyncio.wait([serving], timeout=event_stream.SILENCE_S / 3)
                 if serving.done():
                     raise RuntimeError("the HTTP server has ended")
-                self._renew_certificate()
                 for stream in self._streams:
                     comment = asyncio.create_task(self._comment(stream))  # which a connection may hold up
                     self._comments.add(comment)
@@ -147,20 +141,7 @@ class HttpDoor:
             failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")
             await _refuse(failure, stream, scope, receive, send)
 
-    def _renew_certificate(self) -> None:
-        """Let new connections see the certificate that the files hold now."""
-        address = self._address
-        if address.tls is None or address.certificate is None or address.tls.credentials is self._credentials:
-            return
-        self._credentials = address.tls.credentials
-        context = self._server.config.ssl
-        assert context is not None, "there is a certificate"
-        try:
-            context.load_cert_chain(address.certificate, address.key)
-        except OSError as error:  # the files have changed again; the next look finds them as they are
-            logger.warning("the certificate of --http-port stays as it was: %s", error)
-
-    def _make_server(self, address: HttpAddress, allowed_origins: Sequence[str]) -> "_Server":
+    def _make_server(self, tls: TlsFiles | None, allowed_origins: Sequence[str]) -> "_Server":
         application: ASGIApp = self
         if allowed_origins:
             application = CORSMiddleware(self, allowed_origins, allow_methods=["*"], allow_headers=["*"])
@@ -176,10 +157,7 @@ class HttpDoor:
                 proxy_headers=False,
                 server_header=False,
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-                ssl_certfile=address.certificate,
-                ssl_keyfile=address.key,
-                ssl_ca_certs=address.client_authority,
-                ssl_cert_reqs=2 if address.client_authority else 0,
+                ssl_context_factory=None if tls is None else lambda *_: tls.server_context(),
             )
         )
 
@@ -202,10 +180,7 @@ class HttpDoor:
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/docs", self._docs, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
-            *(
-                self._posted(route.path, self._as_read(route.request), handlers[route.path])
-                for route in POSTED
-            ),
+            *(self._posted(route.path, self._as_read(route.request), handlers[route.path]) for route in POSTED),
         ]
 
     # Routes
@@ -340,7 +315,8 @@ class HttpDoor:
         Where there are no tenants a key is not looked at: OpenAI's clients always send one.
         """
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        caller = Caller(self._tenants, headers.get(b"authorization") if self._tenants is not None else None)
+        key = headers.get(b"authorization") if self._tenants is not None else None
+        caller = Caller(self._tenants, key, scope["certificate_names"])
         caller.check()
         trace = {name.decode(): headers[name] for name in _TRACE_HEADERS if name in headers}
         return Call(caller, headers.get(_SESSION_HEADER, ""), trace)
