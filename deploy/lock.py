@@ -20,7 +20,7 @@ LOCKS = {
     "scheduler-tracing": ["scheduler", "hub", "tracing"],
     "worker": ["worker", "hub"],
     "worker-tracing": ["worker", "hub", "tracing"],
-    "serve": ["gateway"],
+    "serve": ["serve"],
 }
 # What torch brings for CUDA alone, and torch itself: an image for CPUs takes it from an index of such builds.
 CUDA = re.compile(r"^((?:nvidia|cuda)-[a-z0-9-]+|triton|torch)==", re.MULTILINE)

@@ -13,7 +13,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from pagewire.hosting.gateway import GatewayConfig
 from pagewire.options import options_of
+from scheduler_service.config import HTTP_PORT
 from tests.project.manifests import (
     BASE,
     COMPONENTS,
@@ -61,6 +63,10 @@ def base_container(component: str) -> Manifest:
 def settings_of(component: str) -> set[str]:
     module, name = CONFIGS[component]
     return set(options_of(getattr(importlib.import_module(module), name)))
+
+
+def rendered_as(name: str) -> list[Manifest]:
+    return rendered(DEPLOY / "overlays" / name)
 
 
 def overlay_worker(name: str) -> dict[str, Any]:
@@ -126,6 +132,9 @@ def test_ports_probes_and_services_agree(overlay: Path) -> None:
     for component, template in pod_templates(objects):
         pod, flags, ports = template["spec"], flags_of(template["spec"]), ports_of(template["spec"])
         assert ports.get("grpc", ports.get("http")) == int(flags["port"])
+        if component in CONFIGS:
+            assert ports.get("http") == (HTTP_PORT if component == "frontend" else None)
+            assert flags.get("http-port") == (str(HTTP_PORT) if component == "frontend" else None)
         assert ports.get("health") == (int(flags["health-port"]) if "health-port" in flags else None)
         metrics_port = flags.get("metrics-port", flags.get("prometheus-port"))
         assert ports.get("metrics") == (None if metrics_port is None else int(metrics_port))
@@ -140,19 +149,22 @@ def test_ports_probes_and_services_agree(overlay: Path) -> None:
             assert (component, overlay.name) == ("worker", "multi-node")
             continue
         service = find(objects, "Service", component)["spec"]
-        assert all(port["targetPort"] in ports for port in service["ports"])
+        assert {port["targetPort"] for port in service["ports"]} == set(ports) - {"health", "store"}
+        if service.get("clusterIP") == "None":
+            assert all(port["port"] == ports[port["targetPort"]] for port in service["ports"]), "nothing translates"
         assert {port["appProtocol"] for port in service["ports"]} <= {"kubernetes.io/h2c", "http"}
         assert all(
             (port["name"] == "grpc") == (port["appProtocol"] == "kubernetes.io/h2c") for port in service["ports"]
         )
 
 
-@pytest.mark.parametrize("component", ["scheduler", "worker", "gateway"])
-def test_image_exposes_the_ports(component: str) -> None:
-    (template,) = [t for name, t in pod_templates(rendered(DEPLOY / "overlays" / "smg")) if name == component]
-    exposed = re.search(r"^EXPOSE (.+)$", (DEPLOY / f"Dockerfile.{component}").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("image", ["scheduler", "worker", "gateway"])
+def test_image_exposes_the_ports(image: str) -> None:
+    pods = [template["spec"] for name in ("smg", "frontends") for _, template in pod_templates(rendered_as(name))]
+    of_image = [pod for pod in pods if container_of(pod)["image"].startswith(f"pagewire-{image}:")]
+    exposed = re.search(r"^EXPOSE (.+)$", (DEPLOY / f"Dockerfile.{image}").read_text(), re.MULTILINE)
     assert exposed is not None
-    assert sorted(map(int, exposed[1].split())) == sorted(ports_of(template["spec"]).values())
+    assert set(map(int, exposed[1].split())) == {port for pod in of_image for port in ports_of(pod).values()}
 
 
 def test_scheduler_dials_the_headless_service_of_the_worker() -> None:
@@ -426,7 +438,8 @@ def test_help_of_the_command_knows_every_flag(component: str, capsys: pytest.Cap
 
 
 def test_the_gateway_knows_every_flag() -> None:
-    pod = find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
+    pod = find(rendered_as("smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
+    assert int(flags_of(pod)["port"]) == GatewayConfig().gateway_port
     (container,) = pod["containers"]
     assert container["command"] == ["tini", "-s", "--", "python", "-m", "smg", "launch"]
     command = [sys.executable, "-m", "smg", "launch", "--help"]

@@ -1,11 +1,12 @@
 """The images hold the right files: those that a build sees, the packages of the base install, no torch in the
 scheduler's."""
 
+import contextlib
+import http.client
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import venv
@@ -20,11 +21,13 @@ from packaging.utils import canonicalize_name
 
 import pagewire
 from deploy.lock import LOCKS
+from pagewire.hosting.supervisor import free_port
 from tests.environments import closure_of, constraints, files_of_the_build, link, project, requirements_of
 from tests.project.manifests import DEPLOY, ROOT, container_of, containers_of, pod_templates, rendered
 
 MODEL = ROOT / "models" / "storyteller"
 IMAGES = ("scheduler", "worker", "gateway")
+PROBED = ("/version", "/health")  # whether a front end is alive, and ready: test_schemas.py asks that probes do
 
 
 def instructions_of(image: str) -> list[tuple[str, str]]:
@@ -143,7 +146,7 @@ def test_lock_of_the_cpu_image_is_the_workers_without_cuda() -> None:
 def test_lock_of_the_gateway_agrees_with_the_extra() -> None:
     (extra,) = (requirement for requirement in requirements_of("gateway") if requirement.name == "smg")
     assert extra.specifier.contains(locked("gateway")[canonicalize_name(extra.name)])
-    assert canonicalize_name(extra.name) in locked("serve")
+    assert canonicalize_name(extra.name) not in locked("serve")
 
 
 # Bytes on a disk. What python:3.11-slim holds, and gcc with libc6-dev on Debian 12, both rounded up.
@@ -226,16 +229,24 @@ def test_files_of_the_image_install(image_python: Path) -> None:
     assert all(path.read_bytes() == (MODEL / name).read_bytes() for name, path in bundled.items())
 
 
-def test_scheduler_starts_in_the_image_without_torch(image_python: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def status_of(port: int, path: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        connection.request("GET", path)
+        return connection.getresponse().status
+
+
+@pytest.mark.parametrize(("verb", "peer"), [("scheduler", "--worker"), ("frontend", "--scheduler")])
+def test_a_service_starts_in_the_image_without_torch(image_python: Path, tmp_path: Path, verb: str, peer: str) -> None:
+    """And is alive, but not ready, without the one that it dials."""
+    port, http_port = free_port("127.0.0.1"), free_port("127.0.0.1")
     program = (
         "import sys, importlib.util; from pagewire.cli.command import main\n"
         "assert not any(map(importlib.util.find_spec, ('torch', 'numpy', 'transformers')))\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    flags = ["--model", str(MODEL), "--port", str(port), "--metrics-port", "0", "--worker", "127.0.0.1:1"]
-    command = [str(image_python), "-I", "-c", program, "scheduler", *flags]
+    flags = ["--model", str(MODEL), "--port", str(port), "--metrics-port", "0", peer, "127.0.0.1:1"]
+    flags += [f"--http-port={http_port}"] if verb == "frontend" else []
+    command = [str(image_python), "-I", "-c", program, verb, *flags]
     process = subprocess.Popen(command, cwd=tmp_path, env={"HOME": str(tmp_path)}, stderr=subprocess.PIPE)
     try:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -243,6 +254,8 @@ def test_scheduler_starts_in_the_image_without_torch(image_python: Path, tmp_pat
             request = health_pb2.HealthCheckRequest(service="liveness")
             answer = stub.Check(request, timeout=20, wait_for_ready=True)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        if verb == "frontend":
+            assert [status_of(http_port, path) for path in PROBED] == [200, 503]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     finally:

@@ -127,7 +127,7 @@ def test_clients_and_prometheus_reach_a_front_end() -> None:
     flags = flags_of(find(objects, "Deployment", "frontend")["spec"]["template"]["spec"])
     clients, prometheus = policy_of(objects, "frontend")["ingress"]
     assert peers(clients, "from") == ["gateway", *CLIENTS]
-    assert ports(clients) == [int(flags["port"])]
+    assert ports(clients) == [int(flags["port"]), int(flags["http-port"])]
     assert (peers(prometheus, "from"), ports(prometheus)) == ([PROMETHEUS], [int(flags["metrics-port"])])
 
 

@@ -15,8 +15,7 @@ import yaml
 
 from pagewire import options
 from pagewire.hosting import logs
-from pagewire.hosting.gateway import GatewayConfig
-from scheduler_service.config import SchedulerConfig
+from scheduler_service.config import HTTP_PORT, FrontEndConfig, HttpOptions, SchedulerConfig
 from tests.project.manifests import (
     DEPLOY,
     OVERLAYS,
@@ -90,17 +89,15 @@ def test_a_misspelt_field_is_seen() -> None:
 # InferencePool and KServe.
 
 
-def test_the_pool_is_of_the_gateways_in_the_schedulers_pods() -> None:
+def test_the_pool_is_of_the_front_ends_in_the_schedulers_pods() -> None:
     objects = rendered(DEPLOY / "overlays" / "inference-pool")
     pool = find(objects, "InferencePool", "")["spec"]
     template = find(objects, "StatefulSet", "scheduler")["spec"]["template"]
     assert selects(pool["selector"], template["metadata"]["labels"])
-    scheduler, gateway = template["spec"]["containers"]
-    flags = parse_flags(gateway["args"])
-    assert [port["number"] for port in pool["targetPorts"]] == [int(flags["port"])]
-    assert gateway["ports"] == [{"name": "http", "containerPort": int(flags["port"])}]
-    assert flags["worker-urls"] == f"grpc://127.0.0.1:{parse_flags(scheduler['args'])['port']}"
-    assert flags["control-plane-api-keys"].endswith(":admin:$(ADMIN_KEY)")
+    scheduler, front_end = template["spec"]["containers"]
+    flags = parse_flags(front_end["args"])
+    assert [port["number"] for port in pool["targetPorts"]] == [int(flags["http-port"])]
+    assert front_end["ports"] == [{"name": "http", "containerPort": int(flags["http-port"])}]
     route = find(objects, "HTTPRoute", "")["spec"]
     (backend,) = route["rules"][0]["backendRefs"]
     assert (backend["kind"], backend["name"]) == (
@@ -108,20 +105,31 @@ def test_the_pool_is_of_the_gateways_in_the_schedulers_pods() -> None:
         find(objects, "InferencePool", "")["metadata"]["name"],
     )
     clients, picker = find(objects, "NetworkPolicy", "inference-pool")["spec"]["ingress"]
-    assert [port["port"] for port in clients["ports"]] == [int(flags["port"])]
+    assert [port["port"] for port in clients["ports"]] == [int(flags["http-port"])]
     assert [port["port"] for port in picker["ports"]] == [int(parse_flags(scheduler["args"])["metrics-port"])]
 
 
-def test_the_gateway_beside_a_scheduler_has_the_flags_of_the_one_in_front() -> None:
-    in_front = flags_of(
-        find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
-    )
-    template = find(rendered(DEPLOY / "overlays" / "inference-pool"), "StatefulSet", "scheduler")["spec"]["template"]
-    beside = parse_flags(template["spec"]["containers"][1]["args"])
-    own = {"worker-urls", "prometheus-host"}
-    assert {name: value for name, value in in_front.items() if name in beside and name not in own} == {
-        name: value for name, value in beside.items() if name not in own
-    }
+def test_the_front_end_beside_a_scheduler_is_one_of_those_in_front() -> None:
+    pod = find(rendered(DEPLOY / "overlays" / "inference-pool"), "StatefulSet", "scheduler")["spec"]["template"]["spec"]
+    scheduler, beside = pod["containers"]
+    in_front = find(rendered(DEPLOY / "overlays" / "frontends"), "Deployment", "frontend")["spec"]["template"]["spec"]
+    flags, others = parse_flags(beside["args"]), parse_flags(scheduler["args"])
+    assert (beside["image"], beside["command"]) == (scheduler["image"], container_of(in_front)["command"])
+    assert {name: flags[name] for name in ("model", "http-host", "http-port", "drain-timeout")}.items() <= flags_of(
+        in_front
+    ).items()
+    assert flags["scheduler"] == f"127.0.0.1:{others['port']}"
+    assert (flags["host"], flags["metrics-port"]) == ("127.0.0.1", "0"), "the scheduler's are the pod's"
+    assert len({flags["port"], flags["http-port"], others["port"], others["metrics-port"]}) == 4
+    assert_probes(beside, "http")
+
+
+def assert_probes(container: Manifest, port: str | int) -> None:
+    """Asserts that HTTP asks what is served, and that being alive depends on no worker."""
+    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+    assert {probe["port"] for probe in probes.values()} == {port}
+    assert probes["readiness"]["path"] == "/health"
+    assert probes["liveness"]["path"] == "/version"
 
 
 def test_the_serving_runtime_is_a_pod_that_kubernetes_takes_and_a_command_that_we_know() -> None:
@@ -133,11 +141,11 @@ def test_the_serving_runtime_is_a_pod_that_kubernetes_takes_and_a_command_that_w
     assert container["name"] == "kserve-container", "KServe mounts the model there"
     assert container["command"] == ["env", "--block-signal=TERM", "pagewire", "serve"]
     flags = parse_flags(container["args"])
-    known = options.options_of(SchedulerConfig, WorkerConfig, GatewayConfig, logs.LogConfig)
+    known = options.options_of(SchedulerConfig, WorkerConfig, HttpOptions, logs.LogConfig)
     assert {name.replace("-", "_") for name in flags} <= set(known)
-    assert container["ports"][0]["containerPort"] == int(flags["gateway-port"])
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert container[probe]["httpGet"]["port"] == int(flags["gateway-port"])
+    assert container["ports"][0]["containerPort"] == int(flags["http-port"]) == HTTP_PORT
+    assert_probes(container, HTTP_PORT)
+    assert container["startupProbe"]["httpGet"]["path"] == "/health", "which waits for the worker"
     assert container["securityContext"]["readOnlyRootFilesystem"]
     (service,) = documents(KSERVE / "inference-service.yaml")
     model = service["spec"]["predictor"]["model"]
@@ -147,7 +155,7 @@ def test_the_serving_runtime_is_a_pod_that_kubernetes_takes_and_a_command_that_w
     wait = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert service["spec"]["predictor"]["terminationGracePeriodSeconds"] > wait + int(flags["drain-timeout"])
     assert not {"runAsUser", "runAsGroup"} & set(container["securityContext"]), "clusters assign them"
-    assert (flags["gateway-host"], flags["metrics-host"]) == ("::", "::")
+    assert (flags["http-host"], flags["metrics-host"]) == ("::", "::")
 
 
 # One machine.
@@ -170,29 +178,27 @@ def test_composed_services_find_each_other_and_no_other_finds_the_worker() -> No
     services = compose()["services"]
     flags = {name: parse_flags(service["command"][1:]) for name, service in services.items()}
     assert flags["scheduler"]["worker"] == f"worker:{flags['worker']['port']}"
-    assert flags["gateway"]["worker-urls"] == f"grpc://scheduler:{flags['scheduler']['port']}"
+    assert flags["frontend"]["scheduler"] == f"scheduler:{flags['scheduler']['port']}"
     members = {
         name: {n for n, service in services.items() if name in service["networks"]} for name in compose()["networks"]
     }
-    assert members == {"link": {"worker", "scheduler"}, "clients": {"scheduler", "gateway"}}
+    assert members == {"link": {"worker", "scheduler"}, "clients": {"scheduler", "frontend"}}
     assert compose()["networks"]["link"]["internal"]
     published = [port for service in services.values() for port in service.get("ports", [])]
     assert all(port.startswith("127.0.0.1:") for port in published)
     assert "ports" not in services["worker"]
-    assert ":?" in flags["gateway"]["control-plane-api-keys"], "no gateway without a key"
+    assert services["frontend"]["ports"] == [f"127.0.0.1:{HTTP_PORT}:{flags['frontend']['http-port']}"]
+    for name, own in flags.items():
+        ours = {own["port"], own.get("http-port"), own.get("metrics-port")}
+        assert {port.rpartition(":")[2] for port in services[name].get("ports", [])} <= ours
 
 
 def test_composed_services_know_their_flags() -> None:
     services = compose()["services"]
-    for name, config in (("scheduler", SchedulerConfig), ("worker", WorkerConfig)):
+    for name, config in (("scheduler", SchedulerConfig), ("worker", WorkerConfig), ("frontend", FrontEndConfig)):
         verb, *arguments = services[name]["command"]
         assert verb == name
         assert {flag.replace("-", "_") for flag in parse_flags(arguments)} <= set(options.options_of(config))
-    in_front = flags_of(
-        find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
-    )
-    composed = parse_flags(services["gateway"]["command"][1:])
-    assert set(composed) - {"worker-urls"} <= set(in_front)
 
 
 # The model.
