@@ -1,5 +1,6 @@
 """Numbers and lists in the documents that repeat the code are those of the code."""
 
+import asyncio.constants
 import re
 import tomllib
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from pagewire.kernels.cpu import VARIANTS
 from scheduler_service import metrics_server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.policy import POLICIES
+from scheduler_service.doors.http import body, connection
+from scheduler_service.doors.http import server as door
 from scheduler_service.doors.scheduler import shared_call
 from scheduler_service.links.worker import liveness
 from scheduler_service.server import EXIT_FENCED
@@ -39,6 +42,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = constraints()
 LEAST = {package.name: package.least for package in installation.NEEDED["gpu"]}
 MIB = 1 << 20
+# Of the HTTP server.
+HEAD_S, BODY_S = f"{connection.HEAD_TIMEOUT_S:g} s", f"{body.BODY_TIMEOUT_S:g} s"
+HEADERS, HEAD_KIB = connection.MAX_HEADERS, connection.MAX_HEAD_BYTES >> 10
+BODY_MIB, BODIES_MIB, SMALL_KIB = body.MAX_BODY_BYTES // MIB, door.MAX_BODIES_BYTES // MIB, door._SMALL_BODY_BYTES >> 10
+KEEP_ALIVE_S, UNREAD_S = f"{connection.KEEP_ALIVE_S:g} s", f"{connection.UNREAD_TIMEOUT_S:g} s"
 MAX_NAMES = parsed_request._MAX_NAME_CHARS
 # What a page says, with the code's own values.
 FACTS = [
@@ -79,6 +87,18 @@ FACTS = [
     ("docs/sizing.md", f"has at most {listening._MAX_CALLS_OF_CONNECTION:,} calls at once"),
     ("docs/sizing.md", f"at most {listening._MAX_PENDING_CALLS:,} calls of all connections"),
     ("docs/sizing.md", f"`--health-port` take {metrics_server.MAX_CONNECTIONS} each"),
+    ("docs/sizing.md", f"a head of {HEADERS} headers, {HEAD_KIB} KiB, in {HEAD_S};"),
+    ("docs/sizing.md", f"a body of {BODY_MIB} MiB, in {BODY_S} |"),
+    ("docs/sizing.md", f"on their way: {BODIES_MIB} MiB together, but for {SMALL_KIB} KiB of each"),
+    ("docs/sizing.md", f"| {connection.MAX_AHEAD} requests ahead on a connection; {KEEP_ALIVE_S} between"),
+    ("docs/sizing.md", f" {UNREAD_S} of reading nothing"),
+    ("SECURITY.md", f"has at most {HEADERS} headers and {HEAD_KIB} KiB and comes within"),
+    ("SECURITY.md", f"comes within {HEAD_S} (a TLS handshake {asyncio.constants.SSL_HANDSHAKE_TIMEOUT:g} s)"),
+    ("SECURITY.md", f"a body has at most {BODY_MIB} MiB and comes within\n  {BODY_S},"),
+    ("SECURITY.md", f"take {BODIES_MIB} MiB together, but for {SMALL_KIB} KiB of each"),
+    ("SECURITY.md", f"may be silent for {KEEP_ALIVE_S} between"),
+    ("SECURITY.md", f"send {connection.MAX_AHEAD} ahead, and read nothing for {UNREAD_S}"),
+    ("SECURITY.md", f"\n  {connection._ACCEPTED_IN_A_ROW} in a row."),
     ("SECURITY.md", f"may have {listening._MAX_CALLS_OF_CONNECTION:,} calls at once"),
     ("SECURITY.md", f"and {listening._MAX_PENDING_CALLS:,} of all"),
     ("ARCHITECTURE.md", f"heartbeats ({liveness.MAX_SILENCE} s)"),
