@@ -1,0 +1,226 @@
+"""Measures streams over HTTP beside the same streams over gRPC, and through smg.
+
+    python -m bench http-rate
+
+Rate: a worker with the 54M shape, a scheduler, a front end with both doors, and smg before the scheduler, as processes.
+In turns, this process reads 32 streams of one kind, and then some alone. Many: a front end before a worker of 100 ms
+a step, which computes nothing; 1,000 streams of one kind at a time, and the gaps between what each tells. Clients over
+HTTP are plain sockets, those over gRPC are grpcio's. Raw numbers go to bench/results/http_rate.json.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from bench.checkpoint import SHAPES, tokenized_checkpoint
+from bench.goals import verdict
+from bench.measure import in_turns
+from bench.services.front_end import Child
+from bench.services.hostile_http import posted
+from bench.tokenizer import trained_tokenizer
+from models.story_grammar import write_story
+from pagewire.common.limits import raise_descriptor_limit
+from pagewire.hosting.supervisor import free_port
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from testing.gateway import Gateway
+from testing.services import HOST, Service, running
+
+NUM_STREAMS, NUM_ALONE, OUTPUT_LEN, PROMPT_CHARS = 32, 5, 200, 200
+NUM_MANY, MANY_OUTPUT_LEN, MANY_STEP_MS = 1000, 200, 100
+STORYTELLER = Path("models/storyteller")  # whose tokens the scripted worker draws
+GOAL_RATE, GOAL_ADDED_MS, GOAL_GAPS, GOAL_OVER_SMG = 0.97, 2.0, 1.2, 1.0
+# Reads one stream of so many tokens behind a prompt, and returns when each message came.
+Read = Callable[[str, int], Awaitable[list[float]]]
+
+
+def over_http(port: int, model: str) -> Read:
+    async def read(prompt: str, num_tokens: int) -> list[float]:
+        asked = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
+        content = json.dumps(asked | {"stream": True}).encode()
+        reader, writer = await asyncio.open_connection(HOST, port)
+        writer.write(posted("/v1/completions", content, "content-type: application/json", "connection: close"))
+        times = []
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                assert not line.startswith(b'data: {"error"'), line
+                times.append(time.perf_counter())
+        writer.close()
+        return times
+
+    return read
+
+
+def over_grpc(stub: pb_grpc.SchedulerServiceStub) -> Read:
+    async def read(prompt: str, num_tokens: int) -> list[float]:
+        sampling = pb.SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        request = pb.GenerateRequest(text=prompt, sampling=sampling)
+        return [time.perf_counter() async for _ in stub.Generate(request)]
+
+    return read
+
+
+@contextlib.contextmanager
+def front_end(model: Path, scheduler: str) -> Iterator[tuple[str, int]]:
+    """Yields the addresses of its doors: HOST:PORT over gRPC, the port over HTTP."""
+    port = free_port(HOST)
+    flags = ["--model", model, "--scheduler", scheduler, "--port", 0, "--http-port", port, "--metrics-port", 0]
+    service = Service("frontend", [*flags, "--log-level", "error"])
+    try:
+        yield service.wait_until_ready(), port
+    finally:
+        service.stop()
+
+
+def prompts(rng: random.Random, number: int) -> list[str]:
+    """Returns texts that begin otherwise, so that none finds another's blocks."""
+    return [f"{rng.random()} {write_story(rng)[:PROMPT_CHARS]}" for _ in range(number)]
+
+
+async def rates(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]]]:
+    rng = random.Random(0)
+    with (
+        running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system,
+        front_end(model, system.url) as (address, port),
+        contextlib.closing(_Stopped(Gateway([system.url], "--policy=round_robin"))) as smg,
+    ):
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = pb_grpc.SchedulerServiceStub(channel)
+            arms = {
+                "grpc": over_grpc(stub),
+                "http": over_http(port, model.name),
+                "smg": over_http(smg.gateway.port, model.name),
+            }
+            rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+            for index, arm in in_turns(list(arms), num_rounds):
+                figures = await rate(arms[arm], rng)
+                print(f"  round {index} {arm}: {figures}", flush=True)
+                if index > 0:
+                    rounds[arm].append(figures)
+    return rounds
+
+
+class _Stopped:
+    """Ends a gateway at the end of a block."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        gateway.wait_until_ready()
+
+    def close(self) -> None:
+        self.gateway.stop()
+
+
+async def rate(read: Read, rng: random.Random) -> dict[str, float]:
+    start = time.perf_counter()
+    together = await asyncio.gather(*(read(prompt, OUTPUT_LEN) for prompt in prompts(rng, NUM_STREAMS)))
+    seconds = time.perf_counter() - start
+    assert all(together)
+    alone = []
+    for prompt in prompts(rng, NUM_ALONE):
+        asked_at = time.perf_counter()
+        alone.append((await read(prompt, 2))[0] - asked_at)
+    return {
+        "tokens_per_s": NUM_STREAMS * OUTPUT_LEN / seconds,
+        "first_ms_together": 1e3 * statistics.median(times[0] - start for times in together),
+        "first_ms_alone": 1e3 * statistics.median(alone),
+    }
+
+
+async def many_gaps(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]]]:
+    worker = Child("bench.services.scripted_worker", str(model), "--step-ms", str(MANY_STEP_MS))
+    flags = ["--model", model, "--worker", worker.address, "--port", 0, "--metrics-port", 0, "--log-level", "error"]
+    scheduler = Service("scheduler", [*flags, "--max-num-seqs", NUM_MANY])
+    rng = random.Random(0)
+    try:
+        with front_end(model, scheduler.wait_until_ready()) as (address, port):
+            async with grpc.aio.insecure_channel(address) as channel:
+                arms = {
+                    "grpc": over_grpc(pb_grpc.SchedulerServiceStub(channel)),
+                    "http": over_http(port, model.name),
+                }
+                rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+                for index, arm in in_turns(list(arms), num_rounds):
+                    figures = await gaps(arms[arm], rng)
+                    print(f"  round {index} {arm}: {figures}", flush=True)
+                    if index > 0:
+                        rounds[arm].append(figures)
+        return rounds
+    finally:
+        scheduler.stop()
+        worker.stop()
+
+
+async def gaps(read: Read, rng: random.Random) -> dict[str, float]:
+    """Returns quantiles of the seconds between messages while all streams are open and none begins or ends."""
+    asked = prompts(rng, NUM_MANY)
+    streams = await asyncio.gather(*(read(prompt, MANY_OUTPUT_LEN) for prompt in asked))
+    begun, ends = max(times[0] for times in streams), min(times[-1] for times in streams)
+    found = sorted(
+        after - before
+        for times in streams
+        for before, after in itertools.pairwise(times)
+        if begun <= before and after <= ends
+    )
+    assert found, "no moment had all streams open"
+    quantiles = {"p50": found[len(found) // 2], "p99": found[len(found) * 99 // 100], "max": found[-1]}
+    return {name: 1e3 * seconds for name, seconds in quantiles.items()} | {"gaps": len(found)}
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    raise_descriptor_limit()
+    with tempfile.TemporaryDirectory() as made:
+        # Each token of it is text, so that no arm waits for another.
+        model = tokenized_checkpoint("54M", trained_tokenizer(SHAPES["54M"]["vocab_size"]), Path(made) / "model")
+        figures: dict[str, Any] = {"load": {"model": "54M", "rounds": arguments.rounds}}
+        if arguments.only in "rate":
+            figures["rate"] = await rates(model, arguments.rounds)
+        if arguments.only in "many":
+            figures["many"] = await many_gaps(STORYTELLER, arguments.rounds)
+    return figures
+
+
+def ratio(rounds: dict[str, list[dict[str, float]]], figure: str, arm: str, base: str) -> float:
+    """Returns the median over the rounds of how much an arm has of what another one has."""
+    return statistics.median(
+        mine[figure] / others[figure] for mine, others in zip(rounds[arm], rounds[base], strict=True)
+    )
+
+
+def line(of_arm: Sequence[dict[str, float]]) -> str:
+    return ", ".join(f"{name} {statistics.median(each[name] for each in of_arm):,.1f}" for name in of_arm[0])
+
+
+def report(figures: dict[str, Any]) -> None:
+    for part in ("rate", "many"):
+        for arm, of_arm in figures.get(part, {}).items():
+            print(f"  {part} {arm}: {line(of_arm)}")
+    if rounds := figures.get("rate"):
+        over_grpc, over_smg = (ratio(rounds, "tokens_per_s", "http", base) for base in ("grpc", "smg"))
+        print(f"{NUM_STREAMS} streams, tokens a second over HTTP: {over_grpc:.3f} of gRPC's", end=" ")
+        print(verdict(over_grpc, GOAL_RATE, at_least=True), end="; ")
+        print(f"{over_smg:.3f} of smg's {verdict(over_smg, GOAL_OVER_SMG, at_least=True)}")
+        for figure in ("first_ms_alone", "first_ms_together"):
+            added = statistics.median(
+                mine[figure] - others[figure] for mine, others in zip(rounds["http"], rounds["grpc"], strict=True)
+            )
+            print(f"  {figure}: {added:+.2f} ms {verdict(added, GOAL_ADDED_MS, at_least=False)}")
+    if rounds := figures.get("many"):
+        wider = ratio(rounds, "p99", "http", "grpc")
+        print(f"{NUM_MANY} streams, p99 of the gaps: {wider:.2f} of gRPC's {verdict(wider, GOAL_GAPS, at_least=False)}")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each arm (default: 5)")
+    parser.add_argument("--only", default="", choices=("", "rate", "many"), help="one of both (default: both)")
