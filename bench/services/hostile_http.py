@@ -2,12 +2,12 @@
 
     python -m bench hostile-http
 
-A worker, a scheduler and a front end run as processes, with the 54M shape. Streams go on beside each attack for as
-long as that takes: 20,000 requests with changed fields and bytes, bodies that come slowly or never, 100,000 headers in
-one request and in many, bodies as large as are taken, and as many connections as the server has room for, with more
-than that. The attackers are one process of the lowest priority, as in `hostile`. It counts answers by status, and takes
-what memory the front end has had at most, and has once the attack is over. Raw numbers go to
-bench/results/hostile_http.json.
+A worker, a scheduler with `--max-decode-slowdown` and a front end run as processes, with the 54M shape. Streams go on
+beside each attack for as long as that takes: 20,000 requests with changed fields and bytes, bodies that come slowly or
+never, 100,000 headers in one request and in many, bodies as large as are taken, and as many connections as the server
+has room for, with more than that. The attackers are one process of the lowest priority, as in `hostile`. It counts
+answers by status, and takes what memory the front end has had at most, and has once the attack is over. Raw numbers go
+to bench/results/hostile_http.json.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.checkpoint import tokenized_checkpoint
 from bench.goals import verdict
-from bench.services.hostile import PAUSE_S, TOKENIZER, random_prompt
+from bench.services.hostile import MAX_DECODE_SLOWDOWN, PAUSE_S, TOKENIZER, random_prompt
 from pagewire.common.limits import raise_descriptor_limit
 from pagewire.hosting.supervisor import free_port
 from testing.services import HOST, Service, running
@@ -224,7 +224,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         sys.exit()
     with tempfile.TemporaryDirectory() as made:
         model = tokenized_checkpoint("54M", TOKENIZER, Path(made) / "model")
-        with running(model, worker=["--num-device-blocks", 1024, "--num-threads", 1]) as system:
+        scheduler = ["--max-decode-slowdown", MAX_DECODE_SLOWDOWN]  # or a long prompt is a gap of seconds for others
+        with running(model, worker=["--num-device-blocks", 1024, "--num-threads", 1], scheduler=scheduler) as system:
             port = free_port(HOST)
             flags = ["--model", model, "--scheduler", system.url, "--port", 0, "--http-port", port, "--metrics-port", 0]
             front_end = Service("frontend", flags)
