@@ -45,7 +45,7 @@ _RANKS = "models are shared out by `tensor_parallel_size` only"
 _ON_THIS_MACHINE = "ranks are processes on this machine, which meet over NCCL, or gloo on CPUs"
 _MORE_SERVERS = "make an LLM for each, or put a gateway before several servers"
 _ON_DEVICE = "all weights are on the device; `swap_space` is for the KV cache"
-_PARSERS = "the gateway knows by the model how calls of tools and reasoning are written"
+_PARSERS = "smg (`gateway`) knows by the model how calls of tools and reasoning are written"
 _TEMPLATE = "the chat template is the checkpoint's own: put another chat_template.jinja into a copy of its directory"
 _GUIDANCE = "grammars are read by llguidance"
 _STATES = "no architecture that keeps a state is served"
@@ -143,7 +143,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         "disable_fastapi_docs! enable_offline_docs! h11_max_incomplete_event_size h11_max_header_count "
         "fingerprint_mode "
         "fingerprint_value disable_frontend_multiprocessing! fail_on_environ_validation! ssl_refresh",
-        Foreign("the gateway is smg, which has other limits and no such pages", (None, False, True)),
+        Foreign("the OpenAI API has limits and pages of its own, always", (None, False, True)),
     ),
     ("api_server_count renderer_num_workers", Foreign("front ends do that: `pagewire frontend`", (None, 1))),
     ("grpc!", Foreign("gRPC is always served", (None, False, True))),
@@ -281,14 +281,14 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
     (
         "ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh! ssl_key_file "
         "ssl_cert_file",
-        _refused("the gateway speaks plaintext: put a proxy before it; for gRPC see `tls_cert` and `tls_key`", 0),
+        _refused("see `tls_cert`, `tls_key` and `tls_client_ca`, for HTTP and gRPC", 0),
     ),
     (
         "root_path middleware* allow_credentials! allowed_methods allowed_headers",
-        _refused("the gateway is smg, which has no such option: put a proxy before it"),
+        _refused("put a proxy before the OpenAI API; see `allowed_origins`"),
     ),
     ("enable_tokenizer_info_endpoint! tokens_only!", _refused("over gRPC, ServerInfo, Tokenize and Generate do it")),
-    ("uds", _refused("services listen on ports; see `host`, `port` and `gateway_port`")),
+    ("uds", _refused("services listen on ports; see `http_host` and `http_port`")),
 )  # fmt: skip
 FOREIGN = {name.rstrip("!*"): foreign for names, foreign in _FOREIGN for name in names.split()}
 

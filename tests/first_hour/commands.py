@@ -21,7 +21,7 @@ _url = ""
 def serving() -> Iterator[None]:
     """Runs a server of this process's user for `answered`."""
     global _url
-    server = Service("serve", [MODEL, "--port", 0, "--metrics-port", 0, "--log-level", "error"])
+    server = Service("serve", [MODEL, "--port", 0, "--http-port", 0, "--metrics-port", 0, "--log-level", "error"])
     try:
         _url = server.wait_until_ready()
         yield
