@@ -32,7 +32,7 @@ from pagewire.compatibility import FOREIGN, MAPPED, SAMPLING_FIELDS, STRUCTURED_
 from pagewire.kernels.quantized import BITS
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.core.sequence import TRANSITIONS, GroupState
-from scheduler_service.doors.http.openapi import POSTED, field_rows
+from scheduler_service.doors.http.openapi import NAMED, POSTED, field_rows
 from scheduler_service.doors.http.requests import (
     INERT,
     JsonObjectFormat,
@@ -183,6 +183,8 @@ def http_page() -> str:
     parts = [HTTP_TITLE, MADE]
     for route in POSTED:
         parts += [f"## `{route.path}`", f"{route.summary}.", *_http_fields(route.request)]
+    for route in NAMED:
+        parts += [f"## `{route.method} {route.path}`", f"{route.summary}.", *_http_fields(route.request)]
     for kind in HTTP_TYPES:
         parts += [f"## {kind.__name__}", *_http_fields(kind)]
     return "\n\n".join(parts) + "\n"

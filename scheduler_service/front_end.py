@@ -135,7 +135,9 @@ def _make_http(
     address = HttpAddress(http.http_host, http.http_port or 0, service.tls)
     origins = [origin.strip() for origin in (http.allowed_origins or "").split(",") if origin.strip()]
     name, metrics = (lambda: link.served_model_name), partial(exposition, collector)
-    return HttpDoor(address, servicer.intake, service.tenants, name, metrics, origins, is_lenient=http.lenient)
+    return HttpDoor(
+        address, servicer.intake, link.forward, service.tenants, name, metrics, origins, is_lenient=http.lenient
+    )
 
 
 def _failed(error: BaseException | None) -> int:

@@ -21,10 +21,10 @@ from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd, TokenLogprobs
+from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd
 from scheduler_service.doors.entrance import passed_on, refusal_of
 from scheduler_service.doors.scheduler.generate_request import encode_request
-from scheduler_service.doors.scheduler.generate_response import FINISH_REASONS, encode_embedding
+from scheduler_service.doors.scheduler.generate_response import FINISH_REASONS, decode_logprobs, encode_embedding
 from scheduler_service.links.waiting import LINK_OPTIONS, Ended, Outdated, Waiting, ends
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.clock import Clock
@@ -352,7 +352,7 @@ class SchedulerLink:
             del self._streams[output.sequence_id]
             if not any(each.sequence_id in self._streams for each in request.outputs):
                 self._forget(request)
-        logprobs, prompt_logprobs = map(_decode_logprobs, delta.logprobs), map(_decode_logprobs, delta.prompt_logprobs)
+        logprobs, prompt_logprobs = map(decode_logprobs, delta.logprobs), map(decode_logprobs, delta.prompt_logprobs)
         self._deliver(output, request, list(delta.token_ids), logprobs, prompt_logprobs, cumulative_logprob, end)
 
     def _deliver(self, output: SampleRecord, request: ActiveRequest, token_ids: list[int], *more: Any) -> None:
@@ -407,8 +407,3 @@ def _decode_end(stream_id: int, delta: scheduler_pb2.GenerateResponse) -> Sequen
         first_token_at=None,
         embedding=encode_embedding(delta.embedding),
     )
-
-
-def _decode_logprobs(entry: scheduler_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = tuple((each.token_id, each.logprob) for each in entry.top)
-    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, top)

@@ -4,12 +4,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, processors
 
 from pagewire.common.grammars import GrammarError
 from pagewire.common.grammars.trial import Trials
+from scheduler_service.doors.scheduler import scheduler_servicer
 from scheduler_service.serving import grammars
 from testing.scheduler_stack import make_checkpoint
 
@@ -98,3 +100,20 @@ def trials_are_shared(_shared_trials: Callable[..., _Shared], monkeypatch: pytes
     """A service in this process starts no process for its grammars, which would cost more than most tests: those of
     one tokenizer share one. A file whose tests are about that process has a fixture of this name that does nothing."""
     monkeypatch.setattr(grammars, "Trials", _shared_trials)
+
+
+@pytest.fixture
+def open_attachments(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The calls of Attach that the scheduler serves now."""
+    found: list[object] = []
+    write_deltas = scheduler_servicer.write_deltas
+
+    async def counted(active: object, *rest: Any) -> None:
+        found.append(active)
+        try:
+            await write_deltas(active, *rest)
+        finally:
+            found.remove(active)
+
+    monkeypatch.setattr(scheduler_servicer, "write_deltas", counted)
+    return found

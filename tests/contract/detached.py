@@ -1,13 +1,14 @@
 """Detached requests as clients of a scheduler, or of a front end, see them."""
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import Stack, request
-from tests.contract.front_end import FrontEnd
+from tests.contract.front_end import DEADLINE, FrontEnd
 
 Server = Stack | FrontEnd
 Metadata = tuple[tuple[str, str], ...]
@@ -76,3 +77,11 @@ async def until_ended(server: Server, request_id: str, tenant: str = "") -> pb.G
             if result.state != pb.RESULT_STATE_RUNNING:
                 return result
             await asyncio.sleep(0.01)  # a client that only polls has no event to wait for
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.01)  # nothing tells

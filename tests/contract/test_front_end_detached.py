@@ -14,7 +14,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service.doors.scheduler import scheduler_servicer
 from testing.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve
-from tests.contract.detached import Metadata, Server, attach, failure_of, submit, until_ended
+from tests.contract.detached import Metadata, Server, attach, failure_of, submit, until, until_ended
 from tests.contract.front_end import DEADLINE, FrontEnd, serve_both, serve_front_end
 from tests.contract.tenants import code_of, credentials, key_file, remove_tenant, write_tenants
 
@@ -31,31 +31,6 @@ CALLS: dict[str, Callable[[Server, str, Metadata], Awaitable[Any]]] = {
     ),
     "Abort": lambda server, name, metadata: server.stub.Abort(pb.AbortRequest(request_id=name), metadata=metadata),
 }
-
-
-@pytest.fixture
-def open_attachments(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The calls of Attach that the scheduler serves now."""
-    found: list[object] = []
-    write_deltas = scheduler_servicer.write_deltas
-
-    async def counted(active: object, *rest: Any) -> None:
-        found.append(active)
-        try:
-            await write_deltas(active, *rest)
-        finally:
-            found.remove(active)
-
-    monkeypatch.setattr(scheduler_servicer, "write_deltas", counted)
-    return found
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.01)  # nothing tells
 
 
 async def test_any_door_answers_any_id(checkpoint: Path) -> None:

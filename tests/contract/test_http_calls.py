@@ -21,6 +21,7 @@ from tests.contract.http_door import DONE, HttpServer, make_chat_checkpoint, ser
 from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
 
 PATH = "/v1/completions"
+NAMED = "/v1/requests/{request_id}"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ async def test_the_api_describes_itself(server: HttpServer) -> None:
     for path, methods in described["paths"].items():
         for method in methods:
             response = await server.client.request(method, path, json={} if method == "post" else None)
-            assert response.status_code in (200, 400), path
+            assert response.status_code in (200, 400) or (path, response.status_code) == (NAMED, 404), path
     page = await server.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     for path in described["paths"]:

@@ -150,6 +150,7 @@ GENERATION = QUEUED | {
     "stop": read("parsed.stop", ["xyz", "zyx"], ("xyz", "zyx")),
     "stream": read("kind", True, "text/event-stream"),
     "stream_options": answered(lambda answer: '"usage":{' in answer, {"include_usage": True}, True, stream=True),
+    "detached": answered(lambda answer: answer.get("state"), True, "running", request_id=None),
     "response_format": matched({"type": "json_object"}, "JSON_OBJECT", ""),
     "structured_outputs": matched({"choice": ["AB"]}, "CHOICE", '["AB"]'),
     "guided_json": matched({"type": "object"}, "JSON_SCHEMA", '{"type":"object"}'),
@@ -245,10 +246,14 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
 }
 # Nothing is computed for a prompt that is shown: what says how only has to be right.
 for shown, computed in ((RENDER, COMPLETIONS), (RENDER_CHAT, CHAT)):
-    CASES[shown] = {
-        name: Harmless(case.value, beside=case.beside) if isinstance(case, Case) else case
-        for name, case in CASES[computed].items()
-    } | CASES[shown]
+    CASES[shown] = (
+        {
+            name: Harmless(case.value, beside=case.beside) if isinstance(case, Case) else case
+            for name, case in CASES[computed].items()
+        }
+        | {"detached": Harmless(True)}
+        | CASES[shown]
+    )
 ROWS = [(route.path, row) for route in POSTED for row in field_rows(route.request)]
 OPENAI = {COMPLETIONS, CHAT, EMBEDDINGS}
 EXAMPLES = {"string": "x", "boolean": True, "object": {"a": "b"}}

@@ -187,19 +187,19 @@ def _event(
     if options.include_usage:
         usage = None
         if options.continuous_usage_stats:
-            usage = _counts(len(progress.prompt_token_ids), num_tokens - min(num_tokens, writer.num_hidden_tokens))
+            usage = counts(len(progress.prompt_token_ids), num_tokens - min(num_tokens, writer.num_hidden_tokens))
     return _encode(writer.answer([choice], usage, progress if is_first else None, is_whole=False))
 
 
 def _usage(begun: Sequence[PromptProgress], num_hidden_tokens: int) -> UsageCounts:
-    return _counts(
+    return counts(
         sum(len(progress.prompt_token_ids) for progress in begun),
         sum(num - min(num, num_hidden_tokens) for progress in begun for num in progress.num_tokens),
         PromptTokensDetails(sum(progress.num_cached_tokens for progress in begun)),
     )
 
 
-def _counts(num_prompt: int, num_output: int, details: PromptTokensDetails | UnsetType = UNSET) -> UsageCounts:
+def counts(num_prompt: int, num_output: int, details: PromptTokensDetails | UnsetType = UNSET) -> UsageCounts:
     return UsageCounts(num_prompt, num_output, num_prompt + num_output, details)
 
 

@@ -153,3 +153,24 @@ class EmbeddingAnswer(Struct, frozen=True):
     model: str
     data: list[EmbeddingItem]
     usage: UsageCounts
+
+
+class DetachedOutput(Struct, frozen=True):
+    """What there is of a sample, or what an event adds to it."""
+
+    index: int
+    first_token: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    usage: UsageCounts | None
+    logprobs: ChatLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsField | UnsetType = UNSET
+
+
+class DetachedAnswer(Struct, frozen=True):
+    request_id: str
+    state: Literal["running", "finished", "failed"]
+    outputs: list[DetachedOutput] | UnsetType = UNSET
+    failure: str | UnsetType = UNSET

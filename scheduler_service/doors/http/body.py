@@ -69,6 +69,14 @@ def decode_body(body: bytes, kind: type[_Request]) -> _Request:
         raise invalid("", "the body is nested too deeply") from None
 
 
+def decode_query(values: Mapping[str, str], kind: type[_Request]) -> _Request:
+    """Return the request that a path and its query name. Raises RefusedError."""
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), msgspec.json.encode(values), kind) from None
+
+
 def lenient(kind: Any) -> Any:
     """Return a type in which each struct takes fields too that it does not know."""
     if get_origin(kind) in (Union, UnionType):

@@ -13,6 +13,7 @@ from scheduler_service.doors.http.answers import (
     ChatAnswer,
     CompletionAnswer,
     DecodedPrompt,
+    DetachedAnswer,
     EmbeddingAnswer,
     Models,
     RenderedPrompt,
@@ -22,8 +23,10 @@ from scheduler_service.doors.http.refusals import ErrorAnswer
 from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetachedQuery,
     DetokenizeRequest,
     EmbeddingRequest,
+    NamedRequest,
     TokenizeRequest,
 )
 
@@ -32,23 +35,30 @@ _JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
-    """A route to which a request is sent as JSON."""
+class TypedRoute:
+    """A route whose requests are of a type: sent as JSON, or else what path and query say."""
 
     path: str
     request: type[Struct]
     answer: Any
     summary: str
+    method: str = "POST"
 
 
 POSTED = (
-    Posted("/v1/completions", CompletionRequest, CompletionAnswer, "What comes after a text"),
-    Posted("/v1/chat/completions", ChatCompletionRequest, ChatAnswer, "The answer to a conversation"),
-    Posted("/v1/embeddings", EmbeddingRequest, EmbeddingAnswer, "Texts as numbers"),
-    Posted("/v1/completions/render", CompletionRequest, list[RenderedPrompt], "The tokens of a completion's prompts"),
-    Posted("/v1/chat/completions/render", ChatCompletionRequest, RenderedPrompt, "The tokens of a conversation"),
-    Posted("/tokenize", TokenizeRequest, Tokens, "The tokens of a text, or of a conversation"),
-    Posted("/detokenize", DetokenizeRequest, DecodedPrompt, "The text of tokens"),
+    TypedRoute("/v1/completions", CompletionRequest, CompletionAnswer, "What comes after a text"),
+    TypedRoute("/v1/chat/completions", ChatCompletionRequest, ChatAnswer, "The answer to a conversation"),
+    TypedRoute("/v1/embeddings", EmbeddingRequest, EmbeddingAnswer, "Texts as numbers"),
+    TypedRoute(
+        "/v1/completions/render", CompletionRequest, list[RenderedPrompt], "The tokens of a completion's prompts"
+    ),
+    TypedRoute("/v1/chat/completions/render", ChatCompletionRequest, RenderedPrompt, "The tokens of a conversation"),
+    TypedRoute("/tokenize", TokenizeRequest, Tokens, "The tokens of a text, or of a conversation"),
+    TypedRoute("/detokenize", DetokenizeRequest, DecodedPrompt, "The text of tokens"),
+)
+NAMED = (
+    TypedRoute("/v1/requests/{request_id}", DetachedQuery, DetachedAnswer, "What came of a detached request", "GET"),
+    TypedRoute("/v1/requests/{request_id}", NamedRequest, dict[str, str], "Ends a request, detached or not", "DELETE"),
 )
 _GOT = {
     "/v1/models": "The model that is served",
@@ -61,21 +71,30 @@ _GOT = {
 
 def document(as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
     """Return the description in OpenAPI 3.1, with the types that requests are read as."""
-    kinds = [kind for route in POSTED for kind in (as_read(route.request), route.answer)]
+    routes = (*POSTED, *NAMED)
+    kinds = [kind for route in routes for kind in (as_read(route.request), route.answer)]
     schemas, components = msgspec.json.schema_components([*kinds, Models, ErrorAnswer], ref_template=_REFERENCE)
     models, error = schemas[-2:]
     refused = {"default": {"description": "The request is refused", "content": {_JSON: {"schema": error}}}}
     paths: dict[str, Any] = {}
-    for route, request, answer in zip(POSTED, schemas[0:-2:2], schemas[1:-2:2], strict=True):
+    for route, request, answer in zip(routes, schemas[0:-2:2], schemas[1:-2:2], strict=True):
         content = {_JSON: {"schema": answer}}
         if "stream" in route.request.__struct_fields__ and not route.path.endswith("/render"):
             content["text/event-stream"] = {"schema": answer}
-        paths[route.path] = {
-            "post": {
-                "summary": route.summary,
-                "requestBody": {"required": True, "content": {_JSON: {"schema": request}}},
-                "responses": {"200": {"description": "OK", "content": content}, **refused},
+        given: dict[str, Any] = {"requestBody": {"required": True, "content": {_JSON: {"schema": request}}}}
+        if route.method != "POST":
+            schema = components.pop(route.request.__name__)
+            given = {
+                "parameters": [
+                    {"name": name, "in": "query" if "default" in field else "path", "required": "default" not in field}
+                    | {"schema": field}
+                    for name, field in schema["properties"].items()
+                ]
             }
+        paths.setdefault(route.path, {})[route.method.lower()] = {
+            "summary": route.summary,
+            **given,
+            "responses": {"200": {"description": "OK", "content": content}, **refused},
         }
     for path, summary in _GOT.items():
         content = {_JSON: {"schema": models}} if path == "/v1/models" else {}
@@ -115,8 +134,8 @@ def field_rows(kind: type[Struct]) -> Iterator[FieldRow]:
 def page() -> str:
     """Return the page that shows the routes with their fields. It needs nothing from elsewhere."""
     parts = [_HEAD]
-    for route in POSTED:
-        parts.append(f"<h2><code>POST {route.path}</code></h2><p>{html.escape(route.summary)}.</p><table>")
+    for route in (*POSTED, *NAMED):
+        parts.append(f"<h2><code>{route.method} {route.path}</code></h2><p>{html.escape(route.summary)}.</p><table>")
         for row in field_rows(route.request):
             name = f"<b>{row.name}</b>" if row.is_required else row.name
             note = row.note if row.takes else f"not served: {row.note}"

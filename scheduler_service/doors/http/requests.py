@@ -145,6 +145,7 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     stop: Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    detached: Annotated[bool, _why("the answer is the id of what runs on, for /v1/requests")] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
     guided_json: Raw | UnsetType = UNSET  # as structured_outputs.json
@@ -231,3 +232,15 @@ class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
     input: PromptField
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1), _why("so many numbers of each, scaled to length 1 again")] | None = None
+
+
+class NamedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Which request is meant."""
+
+    request_id: str
+    tenant: str | None = None
+
+
+class DetachedQuery(NamedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    stream: Annotated[bool, _why("events with what is there, and what comes")] | None = None
+    from_token: Annotated[int, Meta(ge=0, le=UINT32.high), _why("of each output, with stream alone")] | None = None

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import uvicorn
 from msgspec import Struct
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -28,22 +29,28 @@ from pagewire.common.transport.tls import TlsFiles
 from scheduler_service.doors.http import event_stream
 from scheduler_service.doors.http.answering import longest_sequence, now
 from scheduler_service.doors.http.answers import Model, Models
-from scheduler_service.doors.http.body import decode_body, lenient, read_body
+from scheduler_service.doors.http.body import decode_body, decode_query, lenient, read_body
 from scheduler_service.doors.http.chat_completions import complete_chat, read_chat
 from scheduler_service.doors.http.completions import complete_prompts, read_completion
 from scheduler_service.doors.http.connection import HttpConnection, Listener
+from scheduler_service.doors.http.detached_requests import abort_request, read_detached, submit_detached
 from scheduler_service.doors.http.embeddings import embed_inputs
 from scheduler_service.doors.http.event_stream import EventStream
-from scheduler_service.doors.http.openapi import POSTED, document, page
+from scheduler_service.doors.http.openapi import NAMED, POSTED, TypedRoute, document, page
+from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.refusals import HttpRefusal, error_answer, error_response
 from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetachedQuery,
     DetokenizeRequest,
     EmbeddingRequest,
+    GenerationRequest,
+    NamedRequest,
     TokenizeRequest,
 )
 from scheduler_service.doors.http.tokenization import detokenize, render, tokenize
+from scheduler_service.doors.scheduler.request_servicer import Forward
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, timed_out
 from scheduler_service.serving.tenants.caller import Call, Caller
@@ -77,6 +84,7 @@ class HttpDoor:
         self,
         address: HttpAddress,
         intake: Intake,
+        forward: Forward,
         tenants: TenantFile | None,
         model_name: Callable[[], str],
         read_metrics: Callable[[], bytes],
@@ -84,10 +92,11 @@ class HttpDoor:
         *,
         is_lenient: bool,
     ) -> None:
-        """Bind the port. `intake` is that of all doors of this process; `read_metrics` gives its metrics in
-        Prometheus' text format; `allowed_origins` are of web pages that may call; `is_lenient`: fields that are not
-        known are ignored. Raises OSError."""
+        """Bind the port. `intake` is that of all doors of this process, and `forward` passes calls on to the scheduler;
+        `read_metrics` gives its metrics in Prometheus' text format; `allowed_origins` are of web pages that may call;
+        `is_lenient`: fields that are not known are ignored. Raises OSError."""
         self._intake = intake
+        self._forward = forward
         self._tenants = tenants
         self._model_name = model_name
         self._read_metrics = read_metrics
@@ -171,6 +180,7 @@ class HttpDoor:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
+        named: Mapping[str, Serve] = {"GET": self._read_detached, "DELETE": self._abort}
         return [
             Route("/health", self._health, methods=["GET"]),
             Route("/ping", self._health, methods=["GET", "POST"]),
@@ -180,7 +190,8 @@ class HttpDoor:
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/docs", self._docs, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
-            *(self._posted(route.path, self._as_read(route.request), handlers[route.path]) for route in POSTED),
+            *(self._typed(route, handlers[route.path]) for route in POSTED),
+            *(self._typed(route, named[route.method]) for route in NAMED),
         ]
 
     # Routes
@@ -215,10 +226,24 @@ class HttpDoor:
         return Response(_encode(self._card()), media_type=_JSON)
 
     async def _complete(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes | None:
+        if request.detached:
+            return await self._submit(request, read_completion(request, call, self._intake), call)
         return await complete_prompts(request, call, self._intake, self._model_name(), stream)
 
     async def _complete_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes | None:
+        if request.detached:
+            return await self._submit(request, await read_chat(request, call, self._intake), call)
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
+
+    async def _submit(self, request: GenerationRequest, asked: ReadCall, call: Call) -> bytes:
+        self._served()  # what fits is known then
+        return await submit_detached(request, asked, call, self._intake, self._forward)
+
+    async def _read_detached(self, query: DetachedQuery, call: Call, stream: EventStream) -> bytes | None:
+        return await read_detached(query, call, self._intake, self._forward, stream)
+
+    async def _abort(self, named: NamedRequest, call: Call, stream: EventStream) -> bytes:
+        return await abort_request(named, call, self._intake, self._forward)
 
     async def _render_prompts(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes:
         read = read_completion(request, call, self._intake)
@@ -241,12 +266,15 @@ class HttpDoor:
         name = self._served()
         return Model(name, "model", self._begun_at, "pagewire", name, None, longest_sequence(self._intake))
 
-    def _posted(self, path: str, kind: type[Struct], serve: Serve) -> Route:
-        """Make the route of what is sent as JSON."""
+    def _typed(self, route: TypedRoute, serve: Serve) -> Route:
+        kind = self._as_read(route.request)
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             call = self._call(scope)
-            request = decode_body(await self._read_body(scope, receive), kind)
+            if route.method == "POST":
+                request = decode_body(await self._read_body(scope, receive), kind)
+            else:
+                request = decode_query({**QueryParams(scope["query_string"]), **scope["path_params"]}, kind)
             call = replace(call, time_remaining=getattr(request, "timeout", None))
             self._check_model(getattr(request, "model", None))
             try:
@@ -259,7 +287,8 @@ class HttpDoor:
             if answer is not None:
                 await Response(answer, media_type=_JSON)(scope, receive, send)
 
-        return Route(path, _Endpoint(endpoint), methods=["POST"])
+        # Ids may have any characters.
+        return Route(route.path.replace("}", ":path}"), _Endpoint(endpoint), methods=[route.method])
 
     # What a call goes through
 

@@ -104,6 +104,12 @@ def _encode_logprobs(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
     )
 
 
+def decode_logprobs(entry: scheduler_pb2.TokenLogprobs) -> TokenLogprobs:
+    """The inverse of `_encode_logprobs`."""
+    top = tuple((each.token_id, each.logprob) for each in entry.top)
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, top)
+
+
 def usage_of(end: SequenceEnd) -> scheduler_pb2.Usage:
     return scheduler_pb2.Usage(
         prompt_tokens=end.num_prompt_tokens,

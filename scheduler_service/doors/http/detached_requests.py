@@ -1,0 +1,121 @@
+"""Detached requests over HTTP. The scheduler has them, so that any door answers any id."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from pagewire.common.transport.translation import enum_names
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import OutputMode
+from scheduler_service.doors.http.answering import counts
+from scheduler_service.doors.http.answers import DetachedAnswer, DetachedOutput, PromptTokensDetails
+from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.options import ReadCall
+from scheduler_service.doors.http.requests import DetachedQuery, GenerationRequest, NamedRequest
+from scheduler_service.doors.http.token_texts import TokenTexts
+from scheduler_service.doors.scheduler.generate_request import encode_request
+from scheduler_service.doors.scheduler.generate_response import decode_logprobs
+from scheduler_service.doors.scheduler.request_servicer import Forward
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.parsed_request import ParsedRequest
+from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
+
+_STATES: Mapping[int, Any] = enum_names(scheduler_pb2.ResultState.DESCRIPTOR)
+_FINISH_REASONS = enum_names(scheduler_pb2.FinishReason.DESCRIPTOR)
+_OF_ANSWERS = ("stream", "stream_options", "echo", "best_of")
+_encode = msgspec.json.Encoder().encode
+
+
+async def submit_detached(
+    request: GenerationRequest, asked: ReadCall, call: Call, intake: Intake, forward: Forward
+) -> bytes:
+    """Queue what a call asks for, and return its id. Raises RefusedError."""
+    for field in _OF_ANSWERS:
+        if getattr(request, field, None):
+            raise invalid(field, f"{field} is of an answer, and a detached request has none; leave one of them unset")
+    if len(asked.requests) > 1:
+        raise invalid("prompt", f"a detached request has one prompt, not {len(asked.requests)}; send each by itself")
+    [parsed] = asked.requests
+    with asked.names.in_refusals():
+        message = scheduler_pb2.SubmitRequest(request=await _encoded(parsed, intake))
+        submitted = await _answer_of(forward("Submit", message, call))
+    return _encode(DetachedAnswer(submitted.request_id, "running"))
+
+
+async def read_detached(
+    query: DetachedQuery, call: Call, intake: Intake, forward: Forward, stream: EventStream
+) -> bytes | None:
+    """Return all there is of a request, unless it is streamed. Raises RefusedError."""
+    named, texts = _named(query, call), TokenTexts(intake.tokenizer, as_ids=False)
+    if query.from_token is not None and not query.stream:
+        raise invalid("from_token", "from_token is set, but stream is not true; set it, or leave both unset")
+    if not query.stream:
+        result = await _answer_of(forward("GetResult", scheduler_pb2.GetResultRequest(**named), call))
+        outputs = []
+        for output in result.outputs:
+            outputs.append(_output(output, texts, intake))
+            await asyncio.sleep(0)  # others have their turn
+        failure = result.failure.message if result.HasField("failure") else UNSET
+        return _encode(DetachedAnswer(result.request_id, _STATES[result.state], outputs, failure))
+    message = scheduler_pb2.AttachRequest(**named, from_token=query.from_token or 0)
+    async with contextlib.aclosing(forward("Attach", message, call)) as deltas:
+        async for delta in deltas:
+            await stream.tell(_encode(_output(delta, texts, intake)))
+    await stream.end()
+    return None
+
+
+async def abort_request(named: NamedRequest, call: Call, intake: Intake, forward: Forward) -> bytes:
+    """End a request that came by any door. Raises RefusedError."""
+    message = scheduler_pb2.AbortRequest(**_named(named, call))
+    try:
+        intake.engine.abort(message.tenant, message.request_id)
+    except KeyError:
+        await _answer_of(forward("Abort", message, call))
+    return _encode({"request_id": message.request_id})
+
+
+def _named(named: NamedRequest, call: Call) -> dict[str, str]:
+    return {"request_id": named.request_id, "tenant": call.caller.tenant(named.tenant or "")}
+
+
+async def _answer_of(messages: AsyncGenerator[Any, None]) -> Any:
+    [answer] = [message async for message in messages]
+    return answer
+
+
+async def _encoded(parsed: ParsedRequest, intake: Intake) -> scheduler_pb2.GenerateRequest:
+    """Return the request with its prompt as tokens. Its stop texts are for the scheduler to find."""
+    token_ids = await intake.tokenize(parsed, OutputMode.DETACHED)
+    limit = intake.engine.availability.max_sequence_tokens
+    message = encode_request(parsed.fit(token_ids, intake.model, limit, None), intake.model.eos_token_ids, limit)
+    message.sampling.stop.extend(parsed.stop)
+    message.sampling.include_stop_str_in_output = parsed.include_stop_text
+    message.sampling.skip_special_tokens = parsed.skip_special_tokens
+    return message
+
+
+def _output(delta: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> DetachedOutput:
+    usage = delta.usage
+    # What nobody asked for ends an output without a reason of its own.
+    token_id = None if delta.stop_token_id in intake.model.eos_token_ids else delta.stop_token_id
+    stops = {"stop_text": delta.stop_text, "stop_token_id": token_id}
+    prompt_logprobs = list(map(decode_logprobs, delta.prompt_logprobs))
+    return DetachedOutput(
+        delta.index,
+        delta.first_token,
+        delta.text,
+        list(delta.token_ids),
+        _FINISH_REASONS.get(delta.finish_reason),
+        stops.get(delta.WhichOneof("stop") or ""),
+        counts(usage.prompt_tokens, usage.completion_tokens, PromptTokensDetails(usage.cached_tokens))
+        if delta.HasField("usage")
+        else None,
+        texts.chat_logprobs(map(decode_logprobs, delta.logprobs)) if delta.logprobs else UNSET,
+        texts.prompt_logprobs(prompt_logprobs) if prompt_logprobs else UNSET,
+    )
