@@ -57,7 +57,9 @@ async def test_every_kind_of_prompt(model: Path) -> None:
         assert [choice["token_ids"] for choice in ids["choices"]] == [expected_tokens(PROMPT, 5)] * 2
         for empty in ([], [[]], ""):
             assert (await server.refusal(PATH, prompt=empty))["param"] == "prompt"
-        assert (await server.refusal(PATH, prompt=["x", [1]]))["param"] == "prompt"
+        mixed = await server.complete(prompt=["hello", PROMPT], seed=0, max_tokens=5, return_token_ids=True)
+        assert mixed["choices"][1]["token_ids"] == expected_tokens(PROMPT, 5)
+        assert (await server.refusal(PATH, prompt=["x", 1]))["param"] == "prompt"
         assert (await server.refusal(PATH, prompt=[1, 300]))["param"] == "prompt"
         assert (await server.refusal(PATH, prompt=[1, -1]))["param"] == "prompt[1]"
         await server.stack.until_idle()
@@ -180,6 +182,8 @@ async def test_beam_search(model: Path) -> None:
         ({"guided_regex": "[a-z]+"}, "regex", "[a-z]+"),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
         ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        ({"response_format": {"type": "json_object", "schema": None}}, "json_object", ""),
+        ({"response_format": {"type": "json_object", "schema": {"const": 1}}}, "json_schema", '{"const":1}'),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}},
             "json_schema",
@@ -212,7 +216,7 @@ async def test_what_no_output_can_match_is_refused_by_its_field(model: Path) -> 
             },
             "structured_outputs.choice": {"structured_outputs": {"choice": []}},
             "structured_outputs.regex": {"structured_outputs": {"regex": "a"}, "guided_json": {}},
-            "response_format.schema": {"response_format": {"type": "json_object", "schema": {}}},
+            "response_format.schemas": {"response_format": {"type": "json_object", "schemas": {}}},
         }.items():
             for stream in (False, True):
                 error = await server.refusal(PATH, prompt=PROMPT, stream=stream, **asked)

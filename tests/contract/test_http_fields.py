@@ -234,6 +234,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
     }
     | {
         "messages": prompted([QUESTION], "<user>hello\n<assistant>", prompt=None),
+        "tools": prompted([{"type": "function"}], ",function", prompt=None, messages=[QUESTION], chat_template="told"),
         "model": PROMPTS["model"],
         "prompt": PROMPT,
         "add_special_tokens": PROMPTS["add_special_tokens"],
@@ -301,7 +302,8 @@ def _tokens(answer: Any) -> list[int]:
 async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     named = {
         "short": "{{ messages[0].content }}",
-        "told": "{% if documents %}{{ documents[0].text }}{% endif %},{{ reasoning_effort }}",
+        "told": "{% if documents %}{{ documents[0].text }}{% endif %},{{ reasoning_effort }}"
+        "{% if tools %}{{ tools[0].type }}{% endif %}",
     }
     model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", **named)
     write_pooling(model, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)

@@ -115,6 +115,8 @@ def parsed(
 def _structured(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     """Yield what the output must match: the field that says so, the kind, and its value."""
     match request.response_format:
+        case JsonObjectFormat(schema=Raw() as schema) if bytes(schema) != _NULL:
+            yield "response_format", "json_schema", _text(schema, "response_format")
         case JsonObjectFormat():
             yield "response_format", "json_object", True
         case JsonSchemaFormat(json_schema=named):

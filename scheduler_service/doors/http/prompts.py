@@ -18,11 +18,9 @@ def separate_prompts(given: PromptField, field: str) -> list[str | tuple[int, ..
         return [tuple(cast(list[int], given))]
     if len(given) > MAX_PROMPTS:
         raise invalid(field, f"{field} has {len(given)} entries, at most {MAX_PROMPTS} are allowed; send fewer")
-    if kinds == {str}:
-        return list(cast(list[str], given))
-    if kinds == {list}:
-        return [tuple(ids) for ids in cast(list[list[int]], given)]
-    raise invalid(field, f"{field} is a list of texts and of token ids; send one kind at a time")
+    if int in kinds:
+        raise invalid(field, f"{field} has token ids beside texts or lists; send the ids in a list of their own")
+    return [item if isinstance(item, str) else tuple(item) for item in cast(list[str | list[int]], given)]
 
 
 async def render_messages(model: ModelInfo, request: ChatCompletionRequest | TokenizeRequest) -> str:
@@ -53,7 +51,7 @@ async def render_messages(model: ModelInfo, request: ChatCompletionRequest | Tok
 
 def _variables_of(request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
     """Return the variables of a template that a request sets, by fields of their names or by `chat_template_kwargs`."""
-    names = ("documents", "reasoning_effort")
+    names = ("documents", "reasoning_effort", *(("tools",) if request.tools else ()))
     named = {name: value for name in names if (value := getattr(request, name, None)) is not None}
     return named | (request.chat_template_kwargs or {})
 

@@ -64,7 +64,9 @@ class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=Tru
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True, frozen=True):
-    """Any JSON object."""
+    """Any JSON object, or what matches a schema, as llama.cpp takes it."""
+
+    schema: Raw | UnsetType = UNSET
 
 
 class NamedSchema(Struct, forbid_unknown_fields=True, frozen=True):
@@ -221,6 +223,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
     chat_template_kwargs: Annotated[dict[str, Any], _why("variables of the template")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Annotated[list[dict[str, Any]], _why("a variable of the template")] | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
