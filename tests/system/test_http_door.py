@@ -1,6 +1,7 @@
 """The OpenAI API of `pagewire serve` as a user runs it: real processes, a real model, HTTP."""
 
 import json
+import logging
 import os
 import signal
 import ssl
@@ -99,23 +100,29 @@ def test_a_front_end_ends_with_its_parent() -> None:
 
 @pytest.mark.parametrize("verb", ["serve", "frontend"])
 def test_the_port_is_8000_unless_one_is_named(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    verb: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The model is missing: nothing listens."""
     monkeypatch.delenv("PAGEWIRE_HTTP_PORT")
     monkeypatch.setattr(services, "check_port", lambda host, port, flag: None)
-    command = [verb, "/no-model", "--log-level=debug", "--metrics-port=0"]
+    monkeypatch.setattr(services.logs, "configure", lambda config: None)
+    caplog.set_level(logging.DEBUG, services.log.name)
+    command = [verb, "/no-model", "--metrics-port=0"]
     assert main(command) == 78
-    assert "http_port=8000" in capfd.readouterr().err
+    assert "http_port=8000" in caplog.text
     monkeypatch.setattr(installation, "shortage", lambda extra="": "there is no HTTP" if extra == "http" else None)
+    caplog.clear()
     assert main(command) == 78
-    told = capfd.readouterr().err
-    assert "http_port=0" in told
-    assert told.count("WARNING pagewire.cli.services: the OpenAI API is not served: there is no HTTP\n") == 1
+    assert "http_port=0" in caplog.text
+    assert caplog.messages.count("the OpenAI API is not served: there is no HTTP") == 1
+    caplog.clear()
     assert main([*command, "--http-port=0"]) == 78
-    assert "there is no HTTP" not in capfd.readouterr().err
+    assert "there is no HTTP" not in caplog.text
     assert main([*command, "--http-port=8000"]) == 2
-    assert "--http-port needs an HTTP server, but there is no HTTP" in capfd.readouterr().err
+    assert "--http-port needs an HTTP server, but there is no HTTP" in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_takes_tokens(tmp_path: Path) -> None:
