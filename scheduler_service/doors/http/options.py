@@ -68,6 +68,8 @@ def sampling_options(request: GenerationRequest, model: ModelInfo) -> tuple[dict
         options.setdefault("beam_width", request.n or 1)
     elif "beam_width" not in options and request.length_penalty == 1:
         del options["length_penalty"]
+    if request.allowed_token_ids is not None:  # a grammar takes any end token for its end
+        options["suppressed_token_ids"] = {*model.grammar_end_token_ids}.difference(request.allowed_token_ids)
     found = [*_structured(request), *_ruled_out(request, model)]
     if len(found) > 1:
         (first, *_), (second, *_) = found[:2]

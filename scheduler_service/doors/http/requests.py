@@ -154,9 +154,7 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     guided_regex: Annotated[str, _why("as structured_outputs.regex")] | None = None
     guided_choice: Annotated[list[str], _why("as structured_outputs.choice")] | None = None
     guided_grammar: Annotated[str, _why("as structured_outputs.grammar")] | None = None
-    allowed_token_ids: (
-        Annotated[list[TokenId], Meta(min_length=1), _why("one that ends outputs allows all that do")] | None
-    ) = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[str], _why("not even within words")] | None = None
     use_beam_search: Annotated[bool, _why("with n beams, unless beam_width is set")] | None = None
     return_token_ids: bool | None = None
