@@ -35,6 +35,8 @@ def _is_url(value: str) -> bool:
 
 
 URL = Limit("http://HOST:PORT or https://HOST:PORT", _is_url)
+_ORIGINS = re.compile(r"\*|\s*[a-z][a-z0-9+.-]*://[^\s/,\"']+\s*(,\s*[a-z][a-z0-9+.-]*://[^\s/,\"']+\s*)*")
+ORIGINS = Limit("* or SCHEME://HOST:PORT, several separated by commas", lambda value: bool(_ORIGINS.fullmatch(value)))
 
 
 def option(

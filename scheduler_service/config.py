@@ -4,7 +4,7 @@ those of the core among them."""
 import os
 from dataclasses import dataclass, field
 
-from pagewire.common.option_limits import PORT, URL, at_least, between, check_options, flag, option
+from pagewire.common.option_limits import ORIGINS, PORT, URL, at_least, between, check_options, flag, option
 from pagewire.common.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.core.options import SchedulerOptions
@@ -148,7 +148,7 @@ class HttpOptions:
         PORT,
     )
     allowed_origins: str | None = option(
-        None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)"
+        None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)", ORIGINS
     )
     lenient: bool = option(False, "ignore fields of HTTP requests that are not known, instead of refusing them")
 

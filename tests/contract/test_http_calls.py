@@ -133,7 +133,13 @@ async def test_another_hosts_name_is_refused(server: HttpServer) -> None:
 
 async def test_web_pages_may_call_where_that_is_asked_for(model: Path, server: HttpServer) -> None:
     asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
-    assert (await server.client.options(PATH, headers=asks)).status_code == 405
+    assert (await server.client.options(PATH, headers=asks)).status_code == 403
+    own = server.url  # whose pages are this server's
+    for origin, status in {asks["origin"]: 403, "null": 403, own: 200, own + "1": 403}.items():
+        # Browsers send such a call without asking first.
+        headers = {"origin": origin, "content-type": "text/plain"}
+        assert (await server.post(PATH, headers=headers, prompt="x")).status_code == status
+        assert (await server.client.get("/version", headers=headers)).status_code == 200
     async with serve_http(model, front={"allowed_origins": "https://app.example, https://b.example"}) as opened:
         answer = await opened.client.options(PATH, headers=asks)
         assert answer.headers["access-control-allow-origin"] == asks["origin"]

@@ -105,6 +105,7 @@ class HttpDoor:
         self._num_body_bytes = 0  # of bodies that are on their way
         self._begun_at = now()
         self._hosts = _allowed_hosts(address.host)
+        self._origins = frozenset(allowed_origins)
         self._as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
         self._router = Router(self._routes(), redirect_slashes=False)
         self._socket = Listener(_bound(address.host, address.port), max_open_connections() // 2)  # gRPC has the others
@@ -138,6 +139,7 @@ class HttpDoor:
         scope["stream"] = stream
         try:
             self._check_host(scope)
+            self._check_origin(scope)
             await self._router(scope, receive, send)
         except HTTPException as error:
             await _refuse(
@@ -374,6 +376,15 @@ class HttpDoor:
         host = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
         if host.strip("[]").lower() not in self._hosts:
             raise HttpRefusal(403, f"the host {named[:80]!r} is not this machine; call it by 127.0.0.1 or localhost")
+
+    def _check_origin(self, scope: Scope) -> None:
+        """Refuse what a web page of another origin asks for: it could read no answer, but what it starts would run."""
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")}
+        origin = headers.get(b"origin")
+        if origin is None or "*" in self._origins or origin in self._origins or scope["method"] in ("GET", "HEAD"):
+            return
+        if origin.partition("://")[2] != headers.get(b"host"):
+            raise HttpRefusal(403, f"the web page's origin {origin[:80]!r} may not call; name it in --allowed-origins")
 
 
 class _Endpoint:
