@@ -15,7 +15,7 @@ from pagewire.common.messages import GrammarKind, Pooling, SamplingParams
 from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES
 from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, Request
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.checkpoint.sampling_defaults import FILTERS_OFF, SUPPRESSING_BIAS
+from scheduler_service.serving.checkpoint.sampling_defaults import FILTERS_OFF
 from scheduler_service.serving.prompt_text import too_many_tokens
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
@@ -199,8 +199,8 @@ def _read_sampling(
     # A grammar ends at end tokens whatever else is asked for; min_tokens delays them where it allows others.
     eos_token_ids = () if options.get("ignore_eos") and grammar is None else model.eos_token_ids
     defaults = model.sampling_defaults
-    suppressed = {*defaults.logit_bias_token_ids, *options.get("suppressed_token_ids", ())}
-    biases = sorted({**options.get("logit_bias", {}), **dict.fromkeys(suppressed, SUPPRESSING_BIAS)}.items())
+    suppressed = zip(defaults.logit_bias_token_ids, defaults.logit_bias_values, strict=True)
+    biases = sorted({**options.get("logit_bias", {}), **dict(suppressed)}.items())
     resolved = replace(
         defaults,
         logit_bias_token_ids=tuple(token_id for token_id, _ in biases),

@@ -160,7 +160,7 @@ GENERATION = QUEUED | {
     "allowed_token_ids": Case(
         [71, 70],
         lambda seen: (seen.request.grammar and seen.request.grammar.text, seen.request.sampling.logit_bias_token_ids),
-        ("start: <[70,71]> start", (0,)),  # no end token, the only one is suppressed
+        ("start: <[70,71]> start", (0,)),  # the only end token is not among them
     ),
     "bad_words": matched(["cat"], "GRAMMAR", 'start: TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(ANY ("cat") ANY)'),
     "use_beam_search": Case(True, num_beams, 2, {"n": 2}),

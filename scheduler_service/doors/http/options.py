@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Raw
 
+from pagewire.common.sampling_ranges import LOGIT_BIAS
 from scheduler_service.doors.http.requests import (
     GenerationRequest,
     JsonObjectFormat,
@@ -69,7 +70,8 @@ def sampling_options(request: GenerationRequest, model: ModelInfo) -> tuple[dict
     elif "beam_width" not in options and request.length_penalty == 1:
         del options["length_penalty"]
     if request.allowed_token_ids is not None:  # a grammar takes any end token for its end
-        options["suppressed_token_ids"] = {*model.grammar_end_token_ids}.difference(request.allowed_token_ids)
+        others = {*model.grammar_end_token_ids}.difference(request.allowed_token_ids)
+        options["logit_bias"] = options.get("logit_bias", {}) | dict.fromkeys(others, LOGIT_BIAS.low)
     found = [*_structured(request), *_ruled_out(request, model)]
     if len(found) > 1:
         (first, *_), (second, *_) = found[:2]
