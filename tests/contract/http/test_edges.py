@@ -16,23 +16,12 @@ import pytest
 from scheduler_service.doors.http import body, connection, event_stream
 from scheduler_service.doors.http import server as http_server
 from tests.contract.certificates import Authority
-from tests.contract.http_door import DONE, HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.door import DONE, HttpServer, serve_http
 
 PATH = "/v1/completions"
 VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 MIB = 1 << 20
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
-
-
-@pytest.fixture
-async def server(model: Path) -> AsyncIterator[HttpServer]:
-    async with serve_http(model) as server:
-        yield server
 
 
 @asynccontextmanager

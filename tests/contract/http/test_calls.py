@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import ssl
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,11 @@ from pagewire.common import __version__
 from scheduler_service.doors.http import body, connection, event_stream
 from testing.scheduler_stack import expected_tokens
 from tests.contract.certificates import Authority
-from tests.contract.http_door import DONE, HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.door import DONE, HttpServer, serve_http
 from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
 
 PATH = "/v1/completions"
 NAMED = "/v1/requests/{request_id}"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
-
-
-@pytest.fixture
-async def server(model: Path) -> AsyncIterator[HttpServer]:
-    async with serve_http(model) as server:
-        yield server
 
 
 async def test_what_is_served(server: HttpServer) -> None:

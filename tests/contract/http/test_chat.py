@@ -1,6 +1,6 @@
 """`/v1/chat/completions` over real HTTP: conversations become the template's prompts, answers are of OpenAI's shape."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
 from testing.scheduler_stack import expected_tokens
-from tests.contract.http_door import HttpServer, joined, make_chat_checkpoint, serve_http
+from tests.contract.http.door import HttpServer, joined, make_chat_checkpoint
 
 PATH = "/v1/chat/completions"
 QUESTION = {"role": "user", "content": "hello"}
@@ -19,12 +19,6 @@ QUESTION = {"role": "user", "content": "hello"}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "chatty"
     return make_chat_checkpoint(path, short="{{ messages[0].content }}", failing="{{ raise_exception('not so') }}")
-
-
-@pytest.fixture
-async def server(model: Path) -> AsyncIterator[HttpServer]:
-    async with serve_http(model) as server:
-        yield server
 
 
 async def prompt_of(server: HttpServer, model: Path, messages: Sequence[dict[str, Any]], **fields: Any) -> str:

@@ -3,7 +3,6 @@
 import base64
 import math
 import struct
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 from pagewire.common.messages import Pooling
 from testing.scheduler_stack import VOCAB_SIZE
 from testing.simulated_worker import reference_embedding
-from tests.contract.http_door import HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.door import HttpServer, make_chat_checkpoint
 from tests.contract.pooling import write_pooling
 
 TEXT = "once upon a time"
@@ -26,12 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
     write_pooling(path, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
     return path
-
-
-@pytest.fixture
-async def server(model: Path) -> AsyncIterator[HttpServer]:
-    async with serve_http(model) as server:
-        yield server
 
 
 async def test_tokens_of_a_text_and_back(server: HttpServer, model: Path) -> None:

@@ -22,7 +22,7 @@ from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.tenants.caller import Call
-from tests.contract.http_door import HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.pooling import write_pooling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

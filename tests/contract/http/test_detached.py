@@ -2,35 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from testing.scheduler_stack import VOCAB_SIZE, expected_tokens
 from tests.contract.detached import attach, submit, until, until_ended
 from tests.contract.front_end import DEADLINE, serve_front_end
-from tests.contract.http_door import DONE, HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.door import DONE, HttpServer, serve_http
 from tests.contract.tenants import KEYS, credentials, key_file, write_tenants
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 LONG = {"max_tokens": 200, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
-
-
-@pytest.fixture
-async def server(model: Path) -> AsyncIterator[HttpServer]:
-    async with serve_http(model) as server:
-        yield server
 
 
 async def submitted(server: HttpServer, path: str = COMPLETIONS, **body: Any) -> str:
