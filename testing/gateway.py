@@ -39,7 +39,7 @@ class Gateway:
         self._num_replicas = len(replicas)
         command = [sys.executable, "-m", "pagewire.hosting.gateway_process", f"http://127.0.0.1:{self.port}"]
         command += [f"--port={self.port}", "--host=127.0.0.1", "--log-level=error"]
-        command += ["--prometheus-host=127.0.0.1", f"--prometheus-port={free_port(HOST)}"]
+        command += ["--prometheus-host=127.0.0.1", "--prometheus-port=0"]
         command += ["--worker-urls", *(f"grpc://{replica}" for replica in replicas)]
         command += [
             "--worker-startup-check-interval=1",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.hosting import supervisor
 from tests.costs import Costs
 
 # Tests run tiny models, several processes at a time: a second OpenMP thread each would only wait for a core.
@@ -49,6 +50,10 @@ if not any(device for pattern in DEVICES for device in Path("/dev").glob(pattern
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs())
     if hasattr(config, "workerinput"):
+        # Processes beside each other find ports of their own: none that another is about to take.
+        number, count = int(config.workerinput["workerid"][2:]), config.workerinput["workercount"]
+        size = len(supervisor.WORKER_PORTS) // count
+        supervisor.WORKER_PORTS = supervisor.WORKER_PORTS[number * size : (number + 1) * size]
         # After all else that is done at the end: to free a million objects one by one takes seconds of a processor.
         atexit.register(os._exit, 0)
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS

@@ -39,7 +39,7 @@ from pagewire.hosting.model_source import (
     locate,
 )
 from pagewire.hosting.runtime_directory import RuntimeDirectory
-from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ, free_port
+from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _gateway_of(
     locked = {**environ, ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
 
     def gateway_of(url: str) -> Supervisor:
-        command = gateway_command(config, url, log_config.log_level, scheduler_config.max_prompt_bytes, free_port)
+        command = gateway_command(config, url, log_config.log_level, scheduler_config.max_prompt_bytes)
         return Supervisor(command, locked, name="gateway", on_ready=announce_ready, level_of=level_of)
 
     return gateway_of

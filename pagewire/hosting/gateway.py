@@ -6,7 +6,6 @@ It is smg (PyPI, the extra `gateway`) as a process of its own. It speaks HTTP to
 
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.common.option_limits import PORT, between, check_options, option
@@ -75,13 +74,7 @@ def level_of(line: str) -> int:
     return _LEVELS.get(found["level"], logging.INFO) if found else logging.INFO
 
 
-def gateway_command(
-    config: GatewayConfig,
-    scheduler_url: str,
-    log_level: str,
-    max_prompt_bytes: int,
-    free_port: Callable[[str], int],
-) -> list[str]:
+def gateway_command(config: GatewayConfig, scheduler_url: str, log_level: str, max_prompt_bytes: int) -> list[str]:
     """Make the command that starts the gateway for the scheduler at `grpc://HOST:PORT`, which takes prompts of so many
     bytes."""
     options = {
@@ -89,7 +82,7 @@ def gateway_command(
         "port": config.gateway_port,
         "worker-urls": f"grpc://{reachable(scheduler_url.removeprefix('grpc://'))}",
         "prometheus-host": _METRICS_HOST,
-        "prometheus-port": config.gateway_metrics_port or free_port(_METRICS_HOST),
+        "prometheus-port": config.gateway_metrics_port,
         "worker-startup-check-interval": _STARTUP_CHECK_INTERVAL,
         "health-check-interval-secs": _HEALTH_CHECK_INTERVAL,
         "shutdown-grace-period-secs": _SHUTDOWN_GRACE,

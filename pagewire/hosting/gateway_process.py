@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pagewire.common.process import announce_ready, exit_with_parent
 from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, reachable
+from pagewire.hosting.supervisor import free_port
 
 _POLL_INTERVAL = 0.1  # seconds
 _TIMEOUT = 5.0
@@ -33,10 +34,13 @@ def main(arguments: list[str]) -> None:
     if key is not None:
         # Not on the command line, which everybody on this machine may read.
         flags.append(f"--control-plane-api-keys=serve:serve:admin:{key}")
-    threading.Thread(target=_announce, args=(url,), daemon=True).start()
+    router = parse_router_args(flags)
     try:
-        Router.from_args(parse_router_args(flags)).start()
-    except RuntimeError as error:
+        # smg takes no 0. At each start another one, should somebody have taken the last.
+        router.prometheus_port = router.prometheus_port or free_port(router.prometheus_host, {router.port})
+        threading.Thread(target=_announce, args=(url,), daemon=True).start()
+        Router.from_args(router).start()
+    except (OSError, RuntimeError) as error:
         sys.exit(f"the gateway cannot start: {error}")
 
 

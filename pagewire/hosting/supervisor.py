@@ -3,7 +3,6 @@ behind."""
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import random
@@ -11,7 +10,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pagewire.common.process import (
@@ -30,7 +30,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Below the ports that Linux gives to outgoing connections: no other process takes the port while the worker restarts,
 # and a client that dials it meanwhile cannot connect to itself.
 WORKER_PORTS = range(20_000, 32_768)
-_PORTS = itertools.cycle(random.sample(WORKER_PORTS, 1000))
+_found: deque[int] = deque(maxlen=1000)  # ports found by this process last, which may not be taken yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +232,14 @@ class Supervisor:
             await process.wait()
 
 
-def free_port(host: str) -> int:
-    """Find a port that is free, and none that was found a moment ago, for who asked then may not have taken it yet."""
-    for port in itertools.islice(_PORTS, 100):
+def free_port(host: str, promised: Collection[int] = ()) -> int:
+    """Find a port that is free, and none that is promised to somebody: who is to have it may not have taken it yet."""
+    # Neither a seed nor a fork makes two processes draw the same.
+    drawn = random.SystemRandom().choices(WORKER_PORTS, k=100)
+    for port in {*drawn}.difference(promised, _found):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
+            _found.append(port)
             return port
     raise OSError(f"no free port on {host} among 100 of {WORKER_PORTS.start} to {WORKER_PORTS.stop - 1}")
 

@@ -34,8 +34,9 @@ def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
     size = config.tensor_parallel_size
     if config.port == 0:
         raise ValueError("--port is 0; the ranks of a worker listen on ports that follow --port, so name one")
+    own = {first + rank for first in (config.port, config.health_port) for rank in range(size)}
     shared: dict[str, Any] = {
-        "tensor_parallel_address": f"{_LOOPBACK}:{free_port(_LOOPBACK)}",
+        "tensor_parallel_address": f"{_LOOPBACK}:{free_port(_LOOPBACK, own)}",
         "num_threads": config.num_threads or max(1, num_usable_cpus() // size),
     }
     configs = [
@@ -66,12 +67,13 @@ def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str]
         if not starting:
             announce_ready(f"grpc://{join(config.host, config.port)}")
 
-    ranks = []
-    for rank, own in enumerate(rank_configs(config)):
+    def supervisor_of(own: WorkerConfig) -> Supervisor:
         command = python_command("pagewire", "worker", *arguments, *_own_flags(own))
-        environ = child_environ(os.environ, [])
-        ranks.append(Supervisor(command, environ, _POLICY, name=f"worker's rank {rank}", on_ready=partial(note, rank)))
-    return asyncio.run(_until_signalled(ranks, starting, refuse))
+        name, on_ready = f"worker's rank {own.tensor_parallel_rank}", partial(note, own.tensor_parallel_rank)
+        return Supervisor(command, child_environ(os.environ, []), _POLICY, name=name, on_ready=on_ready)
+
+    # At each start they meet at another port, should somebody have taken the last.
+    return asyncio.run(_until_signalled(lambda: [*map(supervisor_of, rank_configs(config))], starting, refuse))
 
 
 def _own_flags(config: WorkerConfig) -> list[str]:
@@ -79,12 +81,15 @@ def _own_flags(config: WorkerConfig) -> list[str]:
     return [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in names]
 
 
-async def _until_signalled(ranks: Sequence[Supervisor], starting: set[int], refuse: Callable[[str], int]) -> int:
+async def _until_signalled(
+    make_ranks: Callable[[], Sequence[Supervisor]], starting: set[int], refuse: Callable[[str], int]
+) -> int:
     """Returns 0 after SIGTERM or SIGINT, or another exit code if the ranks cannot be started. `starting` gets the
     numbers of those that are started."""
     stopping = asyncio.create_task(stop_at_signals(lambda number: None).wait())
     restarts = Restarts(_POLICY)
     while True:
+        ranks = make_ranks()
         starting.update(range(len(ranks)))
         ended = await _run_once(ranks, stopping)
         if ended is None:

@@ -80,7 +80,7 @@ def test_a_port_that_is_taken_in_one_family_is_taken(has_ipv6: bool) -> None:
 
 def test_the_gateway_listens_everywhere_and_is_reached_here(has_ipv6: bool) -> None:
     config = GatewayConfig(gateway=True, gateway_host="::")
-    command = gateway_command(config, "grpc://[::]:50051", "info", 1, lambda _: 29000)
+    command = gateway_command(config, "grpc://[::]:50051", "info", 1)
     assert f"--host={'::' if has_ipv6 else '0.0.0.0'}" in command
     assert "--worker-urls=grpc://127.0.0.1:50051" in command
     assert [reachable(f"{host}:8000") for host in ("[::]", "0.0.0.0", "gateway")] == [

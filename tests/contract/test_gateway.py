@@ -18,6 +18,7 @@ import pytest
 
 from pagewire import installation
 from pagewire.cli.command import main
+from pagewire.hosting import gateway_process, supervisor
 from pagewire.hosting.gateway import GatewayConfig, gateway_command, level_of
 from pagewire.hosting.supervisor import Supervisor, child_environ, free_port
 from testing.scheduler_stack import make_checkpoint, serve
@@ -37,13 +38,12 @@ SERVE = ["serve", "models/storyteller", "--gateway"]
 )
 def test_the_gateway_dials_the_scheduler(url: str, dialled: str) -> None:
     config = GatewayConfig(gateway=True, gateway_host="0.0.0.0", gateway_port=8081, gateway_metrics_port=29_000)
-    flags = gateway_command(config, url, "info", 1000, lambda host: pytest.fail("the port is given"))
+    flags = gateway_command(config, url, "info", 1000)
     assert f"--worker-urls={dialled}" in flags
     assert {"--host=0.0.0.0", "--port=8081", "--prometheus-host=127.0.0.1", "--prometheus-port=29000"} < set(flags)
+    again = gateway_command(GatewayConfig(gateway=True), url, "debug", 1000)
+    assert "--prometheus-port=0" in again, "each process that is started finds another one"
     assert "--max-payload-size=8000" in flags, "no more than a prompt takes as JSON"
-    assert f"--prometheus-port={29_001}" in gateway_command(
-        GatewayConfig(gateway=True), url, "debug", 1000, lambda host: 29_001
-    )
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -94,9 +94,19 @@ def test_a_scheduler_that_would_not_know_it_is_refused(
     assert (code, told in capsys.readouterr().err) == ((2, True) if is_refused else (1, False))
 
 
+def test_its_metrics_do_not_get_the_port_of_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port("127.0.0.1")
+    monkeypatch.setattr(supervisor, "WORKER_PORTS", range(port, port + 1))
+    monkeypatch.setattr(supervisor, "_found", [])
+    monkeypatch.setenv("TOKIO_WORKER_THREADS", "1")
+    flags = [f"--port={port}", "--prometheus-host=127.0.0.1", "--prometheus-port=0"]
+    with pytest.raises(SystemExit, match="the gateway cannot start: no free port on"):
+        gateway_process.main(["http://127.0.0.1:1", *flags])
+
+
 def test_it_ends_with_its_parent() -> None:
-    port, metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
-    flags = [f"--port={port}", "--worker-urls=grpc://127.0.0.1:1", f"--prometheus-port={metrics_port}"]
+    port = free_port("127.0.0.1")
+    flags = [f"--port={port}", "--worker-urls=grpc://127.0.0.1:1", "--prometheus-port=0"]
     flags += ["--prometheus-host=127.0.0.1", "--log-level=error"]
     child = [sys.executable, "-m", "pagewire.hosting.gateway_process", f"http://127.0.0.1:{port}", *flags]
     program = f"""
@@ -145,7 +155,7 @@ async def test_what_clients_send_neither_deafens_its_supervisor_nor_fills_it(
     restarted, host = Restarted(), "127.0.0.1"
     async with serve(checkpoint) as stack:
         config = GatewayConfig(gateway=True, gateway_port=free_port(host))
-        command = gateway_command(config, stack.url, "warning", 100_000, free_port)
+        command = gateway_command(config, stack.url, "warning", 100_000)
         supervisor = Supervisor(
             command, child_environ(os.environ, []), name="gateway", on_ready=restarted.note, level_of=level_of
         )

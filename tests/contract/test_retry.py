@@ -1,7 +1,6 @@
 """Calls that are made again: a server that is not there yet, one that refuses for now; never output that has begun."""
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 import pagewire
 from pagewire import AsyncClient, Client
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import Attempts
 from tests.contract import scripted_scheduler
@@ -64,8 +64,7 @@ def refusing(
 
 @ways
 def test_a_server_that_is_not_there_yet_is_waited_for(way: str, failed: threading.Event) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     results: list[str] = []
     client = Client(f"127.0.0.1:{port}", retry=60)
     asking = threading.Thread(target=lambda: results.append(WAYS[way](client)))
@@ -159,8 +158,7 @@ def test_delays_are_the_servers_or_grow() -> None:
 
 
 async def test_other_calls_wait_too(failed: threading.Event) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     async with AsyncClient(f"127.0.0.1:{port}", retry=60) as client:
         asking = asyncio.create_task(client.loads())
         assert await asyncio.to_thread(failed.wait, 30)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from pagewire.hosting import supervisor
 from pagewire.hosting.worker_ranks import rank_configs
 from worker_service.config import WorkerConfig
 
@@ -25,3 +26,11 @@ def test_ranks_of_one_machine_share_its_cores_and_have_ports_of_their_own():
     assert address.startswith("127.0.0.1:")
     (num_threads,) = {rank.num_threads for rank in ranks}
     assert num_threads == max(1, len(os.sched_getaffinity(0)) // 3)
+
+
+@pytest.mark.parametrize(("port", "health_port"), [(29_999, 0), (1024, 29_999)])
+def test_ranks_do_not_meet_where_one_of_them_is_to_listen(port, health_port, monkeypatch):
+    monkeypatch.setattr(supervisor, "WORKER_PORTS", range(30_000, 30_001))
+    monkeypatch.setattr(supervisor, "_found", [])
+    with pytest.raises(OSError, match="no free port"):
+        rank_configs(WorkerConfig(model="m", port=port, health_port=health_port, tensor_parallel_size=2))
