@@ -30,12 +30,12 @@ _Request = TypeVar("_Request", bound=Struct)
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
     """Return the whole body. Raises HttpRefusal."""
-    headers = dict(scope["headers"])
-    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    headers = scope["header_values"]
+    encoding = headers.get(b"content-encoding", "identity")
     if encoding.lower() != "identity":
         raise HttpRefusal(415, f"the body is encoded as {encoding[:_SHOWN_CHARS]!r}; send it as it is")
-    length = headers.get(b"content-length", b"0")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+    length = headers.get(b"content-length", "0")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise _too_large(int(length))
     body = bytearray()
     try:

@@ -137,9 +137,10 @@ class HttpDoor:
         scope["app"] = self  # or the router would answer in plain text
         stream = EventStream(send)
         scope["stream"] = stream
+        # The first of a name counts.
+        scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
         try:
-            self._check_host(scope)
-            self._check_origin(scope)
+            self._check_page(scope)
             await self._router(scope, receive, send)
         except HTTPException as error:
             await _refuse(
@@ -345,7 +346,7 @@ class HttpDoor:
 
         Where there are no tenants a key is not looked at: OpenAI's clients always send one.
         """
-        headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        headers = scope["header_values"]
         key = headers.get(b"authorization") if self._tenants is not None else None
         caller = Caller(self._tenants, key, scope["certificate_names"])
         caller.check()
@@ -368,22 +369,16 @@ class HttpDoor:
             raise RefusedError(Reason.UNAVAILABLE, self._intake.engine.availability.unavailable_reason)
         return name
 
-    def _check_host(self, scope: Scope) -> None:
-        """Refuse a web page's call that comes under another name than this machine's own (DNS rebinding)."""
-        if not self._hosts:
-            return
-        named = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "localhost")
+    def _check_page(self, scope: Scope) -> None:
+        """Refuse a web page's call that comes under another name than this machine's own (DNS rebinding), and what a
+        page of another origin asks for: it could read no answer, but what it starts would run."""
+        headers = scope["header_values"]
+        named, origin = headers.get(b"host", "localhost"), headers.get(b"origin")
         host = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
-        if host.strip("[]").lower() not in self._hosts:
+        if self._hosts and host.strip("[]").lower() not in self._hosts:
             raise HttpRefusal(403, f"the host {named[:80]!r} is not this machine; call it by 127.0.0.1 or localhost")
-
-    def _check_origin(self, scope: Scope) -> None:
-        """Refuse what a web page of another origin asks for: it could read no answer, but what it starts would run."""
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")}
-        origin = headers.get(b"origin")
-        if origin is None or "*" in self._origins or origin in self._origins or scope["method"] in ("GET", "HEAD"):
-            return
-        if origin.partition("://")[2] != headers.get(b"host"):
+        is_open = scope["method"] in ("GET", "HEAD") or not self._origins.isdisjoint(("*", origin))
+        if origin is not None and not is_open and origin.partition("://")[2] != named:
             raise HttpRefusal(403, f"the web page's origin {origin[:80]!r} may not call; name it in --allowed-origins")
 
 
