@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from scheduler_service.doors.http.requests import DetachedQuery, GenerationReque
 from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import decode_logprobs
-from scheduler_service.doors.scheduler.request_servicer import Forward
+from scheduler_service.doors.scheduler.request_servicer import Forward, answer_of
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.refusal import invalid
@@ -43,7 +43,7 @@ async def submit_detached(
     [parsed] = asked.requests
     with asked.names.in_refusals():
         message = scheduler_pb2.SubmitRequest(request=await _encoded(parsed, intake))
-        submitted = await _answer_of(forward("Submit", message, call))
+        submitted = await answer_of(forward("Submit", message, call))
     return _encode(DetachedAnswer(submitted.request_id, "running"))
 
 
@@ -55,7 +55,7 @@ async def read_detached(
     if query.from_token is not None and not query.stream:
         raise invalid("from_token", "from_token is set, but stream is not true; set it, or leave both unset")
     if not query.stream:
-        result = await _answer_of(forward("GetResult", scheduler_pb2.GetResultRequest(**named), call))
+        result = await answer_of(forward("GetResult", scheduler_pb2.GetResultRequest(**named), call))
         outputs = []
         for output in result.outputs:
             outputs.append(_output(output, texts, intake))
@@ -76,17 +76,12 @@ async def abort_request(named: NamedRequest, call: Call, intake: Intake, forward
     try:
         intake.engine.abort(message.tenant, message.request_id)
     except KeyError:
-        await _answer_of(forward("Abort", message, call))
+        await answer_of(forward("Abort", message, call))
     return _encode({"request_id": message.request_id})
 
 
 def _named(named: NamedRequest, call: Call) -> dict[str, str]:
     return {"request_id": named.request_id, "tenant": call.caller.tenant(named.tenant or "")}
-
-
-async def _answer_of(messages: AsyncGenerator[Any, None]) -> Any:
-    [answer] = [message async for message in messages]
-    return answer
 
 
 async def _encoded(parsed: ParsedRequest, intake: Intake) -> scheduler_pb2.GenerateRequest:

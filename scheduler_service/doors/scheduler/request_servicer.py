@@ -197,8 +197,7 @@ class FrontEndServicer(RequestServicer):
         return scheduler_pb2.AbortResponse()
 
     async def _answer(self, method: str, request: Message, context: grpc.aio.ServicerContext) -> Any:
-        [answer] = [message async for message in self._passed_on(method, request, context)]
-        return answer
+        return await answer_of(self._passed_on(method, request, context))
 
     def _passed_on(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
         """Yield what the scheduler answers to a call about a request, which is of the caller's tenant."""
@@ -211,6 +210,12 @@ class FrontEndServicer(RequestServicer):
             Reason.UNIMPLEMENTED,
             f"a front end does not serve {method}; call the scheduler itself, at {self._address}",
         )
+
+
+async def answer_of(messages: AsyncGenerator[Any, None]) -> Any:
+    """Return the one message that a call which was passed on is answered by. Raises RefusedError."""
+    [answer] = [message async for message in messages]
+    return answer
 
 
 def _no_tokenizer(field: str) -> RefusedError:
