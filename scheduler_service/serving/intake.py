@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from scheduler_service.core.request import AdmissionError, OutputMode, Request, SequenceEnd
@@ -14,7 +14,7 @@ from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.output import ReadyList, SampleRecord
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.prompt_text import ANY_NUMBER, PromptTexts, TextLimits
-from scheduler_service.serving.refusal import OF_ADMISSION, Reason, RefusedError, invalid
+from scheduler_service.serving.refusal import OF_ADMISSION, Reason, RefusedError, invalid, unknown
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
 
@@ -32,10 +32,11 @@ class Intake:
         quotas: Quotas | None = None,
         grammars: GrammarChecks | None = None,
         retention_limit: Callable[[str], int] | None = None,
+        abort_elsewhere: Callable[[str, str, Call], Awaitable[None]] | None = None,
     ) -> None:
         """The names of `detached` requests are taken as long as those are kept. Without `quotas` tenants are held to
         none. Without `grammars` those of requests are checked behind the engine, and without `retention_limit`, a
-        tenant's in seconds, their hints are bounded there."""
+        tenant's in seconds, their hints are bounded there. `abort_elsewhere` ends what came by another door."""
         self.engine = engine
         self.model = model
         self.tokenizer = tokenizer
@@ -45,6 +46,7 @@ class Intake:
         self._quotas = quotas
         self._grammars = grammars
         self._retention_limit = retention_limit
+        self._abort_elsewhere = abort_elsewhere
         self._num_pending = 0  # calls whose request is not in the engine yet
         self._active: weakref.WeakSet[ActiveRequest] = weakref.WeakSet()  # those that were queued, and are not freed
 
@@ -109,6 +111,15 @@ class Intake:
         if end is None or not end.embedding:
             raise RefusedError(Reason.CANCELLED, "the request was aborted before its embedding was made")
         return active.request.request_id, end
+
+    async def abort(self, tenant: str, request_id: str, call: Call) -> None:
+        """Let a request end with ABORT, by whatever door it came. Raises RefusedError, also if there is none."""
+        try:
+            self.engine.abort(tenant, request_id)
+        except KeyError:
+            if self._abort_elsewhere is None:
+                raise unknown(request_id) from None
+            await self._abort_elsewhere(tenant, request_id, call)
 
     def revoke(self, tenants: frozenset[str]) -> None:
         """End what runs for tenants that are none any more, also for front ends and for clients that have

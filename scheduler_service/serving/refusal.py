@@ -68,6 +68,11 @@ def invalid(field: str, message: str) -> RefusedError:
     return RefusedError(Reason.INVALID_ARGUMENT, message, field)
 
 
+def unknown(request_id: str) -> RefusedError:
+    """Return the refusal of what is asked of a request that is not there, or is another tenant's."""
+    return RefusedError(Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id")
+
+
 def timed_out() -> RefusedError:
     """Return the refusal of what has not ended in the time that its client gave it."""
     text = "the timeout passed before the request was done; raise it or ask for fewer tokens"

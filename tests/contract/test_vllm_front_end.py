@@ -89,6 +89,19 @@ async def test_an_abort_ends_what_runs_through_it(checkpoint: Path) -> None:
         await stack.until_idle()
 
 
+async def test_an_abort_ends_what_came_by_any_door(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
+        stack.worker.step_seconds = 0.02
+        abort = vllm_engine_pb2.AbortRequest(request_ids=["another", "mine"])
+        for door, other in ((one, two), (stack, one), (one, stack)):
+            running = stub_of(door).Generate(request(PROMPT, request_id="mine", max_tokens=240))
+            await stack.until(lambda loads: loads.num_running == 1)
+            await stub_of(other).Abort(abort)
+            last = await running.read()
+            assert last.complete.finish_reason == "abort"
+            await stack.until_idle()
+
+
 async def test_the_cache_is_the_schedulers_alone(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (_, front):
         flush = stub_of(front).FlushCache(common_pb2.FlushCacheRequest())

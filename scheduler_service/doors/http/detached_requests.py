@@ -70,14 +70,10 @@ async def read_detached(
     return None
 
 
-async def abort_request(named: NamedRequest, call: Call, intake: Intake, forward: Forward) -> bytes:
+async def abort_request(named: NamedRequest, call: Call, intake: Intake) -> bytes:
     """End a request that came by any door. Raises RefusedError."""
-    message = scheduler_pb2.AbortRequest(**_named(named, call))
-    try:
-        intake.engine.abort(message.tenant, message.request_id)
-    except KeyError:
-        await answer_of(forward("Abort", message, call))
-    return _encode({"request_id": message.request_id})
+    await intake.abort(**_named(named, call), call=call)
+    return _encode({"request_id": named.request_id})
 
 
 def _named(named: NamedRequest, call: Call) -> dict[str, str]:

@@ -246,7 +246,7 @@ class HttpDoor:
         return await read_detached(query, call, self._intake, self._forward, stream)
 
     async def _abort(self, named: NamedRequest, call: Call, stream: EventStream) -> bytes:
-        return await abort_request(named, call, self._intake, self._forward)
+        return await abort_request(named, call, self._intake)
 
     async def _render_prompts(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes:
         read = read_completion(request, call, self._intake)

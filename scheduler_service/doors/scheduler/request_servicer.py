@@ -105,6 +105,13 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         embedding = decode_embedding(end.embedding)
         return scheduler_pb2.EmbedResponse(request_id=request_id, embedding=embedding, usage=usage_of(end))
 
+    async def Abort(
+        self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.AbortResponse:
+        call = self._entrance.call(context)
+        await self.intake.abort(call.caller.tenant(request.tenant), request.request_id, call)
+        return scheduler_pb2.AbortResponse()
+
     async def Tokenize(
         self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.TokenizeResponse:
@@ -164,7 +171,14 @@ class FrontEndServicer(RequestServicer):
     ) -> None:
         """`server_info` has what the scheduler told of itself last. `forward` passes calls on to it, and `address` is
         its own, for messages."""
-        intake = Intake(engine, model, tokenizer, max_pending_calls=_MAX_PENDING_CALLS, text_limits=text_limits)
+        intake = Intake(
+            engine,
+            model,
+            tokenizer,
+            max_pending_calls=_MAX_PENDING_CALLS,
+            text_limits=text_limits,
+            abort_elsewhere=self._abort_elsewhere,
+        )
         super().__init__(intake, entrance, server_info)
         self._server_info = server_info
         self._forward = forward
@@ -186,15 +200,8 @@ class FrontEndServicer(RequestServicer):
     async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
         await write_all(self._passed_on("Attach", request, context), context)
 
-    async def Abort(
-        self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.AbortResponse:
-        """Abort what came by this front end, sent or not, or by any other door."""
-        try:
-            self.intake.engine.abort(self._tenant(request, context), request.request_id)
-        except KeyError:
-            return await self._answer("Abort", request, context)
-        return scheduler_pb2.AbortResponse()
+    async def _abort_elsewhere(self, tenant: str, request_id: str, call: Call) -> None:
+        await answer_of(self._forward("Abort", scheduler_pb2.AbortRequest(request_id=request_id, tenant=tenant), call))
 
     async def _answer(self, method: str, request: Message, context: grpc.aio.ServicerContext) -> Any:
         return await answer_of(self._passed_on(method, request, context))

@@ -21,7 +21,7 @@ from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.prompt_text import TextLimits
-from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid, unknown
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
@@ -65,15 +65,6 @@ class SchedulerServicer(RequestServicer):
         self._detached = detached
         self._generation_throughput = generation_throughput
 
-    async def Abort(
-        self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.AbortResponse:
-        try:
-            self.intake.engine.abort(self._tenant(request, context), request.request_id)
-        except KeyError:
-            raise _unknown(request.request_id) from None
-        return scheduler_pb2.AbortResponse()
-
     # Detached requests
 
     async def Submit(
@@ -102,7 +93,7 @@ class SchedulerServicer(RequestServicer):
         try:
             found = explain.report(self._step_loop.state, self._tenant(request, context), request.request_id)
         except KeyError:
-            raise _unknown(request.request_id) from None
+            raise unknown(request.request_id) from None
         return report.encode_report(found, self._step_loop.clock.now())
 
     async def GetBlocks(
@@ -151,11 +142,6 @@ class SchedulerServicer(RequestServicer):
         response.worker_connected = self._step_loop.is_connected
         response.num_worker_losses = self._step_loop.availability.num_worker_losses
         return response
-
-
-def _unknown(request_id: str) -> RefusedError:
-    """Return the error for a request that is not there, or is another tenant's."""
-    return RefusedError(Reason.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id")
 
 
 async def result_of(active: ActiveRequest) -> scheduler_pb2.GetResultResponse:

@@ -85,11 +85,12 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.AbortResponse:
-        """Abort the requests that run. One that has ended is no error: the gateway cannot know."""
-        tenant = self._entrance.call(context).caller.tenant(_TENANT)
+        """Abort the requests that run. One that has ended or is out of reach is no error: the gateway cannot know."""
+        call = self._entrance.call(context)
+        tenant = call.caller.tenant(_TENANT)
         for request_id in request.request_ids:
-            with contextlib.suppress(KeyError):
-                self._intake.engine.abort(tenant, request_id)
+            with contextlib.suppress(RefusedError):
+                await self._intake.abort(tenant, request_id, call)
         return vllm_engine_pb2.AbortResponse()
 
     async def Embed(
