@@ -252,7 +252,12 @@ class SchedulerLink:
         async for ended in ends(self._hold):
             if ended.was_held:
                 self._waiting.end()
-                logger.warning("lost the scheduler at %s: %s", self._address, ended.reason)
+                logger.log(
+                    logging.INFO if ended.is_calm else logging.WARNING,
+                    "lost the scheduler at %s: %s",
+                    self._address,
+                    ended.reason,
+                )
                 self._reason = ended.reason
                 self._fail_all(str(self._lost(ended.reason)))
             else:
@@ -302,7 +307,7 @@ class SchedulerLink:
         except grpc.aio.AioRpcError as error:
             if is_broken(error):
                 return Ended("the connection broke", self.is_connected)
-            is_calm = error.code() is grpc.StatusCode.UNAVAILABLE
+            is_calm = error.code() is grpc.StatusCode.UNAVAILABLE and not self.is_connected
             return Ended(f"{error.code().name}: {error.details()}", self.is_connected, is_calm=is_calm)
         finally:
             self._client, self._first_stream_id = None, client.next_stream_id

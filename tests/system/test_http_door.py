@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -30,11 +30,13 @@ PROMPT = {"prompt": "Once there was a brave turtle", "temperature": 0, "max_toke
 
 
 @contextmanager
-def serving(*flags: str, model: Path = STORYTELLER) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+def serving(
+    *flags: str, model: Path = STORYTELLER, stderr: IO[bytes] | None = None
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     port = free_port("127.0.0.1")
     base = ("--port=0", "--metrics-port=0", "--num-device-blocks=512", "--num-threads=1", f"--http-port={port}")
     command = [sys.executable, "-m", "pagewire", "serve", str(model), *base, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline() for _ in range(2)]
@@ -68,6 +70,16 @@ def test_a_front_end_that_dies_comes_back() -> None:
                 time.sleep(0.1)  # nothing tells when it listens again but itself
         process.terminate()
         assert process.wait(30) == 0
+
+
+def test_nothing_is_wrong_at_its_calm_end(tmp_path: Path) -> None:
+    """The front end ends last, when the scheduler has told that it shuts down."""
+    path = tmp_path / "log"
+    with path.open("wb") as file, serving("--log-level=warning", stderr=file) as (process, url):
+        assert post(url, PROMPT)["choices"]
+        process.terminate()
+        assert process.wait(30) == 0
+    assert path.read_text() == ""
 
 
 def test_tenants(tmp_path: Path) -> None:
