@@ -34,13 +34,22 @@ def stops() -> tuple[asyncio.Event, asyncio.Event]:
 async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, limit: float) -> None:
     """Let running requests finish, but not beyond `limit` seconds or `stop_now`."""
     logger.info("stopping")
+    text = "requests are running: they have %g s to end; a second signal ends them at once"
+    promise = asyncio.get_running_loop().call_later(_PATIENCE, logger.info, text, limit)
     ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (drained, stop_now.wait())]
-    patience = min(_PATIENCE, limit)
-    done, _ = await asyncio.wait(ends, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-    if not done and limit > patience:
-        logger.info("requests are running: they have %g s to end; a second signal ends them at once", limit)
-        await asyncio.wait(ends, timeout=limit - patience, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    promise.cancel()
     await cancel(ends)
+
+
+async def run_out(serving: Coroutine[Any, Any, int]) -> int:
+    """Run a service to its end, and gRPC's tasks of its calls, which end a little after their server has. One that ends
+    just as the loop does gRPC would take for a failed call, and write a traceback."""
+    try:
+        return await serving
+    finally:
+        if calls := [task for task in asyncio.all_tasks() if "coro=<_schedule_rpc_coro" in repr(task)]:
+            await asyncio.wait(calls, timeout=1.0)
 
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:

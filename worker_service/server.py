@@ -22,7 +22,7 @@ from pagewire.common import __version__
 from pagewire.common.limits import describe_address_space
 from pagewire.common.messages import CertificateLife
 from pagewire.common.process import announce_ready, exit_with_parent
-from pagewire.common.stopping import cancel, stop_at_signals
+from pagewire.common.stopping import cancel, run_out, stop_at_signals
 from pagewire.common.transport.addresses import join
 from pagewire.common.transport.health import Health
 from pagewire.common.transport.link_secret import LinkSecret
@@ -56,7 +56,7 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
         server = _WorkerProcess(config, refuse, check_worker(config))
     except ValueError as error:
         return refuse(str(error))
-    status = asyncio.run(server.run())
+    status = asyncio.run(run_out(server.run()))
     if server.engine.is_running:
         # It was told to stop while it loaded. A thread in the middle of that would crash as the interpreter ends.
         end_at_once(status)

@@ -179,10 +179,9 @@ class Metadata:
         return self._checked(key, default, lambda value: type(value) is int and value >= 0, "a whole number from 0")
 
     def number(self, key: str, default: float | None = None) -> float:
-        found = self._checked(
-            key, default, lambda value: type(value) in (int, float) and math.isfinite(value), "a number"
+        return float(
+            self._checked(key, default, lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
         )
-        return float(found)
 
     def flag(self, key: str, default: bool) -> bool:
         return self._checked(key, default, lambda value: type(value) is bool, "true or false")

@@ -119,8 +119,7 @@ class _Rules:
 
     def up_to(self, end: Any) -> str:
         """Any text up to the first of an end, and the end, in which tokens may stand for their names."""
-        text = self.rule(_ANY_TEXT, f"[suffix={_quoted(_checked(end))}]")
-        return self.either([text, *self.up_to_token(end)])
+        return self.either([self.rule(_ANY_TEXT, f"[suffix={_quoted(_checked(end))}]"), *self.up_to_token(end)])
 
     def up_to_token(self, end: str) -> list[str]:
         """Any text up to the first of an end in which a token stands for its name, and the end; nothing where there is

@@ -81,8 +81,9 @@ class Interception(grpc.aio.ServerInterceptor):
             try:
                 return deserialize(data)
             except DecodeError as error:
-                reason = f"the request is not a message of this method ({error})"
-                return Unreadable(f"{reason}; compare the .proto files of both sides")
+                return Unreadable(
+                    f"the request is not a message of this method ({error}); compare the .proto files of both sides"
+                )
 
         return decode
 

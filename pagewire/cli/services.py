@@ -25,7 +25,7 @@ from pagewire.common.process import (
     is_child,
     python_command,
 )
-from pagewire.common.stopping import stops
+from pagewire.common.stopping import run_out, stops
 from pagewire.common.transport.addresses import UNIX_SCHEME, join
 from pagewire.common.transport.listening import check_port
 from pagewire.hosting import freed_memory, logs
@@ -216,7 +216,7 @@ def serve(arguments: Sequence[str]) -> int:
         workers.append(Supervisor(_command("worker", config, log_config), environ, name=name))
     fronts = [_front_end_of(_at(front_config, found), log_config, environ)] if http.http_port else []
     fronts += [_gateway_of(gateway_config, scheduler_config, log_config, environ)] if gateway_config.gateway else []
-    return asyncio.run(_run(scheduler_config, workers, fronts, directory))
+    return asyncio.run(run_out(_run(scheduler_config, workers, fronts, directory)))
 
 
 def _gateway_of(
@@ -315,7 +315,7 @@ def scheduler(arguments: Sequence[str]) -> int:
     )
     from scheduler_service import server
 
-    return asyncio.run(_serve(server.run, config))
+    return asyncio.run(run_out(_serve(server.run, config)))
 
 
 def frontend(arguments: Sequence[str]) -> int:
@@ -331,7 +331,7 @@ def frontend(arguments: Sequence[str]) -> int:
     )
     from scheduler_service import front_end
 
-    return asyncio.run(_serve(front_end.run, config))
+    return asyncio.run(run_out(_serve(front_end.run, config)))
 
 
 async def _serve(run: Callable[..., Coroutine[Any, Any, int]], config: Any) -> int:

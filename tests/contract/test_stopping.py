@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -37,3 +39,41 @@ async def test_only_a_service_that_has_time_promises_some(
         await stopping.drain(asyncio.Event().wait(), stop_now, limit)
     running = "requests are running: they have {} to end; a second signal ends them at once"
     assert told == ["stopping", *map(running.format, promises)]
+
+
+# The handler ends in the very step of the loop in which that ends, long after its server.
+_LAST_CALL = """
+import asyncio, grpc.aio
+from pagewire.common.stopping import run_out
+
+class Handler(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.stream_stream_rpc_method_handler(self.call)
+
+    async def call(self, requests, context):
+        await context.write(b"begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+
+async def serve():
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([Handler()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await channel.stream_stream("/a/b")().read()
+        await server.stop(0)
+    may_end.set()
+    return 7
+
+may_end = asyncio.Event()
+print(asyncio.run(run_out(serve())))
+"""
+
+
+def test_the_last_call_of_a_service_ends_without_a_traceback() -> None:
+    program = [sys.executable, "-c", _LAST_CALL]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "7\n", "")

@@ -103,8 +103,7 @@ def _final(token: Token, names: Container[str]) -> DeclaredToken:
     if isinstance(token, str):
         token = DeclaredToken(token, special=True)
     special = token.special or token.content in names
-    normalized = not special if token.normalized is None else token.normalized
-    return replace(token, special=special, normalized=normalized)
+    return replace(token, special=special, normalized=not special if token.normalized is None else token.normalized)
 
 
 def _matters(changes: TokenizerChanges, document: Mapping[str, Any], own: Mapping[int, DeclaredToken]) -> bool:
