@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pagewire.hosting.supervisor import free_port
 from testing.services import ENVIRON, HOST
@@ -31,7 +31,9 @@ class Answer:
 
 
 class Gateway:
-    """Ready when `wait_until_ready` returns. Its switches make routing repeatable: no warm-up, quick health checks."""
+    """Ready in its block, or when `wait_until_ready` returns. Its switches make routing repeatable: no warm-up, quick
+    health checks.
+    """
 
     def __init__(self, replicas: Sequence[str], *flags: str) -> None:
         """`replicas` are HOST:PORT."""
@@ -49,6 +51,16 @@ class Gateway:
         command += ["--worker-warmup-secs=0", "--worker-warmup-share=0", "--worker-warmup-divert-every=0"]
         command += ["--cb-timeout-duration-secs=1", "--shutdown-grace-period-secs=1", *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRON)
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.stop)
+            self.wait_until_ready()
+            on_failure.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def wait_until_ready(self) -> None:
         assert self._process.stdout is not None

@@ -53,16 +53,6 @@ def replicas(count: int) -> Iterator[list[System]]:
             system.stop()
 
 
-@contextlib.contextmanager
-def gateway(systems: list[System], policy: str) -> Iterator[Gateway]:
-    started = Gateway([system.url for system in systems], f"--policy={policy}")
-    try:
-        started.wait_until_ready()
-        yield started
-    finally:
-        started.stop()
-
-
 # The first token
 
 
@@ -72,7 +62,7 @@ def first_tokens(num_requests: int) -> dict[str, list[float]]:
     rng = random.Random(0)
     prompts = [write_story(rng)[:120] for _ in range(num_requests)]
     seconds: dict[str, list[float]] = {"gateway": [], "direct": []}
-    with replicas(1) as (system,), gateway([system], "round_robin") as front:
+    with replicas(1) as (system,), Gateway([system.url], "--policy=round_robin") as front:
         connection = http.client.HTTPConnection("127.0.0.1", front.port)
         with grpc.insecure_channel(system.url) as channel:
             stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
@@ -122,7 +112,7 @@ def ask_engine(stub: vllm_engine_pb2_grpc.VllmEngineStub, tokenizer: Tokenizer, 
 def converse(num_conversations: int, policy: str) -> dict[str, float]:
     rng = random.Random(1)
     stories = [[f"{write_story(rng)[:300]} " for _ in range(NUM_TURNS)] for _ in range(num_conversations)]
-    with replicas(2) as systems, gateway(systems, policy) as front:
+    with replicas(2) as systems, Gateway([system.url for system in systems], f"--policy={policy}") as front:
         outcomes: list[tuple[int, int]] = []  # prompt tokens of a follow-up, and how many of them were cached
 
         def hold(story: list[str]) -> None:

@@ -93,14 +93,14 @@ async def rates(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]
     with (
         running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system,
         front_end(model, system.url) as (address, port),
-        contextlib.closing(_Stopped(Gateway([system.url], "--policy=round_robin"))) as smg,
+        Gateway([system.url], "--policy=round_robin") as smg,
     ):
         async with grpc.aio.insecure_channel(address) as channel:
             stub = pb_grpc.SchedulerServiceStub(channel)
             arms = {
                 "grpc": over_grpc(stub),
                 "http": over_http(port, model.name),
-                "smg": over_http(smg.gateway.port, model.name),
+                "smg": over_http(smg.port, model.name),
             }
             rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
             for index, arm in in_turns(list(arms), num_rounds):
@@ -109,17 +109,6 @@ async def rates(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]
                 if index > 0:
                     rounds[arm].append(figures)
     return rounds
-
-
-class _Stopped:
-    """Ends a gateway at the end of a block."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
-        gateway.wait_until_ready()
-
-    def close(self) -> None:
-        self.gateway.stop()
 
 
 async def rate(read: Read, rng: random.Random) -> dict[str, float]:

@@ -143,12 +143,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure_policy(policy: str) -> dict[str, Any]:
     with pairs() as systems:
-        gateway = Gateway([system.url for system in systems], f"--policy={policy}", *GATEWAY_FLAGS)
-        try:
-            gateway.wait_until_ready()
+        urls = [system.url for system in systems]
+        with Gateway(urls, f"--policy={policy}", *GATEWAY_FLAGS) as gateway:
             return lose_a_worker(Clients(gateway), systems)
-        finally:
-            gateway.stop()
 
 
 def lose_a_worker(clients: Clients, systems: list[System]) -> dict[str, Any]:

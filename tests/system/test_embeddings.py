@@ -138,13 +138,11 @@ async def is_caught_midway(client: AsyncClient, name: str, worker: int, request:
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Gateway]:
-    with running(STORYTELLER, worker=["--dtype", "float32"]) as system:
-        gateway = Gateway([system.url.removeprefix("grpc://")])
-        try:
-            gateway.wait_until_ready()
-            yield gateway
-        finally:
-            gateway.stop()
+    with (
+        running(STORYTELLER, worker=["--dtype", "float32"]) as system,
+        Gateway([system.url.removeprefix("grpc://")]) as gateway,
+    ):
+        yield gateway
 
 
 def expected_of_text(text: str) -> list[float]:

@@ -114,13 +114,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             assert replica.tokenizer_bytes() > 10_000
         assert replicas[0].service.next_line() == ready_line(own_port)
         hidden = model.rename(model.with_name("hidden"))
-        gateway = Gateway([replica.address for replica in replicas], "--policy=cache_aware")
-        try:
-            gateway.wait_until_ready()
+        with Gateway([replica.address for replica in replicas], "--policy=cache_aware") as gateway:
             hidden.rename(model)
             yield Fleet(gateway, replicas, own_port)
-        finally:
-            gateway.stop()
     finally:
         for replica in replicas:
             replica.service.kill()

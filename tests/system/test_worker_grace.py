@@ -57,12 +57,8 @@ def pairs() -> Iterator[list[Pair]]:
 
 @pytest.fixture
 def gateway(pairs: list[Pair]) -> Iterator[Gateway]:
-    gateway = Gateway([pair.system.url for pair in pairs], "--policy=round_robin")
-    try:
-        gateway.wait_until_ready()
+    with Gateway([pair.system.url for pair in pairs], "--policy=round_robin") as gateway:
         yield gateway
-    finally:
-        gateway.stop()
 
 
 def read(gateway: Gateway, prompt: str, max_tokens: int, has_begun: threading.Event | None = None) -> str:
