@@ -17,7 +17,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,16 @@ def over_grpc(stub: pb_grpc.SchedulerServiceStub) -> Read:
     return read
 
 
-@contextlib.contextmanager
-def front_end(model: Path, scheduler: str) -> Iterator[tuple[str, int]]:
-    """Yields the addresses of its doors: HOST:PORT over gRPC, the port over HTTP."""
+@contextlib.asynccontextmanager
+async def doors(model: Path, scheduler: str) -> AsyncIterator[dict[str, Read]]:
+    """Yields what reads through each door of a front end."""
     port = free_port(HOST)
     flags = ["--model", model, "--scheduler", scheduler, "--port", 0, "--http-port", port, "--metrics-port", 0]
     service = Service("frontend", [*flags, "--log-level", "error"])
     try:
-        yield service.wait_until_ready(), port
+        async with grpc.aio.insecure_channel(service.wait_until_ready()) as channel:
+            stub = pb_grpc.SchedulerServiceStub(channel)
+            yield {"grpc": over_grpc(stub), "http": over_http(port, model.name)}
     finally:
         service.stop()
 
@@ -88,27 +90,26 @@ def prompts(rng: random.Random, number: int) -> list[str]:
     return [f"{rng.random()} {write_story(rng)[:PROMPT_CHARS]}" for _ in range(number)]
 
 
-async def rates(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]]]:
+async def in_rounds(
+    arms: dict[str, Read], figures_of: Callable[[Read, random.Random], Awaitable[dict[str, float]]], num_rounds: int
+) -> dict[str, list[dict[str, float]]]:
     rng = random.Random(0)
+    rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+    for index, arm in in_turns(list(arms), num_rounds):
+        figures = await figures_of(arms[arm], rng)
+        print(f"  round {index} {arm}: {figures}", flush=True)
+        if index > 0:
+            rounds[arm].append(figures)
+    return rounds
+
+
+async def rates(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]]]:
     with (
         running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system,
-        front_end(model, system.url) as (address, port),
         Gateway([system.url], "--policy=round_robin") as smg,
     ):
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub = pb_grpc.SchedulerServiceStub(channel)
-            arms = {
-                "grpc": over_grpc(stub),
-                "http": over_http(port, model.name),
-                "smg": over_http(smg.port, model.name),
-            }
-            rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
-            for index, arm in in_turns(list(arms), num_rounds):
-                figures = await rate(arms[arm], rng)
-                print(f"  round {index} {arm}: {figures}", flush=True)
-                if index > 0:
-                    rounds[arm].append(figures)
-    return rounds
+        async with doors(model, system.url) as arms:
+            return await in_rounds(arms | {"smg": over_http(smg.port, model.name)}, rate, num_rounds)
 
 
 async def rate(read: Read, rng: random.Random) -> dict[str, float]:
@@ -131,21 +132,9 @@ async def many_gaps(model: Path, num_rounds: int) -> dict[str, list[dict[str, fl
     worker = Child("bench.services.scripted_worker", str(model), "--step-ms", str(MANY_STEP_MS))
     flags = ["--model", model, "--worker", worker.address, "--port", 0, "--metrics-port", 0, "--log-level", "error"]
     scheduler = Service("scheduler", [*flags, "--max-num-seqs", NUM_MANY])
-    rng = random.Random(0)
     try:
-        with front_end(model, scheduler.wait_until_ready()) as (address, port):
-            async with grpc.aio.insecure_channel(address) as channel:
-                arms = {
-                    "grpc": over_grpc(pb_grpc.SchedulerServiceStub(channel)),
-                    "http": over_http(port, model.name),
-                }
-                rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
-                for index, arm in in_turns(list(arms), num_rounds):
-                    figures = await gaps(arms[arm], rng)
-                    print(f"  round {index} {arm}: {figures}", flush=True)
-                    if index > 0:
-                        rounds[arm].append(figures)
-        return rounds
+        async with doors(model, scheduler.wait_until_ready()) as arms:
+            return await in_rounds(arms, gaps, num_rounds)
     finally:
         scheduler.stop()
         worker.stop()
