@@ -64,7 +64,10 @@ class HttpServer:
 
     async def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The events of a stream, which ends as it must."""
-        response = await self.post(path, **body | {"stream": True})
+        return self.events_of(await self.post(path, **body | {"stream": True}))
+
+    @staticmethod
+    def events_of(response: httpx.Response) -> list[dict[str, Any]]:
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
         *events, last = [part for part in response.text.split("\n\n") if part and not part.startswith(":")]
