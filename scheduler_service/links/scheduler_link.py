@@ -124,7 +124,7 @@ class SchedulerLink:
 
     @property
     def is_serving(self) -> bool:
-        return not self.unavailable_reason
+        return self.capacity is not None and not self.unavailable_reason
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -8,16 +8,20 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer
 
 from pagewire import AsyncClient, SamplingParams, Unavailable
 from pagewire.common.messages import RowStatus
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from scheduler_service.doors.scheduler.generate_request import encode_request, read_request
+from scheduler_service.doors.scheduler.request_servicer import SERVICE_NAME
 from scheduler_service.serving.checkpoint.model_info import read_model_info
 from scheduler_service.serving.tenants.caller import Call, Caller
+from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, request, serve
 from tests.contract.front_end import DEADLINE, FrontEnd, serve_both, serve_front_end
 from tests.contract.shared_stream import SharedStream
@@ -247,6 +251,33 @@ async def test_a_lost_scheduler_is_an_error_and_its_successor_is_found(checkpoin
             async with serve(checkpoint, port=port):
                 await front.until_ready()
                 assert (await front.generate(request(PROMPT, max_tokens=9))).token_ids[0] == expected_tokens(PROMPT, 9)
+
+
+async def test_it_is_ready_once_its_scheduler_has_a_worker(checkpoint: Path) -> None:
+    worker, port = FakeWorker(read_model_info(str(checkpoint)).digest), free_port("127.0.0.1")
+    worker.port = free_port("127.0.0.1")
+
+    async def begin_late(front: FrontEnd) -> None:
+        while not await is_connected(front):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.02)
+        health = health_pb2_grpc.HealthStub(front.channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await worker.start()
+
+    async with serve_front_end(checkpoint, f"127.0.0.1:{port}", waits=False) as front, asyncio.TaskGroup() as tasks:
+        tasks.create_task(begin_late(front))
+        async with serve(checkpoint, worker=worker, port=port):
+            await front.until_ready()
+
+
+async def is_connected(front: FrontEnd) -> bool:
+    """Whether it has heard of its scheduler."""
+    try:
+        await front.stub.GetServerInfo(pb.GetServerInfoRequest(), wait_for_ready=True)
+    except grpc.aio.AioRpcError:
+        return False
+    return True
 
 
 async def test_a_lost_worker_is_no_error(checkpoint: Path) -> None:

@@ -119,7 +119,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.HealthCheckResponse:
         """Answer UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model
         before."""
-        if self._availability.is_serving and self._availability.capacity is not None:
+        if self._availability.is_serving:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
         reason = self._availability.unavailable_reason
         if self._availability.capacity is None:
