@@ -43,8 +43,8 @@ from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ
 
 log = logging.getLogger(__name__)
 
-# What runs in front of a scheduler, made of its URL.
-FrontFactory = Callable[[str], Supervisor]
+# Makes the gateway of a scheduler's URL.
+GatewayFactory = Callable[[str], Supervisor]
 
 LOOPBACK = "127.0.0.1"
 # Under which titles `--help` shows the options, and in which order: what matters first stands first.
@@ -210,18 +210,19 @@ def serve(arguments: Sequence[str]) -> int:
     inherited = options.options_of(WorkerConfig, FrontEndConfig, ModelSourceConfig, logs.LogConfig)
     variables = [option.variable for option in inherited.values()]
     environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
-    workers = []
+    children = []  # the ranks first
     for rank, config in enumerate(ranks):
         name = "worker" if len(ranks) == 1 else f"worker's rank {rank}"
-        workers.append(Supervisor(_command("worker", config, log_config), environ, name=name))
-    fronts = [_front_end_of(_at(front_config, found), log_config, environ)] if http.http_port else []
-    fronts += [_gateway_of(gateway_config, scheduler_config, log_config, environ)] if gateway_config.gateway else []
-    return asyncio.run(run_out(_run(scheduler_config, workers, fronts, directory)))
+        children.append(Supervisor(_command("worker", config, log_config), environ, name=name))
+    if http.http_port:
+        children.append(_front_end(_at(front_config, found), log_config, environ))
+    gateways = [_gateway_of(gateway_config, scheduler_config, log_config, environ)] if gateway_config.gateway else []
+    return asyncio.run(run_out(_run(scheduler_config, children, gateways, directory)))
 
 
 def _gateway_of(
     config: GatewayConfig, scheduler_config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]
-) -> FrontFactory:
+) -> GatewayFactory:
     # A gateway of one scheduler is not administered: the key is told to no one.
     locked = {**environ, ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
 
@@ -232,15 +233,11 @@ def _gateway_of(
     return gateway_of
 
 
-def _front_end_of(config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]) -> FrontFactory:
+def _front_end(config: Any, log_config: logs.LogConfig, environ: Mapping[str, str]) -> Supervisor:
     scheme = "http" if config.tls_cert is None else "https"
     http_url = f"{scheme}://{join(config.http.http_host, config.http.http_port)}"
-
-    def front_end_of(_: str) -> Supervisor:
-        command = _command("frontend", config, log_config)
-        return Supervisor(command, environ, name="front end", on_ready=lambda _: announce_ready(http_url))
-
-    return front_end_of
+    command = _command("frontend", config, log_config)
+    return Supervisor(command, environ, name="front end", on_ready=lambda _: announce_ready(http_url))
 
 
 def _command(verb: str, config: Any, log_config: logs.LogConfig) -> list[str]:
@@ -496,7 +493,7 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
 
 
 async def _run(
-    config: Any, workers: Sequence[Supervisor], fronts: Sequence[FrontFactory], directory: RuntimeDirectory
+    config: Any, children: Sequence[Supervisor], gateways: Sequence[GatewayFactory], directory: RuntimeDirectory
 ) -> int:
     """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
     _spare_memory()
@@ -507,13 +504,13 @@ async def _run(
         except OSError as error:
             log.critical("%s", error)
             return 1
-        return await _run_services(config, workers, fronts, stop, stop_now)
+        return await _run_services(config, children, gateways, stop, stop_now)
 
 
 async def _run_services(
     config: Any,
-    workers: Sequence[Supervisor],
-    fronts: Sequence[FrontFactory],
+    children: Sequence[Supervisor],
+    gateways: Sequence[GatewayFactory],
     stop: asyncio.Event,
     stop_now: asyncio.Event,
 ) -> int:
@@ -533,12 +530,12 @@ async def _run_services(
             stop=stop,
             ready=ready,
             stop_now=stop_now,
-            restart_worker=lambda rank, reason: workers[rank].restart(reason),
+            restart_worker=lambda rank, reason: children[rank].restart(reason),
             num_log_lines_dropped=logs.num_dropped_lines,
         )
     )
-    supervising = [asyncio.create_task(worker.run()) for worker in workers]
-    supervising += [asyncio.create_task(_run_front(make, url)) for make in fronts]
+    supervising = [asyncio.create_task(child.run()) for child in children]
+    supervising += [asyncio.create_task(_run_gateway(make, url)) for make in gateways]
     try:
         await asyncio.wait({serving, *supervising}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -558,5 +555,5 @@ async def _run_services(
             await asyncio.wait({task})
 
 
-async def _run_front(make: FrontFactory, url: "asyncio.Future[str]") -> GivenUp:
+async def _run_gateway(make: GatewayFactory, url: "asyncio.Future[str]") -> GivenUp:
     return await make(await asyncio.shield(url)).run()
