@@ -1,0 +1,79 @@
+"""Calls as objects of JSON, {"name": NAME, "arguments": {...}}, in one format or another."""
+
+import json
+from collections.abc import Generator
+
+from pagewire.common.chat_output.parts import Arguments, CallStart, Content
+from pagewire.common.chat_output.unread import Reading, Unread, held, told
+
+# Llama's models say parameters.
+_ARGUMENTS = ("arguments", "parameters")
+NO_ARGUMENTS = "{}"
+
+
+def read_call(unread: Unread) -> Reading[type[Content | Arguments] | None]:
+    """Tell a call. Return what the text right behind it is part of, up to the tag that ends it: of broken arguments,
+    or else of the content. None: it is no call, nothing was told, and `unread` keeps its text."""
+    name: str | None = None
+    early: str | None = None  # arguments that came before the name
+    has_begun = False
+    is_member = yield from unread.accept("{")
+    while is_member:
+        key = yield from unread.string()
+        if key is None or not (yield from unread.accept(":")):
+            break
+        if key == "name" and name is None:
+            name = yield from unread.string()
+            if name is None:
+                break
+            if early is not None:
+                yield from _begin(unread, name)
+                yield Arguments(early)
+                has_begun = True
+        elif key in _ARGUMENTS and name is not None and not has_begun:
+            yield from _begin(unread, name)
+            has_begun = True
+            if not (yield from _tell_arguments(unread)):
+                return Arguments
+        elif key in _ARGUMENTS and early is None and not has_begun:
+            early = yield from _held_arguments(unread)
+            if early is None:
+                break
+        elif not (yield from held(unread.value()))[1]:
+            break
+        if (yield from unread.accept("}")):
+            if name is not None and not has_begun:
+                yield from _begin(unread, name)
+                yield Arguments(NO_ARGUMENTS)
+                has_begun = True
+            break
+        is_member = yield from unread.accept(",")
+    return Content if has_begun else None
+
+
+def _begin(unread: Unread, name: str) -> Reading[None]:
+    unread.forget()
+    yield CallStart(name)
+
+
+def _tell_arguments(unread: Unread) -> Reading[bool]:
+    """Return whether they are whole."""
+    if (yield from unread.next()) == "{":
+        return (yield from told(Arguments, unread.value()))
+    text, is_whole = yield from held(unread.value())
+    yield Arguments(_unwrapped(text))
+    return is_whole
+
+
+def _held_arguments(unread: Unread) -> Generator[None, None, str | None]:
+    text, is_whole = yield from held(unread.value())
+    return _unwrapped(text) if is_whole else None
+
+
+def _unwrapped(text: str) -> str:
+    """Return arguments, which some models write as a string that holds their JSON, or as null."""
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return text
+    return NO_ARGUMENTS if value is None else value if isinstance(value, str) else text

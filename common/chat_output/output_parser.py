@@ -1,0 +1,24 @@
+"""Reads one output, piece by piece."""
+
+from collections.abc import Callable
+
+from pagewire.common.chat_output.parts import Part
+from pagewire.common.chat_output.unread import Reading, Unread
+
+
+class OutputParser:
+    def __init__(self, read: Callable[[Unread], Reading[None]]) -> None:
+        self._unread = Unread()
+        self._reading = read(self._unread)
+
+    def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
+        """Return the parts that are known now, one after another. Nothing can follow what is last."""
+        self._unread.add(text)
+        if is_last:
+            self._unread.end()
+        parts = []
+        for part in self._reading:
+            if part is None:
+                break
+            parts.append(part)
+        return parts
