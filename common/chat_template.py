@@ -4,6 +4,7 @@ The template is code of the model's author, and runs in the sandbox of `pagewire
 """
 
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -151,9 +152,37 @@ def _plain(message: Message, asked: _Asked) -> dict[str, Any]:
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    if isinstance(plain.get("tool_calls"), Sequence):
+        plain["tool_calls"] = [_call(call, asked) for call in plain["tool_calls"]]
     if "content" in plain:
         plain["content"] = _content(plain["content"], asked, str(message["role"]))
     return plain
+
+
+def _call(call: Any, asked: _Asked) -> Any:
+    """Returns a call of a tool with its arguments as the template takes them: as a mapping, or as the JSON of one,
+    which is how OpenAI's API has them."""
+    match call:
+        case {"function": {"arguments": str(arguments), **function}, **rest} if _takes_mappings(asked):
+            try:
+                read = json.loads(arguments or "{}")
+            except ValueError:
+                return call
+            return {**rest, "function": {**function, "arguments": read}} if isinstance(read, dict) else call
+    return call
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_mappings(asked: _Asked) -> bool:
+    """Tells whether a template makes a prompt of a call whose arguments are a mapping."""
+    template, special_tokens = asked
+    question = {"role": "user", "content": _content(_QUESTION, asked, "user")}
+    given = {**dict(special_tokens), **_UNSET, "tools": _TOOLS, "add_generation_prompt": True}
+    try:
+        _compile(template).render({**given, "messages": [question, _ANSWER, _RESULT]})
+    except TemplateFailure:
+        return False
+    return True
 
 
 def _content(content: Any, asked: _Asked, role: str) -> str | list[dict[str, Any]]:

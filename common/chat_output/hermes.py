@@ -23,7 +23,7 @@ def read_calls(_functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
             continue
         yield from unread.skip()
         # A call may lack its end, and may have something behind its object, as a brace too many.
-        marker = yield from unread.until((_END, BEGIN), rest)
+        marker = yield from unread.until((_END, BEGIN), rest, tells_cut=False)
         if marker == _END:
             yield from unread.skip("\n")
             marker = yield from unread.until((BEGIN,), Content)

@@ -46,18 +46,20 @@ class Unread:
         """Keep no longer what was read since the last tag."""
         self._kept = None
 
-    def until(self, markers: tuple[str, ...], tell: Callable[[str], Part]) -> Reading[str]:
+    def until(self, markers: tuple[str, ...], tell: Callable[[str], Part], *, tells_cut: bool = True) -> Reading[str]:
         """Tell the text before the first of some markers, without the newlines right before it, and read past it.
-        Return the marker, or nothing if the text ends without one. None of them may be the beginning of another."""
+        Return the marker, or nothing if the text ends without one: within one, that beginning is told unless
+        `tells_cut` is false. None of them may be the beginning of another."""
         self._kept = None
         while True:
             found = min(
                 ((place, marker) for marker in markers if (place := self._text.find(marker, self._at)) >= 0),
                 default=None,
             )
-            end = (
-                self._end_of_text(found[0]) if found else len(self._text) if self._is_whole else self._safe_end(markers)
-            )
+            if found:
+                end = self._end_of_text(found[0])
+            else:
+                end = len(self._text) if self._is_whole and tells_cut else self._safe_end(markers)
             if end > self._at:
                 yield tell(self._take(end))
             if found:

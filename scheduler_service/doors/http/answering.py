@@ -203,7 +203,10 @@ def counts(num_prompt: int, num_output: int, details: PromptTokensDetails | Unse
     return UsageCounts(num_prompt, num_output, num_prompt + num_output, details)
 
 
-def finish_reason(end: SequenceEnd | None) -> str | None:
+def finish_reason(end: SequenceEnd | None, *, calls: bool = False) -> str | None:
+    """`calls`: the output has calls of tools."""
+    if calls and end is not None and end.reason is EndReason.STOP:
+        return "tool_calls"
     return None if end is None else _FINISH_REASONS[end.reason]
 
 

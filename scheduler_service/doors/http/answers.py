@@ -73,12 +73,29 @@ class ChatLogprobs(Struct, frozen=True):
     refusal: None = None
 
 
+class CalledFunction(Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(Struct, frozen=True):
+    """A call, or what an event adds to the call of its index."""
+
+    function: CalledFunction
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatMessage(Struct, frozen=True):
-    """A message, or what an event adds to it."""
+    """A message, or what an event adds to it. Some clients read reasoning under one name, some under the other."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     refusal: UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):

@@ -1,10 +1,12 @@
 """`/v1/chat/completions`: conversations, which the model's chat template makes prompts of."""
 
 import secrets
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from pagewire.common.chat_output import format_of
 from scheduler_service.doors.http.answering import (
     PromptProgress,
     answer_call,
@@ -15,9 +17,17 @@ from scheduler_service.doors.http.answering import (
 from scheduler_service.doors.http.answers import ChatAnswer, ChatChoice, ChatMessage, PromptLogprobsField, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
-from scheduler_service.doors.http.prompts import render_messages, text_of
+from scheduler_service.doors.http.prompts import render_messages, template_of, text_of
 from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.doors.http.token_texts import TokenTexts
+from scheduler_service.doors.http.tool_calls import (
+    ParserMaker,
+    SampleReader,
+    Told,
+    call_grammars,
+    functions_of,
+    without_indexes,
+)
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.refusal import invalid
@@ -29,9 +39,12 @@ _ROLE = "assistant"
 class ChatWriter:
     num_hidden_tokens = 0
 
-    def __init__(self, request: ChatCompletionRequest, head: tuple[str, str], intake: Intake) -> None:
+    def __init__(
+        self, request: ChatCompletionRequest, head: tuple[str, str], intake: Intake, make_parser: ParserMaker
+    ) -> None:
         """`head` is the answer's id, and the model's name."""
         self._request = request
+        self._readers = [SampleReader(make_parser()) for _ in range(request.n or 1)]
         self._id, self._model = head
         self._created = now()
         last = request.messages[-1]
@@ -48,18 +61,29 @@ class ChatWriter:
 
     def choice(self, progress: PromptProgress, delta: Delta, *, is_whole: bool) -> ChatChoice | None:
         request, end = self._request, delta.end
-        shows = delta.text or end is not None or (delta.token_ids and (request.return_token_ids or request.logprobs))
+        reader = self._readers[delta.sample_index]
+        told = reader.read(delta.text, is_last=end is not None)
+        if request.include_reasoning is False:
+            told = told._replace(reasoning="")
+        shows = any(told) or end is not None or (delta.token_ids and (request.return_token_ids or request.logprobs))
         if not shows:
             return None
-        added = ChatMessage(content=delta.text) if delta.text or end is None else ChatMessage()
         return ChatChoice(
             delta.sample_index,
-            ChatMessage(self._role, self._echoed + delta.text, None) if is_whole else UNSET,
-            UNSET if is_whole else added,
+            self._whole(told) if is_whole else UNSET,
+            UNSET if is_whole else _added(told, is_last=end is not None),
             self._texts.chat_logprobs(delta.logprobs) if request.logprobs else None,
-            finish_reason(end),
+            finish_reason(end, calls=reader.num_calls > 0),
             UNSET if end is None else stop_reason(request, delta),
             list(delta.token_ids) if request.return_token_ids else None if is_whole else UNSET,
+        )
+
+    def _whole(self, told: Told) -> ChatMessage:
+        content = self._echoed + told.content
+        reasoning = told.reasoning or UNSET
+        calls = without_indexes(told.tool_calls) or UNSET
+        return ChatMessage(
+            self._role, content or ("" if reasoning is calls else None), None, reasoning, reasoning, calls
         )
 
     def answer(
@@ -90,18 +114,41 @@ class ChatWriter:
         )
 
 
+def _added(told: Told, *, is_last: bool) -> ChatMessage:
+    reasoning = told.reasoning or UNSET
+    is_empty = not any(told) and not is_last
+    return ChatMessage(
+        content="" if is_empty else told.content or UNSET,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+        tool_calls=list(told.tool_calls) or UNSET,
+    )
+
+
 async def complete_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
-    asked = await read_chat(request, call, intake)
-    writer = ChatWriter(request, (asked.answer_id, model_name), intake)
+    asked, make_parser = await _read(request, call, intake)
+    writer = ChatWriter(request, (asked.answer_id, model_name), intake, make_parser)
     return await answer_call(request, asked, call, intake, writer, stream)
 
 
 async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> ReadCall:
     """Raises RefusedError."""
-    options, names = sampling_options(request, intake.model)
+    return (await _read(request, call, intake))[0]
+
+
+async def _read(request: ChatCompletionRequest, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
+    """Return what reads the outputs besides. Raises RefusedError."""
+    prompt = await render_messages(intake.model, request)
+    output = format_of(template_of(intake.model, request.chat_template))
+    functions = functions_of(request, output)
+    options, names = sampling_options(request, intake.model, call_grammars(request, output, functions, prompt))
+    make_parser = partial(output.parser, prompt, functions)
+    if make_parser() is not None:
+        # Some models write their tags as special tokens.
+        options.setdefault("skip_special_tokens", False)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs is set, but logprobs is not true; set it, or leave both unset")
     if request.logprobs:
@@ -116,7 +163,7 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
     with called.in_refusals():
         read = parsed(
             request,
-            await render_messages(intake.model, request),
+            prompt,
             options,
             call,
             intake.model,
@@ -124,4 +171,5 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
             # A template writes those that belong there.
             add_special_tokens=False,
         )
-    return ReadCall([read], drawn if request.request_id is None else f"chatcmpl-{request.request_id}", called)
+    answer_id = drawn if request.request_id is None else f"chatcmpl-{request.request_id}"
+    return ReadCall([read], answer_id, called), make_parser

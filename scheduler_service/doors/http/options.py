@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +26,8 @@ _SAME = tuple(SampledRequest.__annotations__)
 _NULL = b"null"
 _PARENT = "sampling."  # of the paths of fields that stand in a request itself here
 _LISTS_OF_TOKENS = "token_ids.ids"
+# What an output must match: the field that says so, the kind, and its value.
+FoundGrammar = tuple[str, str, Any]
 
 
 class RequestNames:
@@ -56,8 +58,11 @@ class ReadCall(NamedTuple):
     names: RequestNames
 
 
-def sampling_options(request: GenerationRequest, model: ModelInfo) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options that are set, and the names of fields that differ. Raises RefusedError."""
+def sampling_options(
+    request: GenerationRequest, model: ModelInfo, calls: Iterable[FoundGrammar] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options that are set, and the names of fields that differ; `calls` are grammars of calls of
+    tools. Raises RefusedError."""
     options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)
@@ -72,7 +77,7 @@ def sampling_options(request: GenerationRequest, model: ModelInfo) -> tuple[dict
     if request.allowed_token_ids is not None:  # a grammar takes any end token for its end
         others = {*model.grammar_end_token_ids}.difference(request.allowed_token_ids)
         options["logit_bias"] = options.get("logit_bias", {}) | dict.fromkeys(others, LOGIT_BIAS.low)
-    found = [*_structured(request), *_ruled_out(request, model)]
+    found = [*calls, *_structured(request), *_ruled_out(request, model)]
     if len(found) > 1:
         (first, *_), (second, *_) = found[:2]
         raise invalid(second, f"{first} and {second} both say what the output must match; send one of them")
@@ -116,8 +121,8 @@ def parsed(
     )
 
 
-def _structured(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
-    """Yield what the output must match: the field that says so, the kind, and its value."""
+def _structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
+    """Yield what the output must match."""
     match request.response_format:
         case JsonObjectFormat(schema=Raw() as schema) if bytes(schema) != _NULL:
             yield "response_format", "json_schema", _text(schema, "response_format")
@@ -141,7 +146,7 @@ def _structured(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
                 yield field, kind, value
 
 
-def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[tuple[str, str, str]]:
+def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[FoundGrammar]:
     """Yield what rules tokens or texts out, as grammars in Lark. Raises RefusedError."""
     if request.allowed_token_ids is not None:
         for position, token_id in enumerate(request.allowed_token_ids):

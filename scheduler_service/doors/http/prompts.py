@@ -3,10 +3,21 @@
 import asyncio
 from typing import Any, cast
 
+import msgspec
+
 from pagewire.common.chat_template import ChatTemplateError, Message, render
-from scheduler_service.doors.http.requests import MAX_PROMPTS, ChatCompletionRequest, PromptField, TokenizeRequest
+from scheduler_service.doors.http.requests import (
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    PromptField,
+    TokenizeRequest,
+    ToolField,
+)
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.refusal import invalid
+
+# Fields of a request that are variables of a template.
+_VARIABLES = ("documents", "reasoning_effort")
 
 
 def separate_prompts(given: PromptField, field: str) -> list[str | tuple[int, ...]]:
@@ -25,7 +36,7 @@ def separate_prompts(given: PromptField, field: str) -> list[str | tuple[int, ..
 
 async def render_messages(model: ModelInfo, request: ChatCompletionRequest | TokenizeRequest) -> str:
     """Return the text of a conversation's prompt. Raises RefusedError."""
-    template = _template(model, request.chat_template)
+    template = template_of(model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid(
             "continue_final_message",
@@ -51,12 +62,18 @@ async def render_messages(model: ModelInfo, request: ChatCompletionRequest | Tok
 
 def _variables_of(request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
     """Return the variables of a template that a request sets, by fields of their names or by `chat_template_kwargs`."""
-    names = ("documents", "reasoning_effort", *(("tools",) if request.tools else ()))
-    named = {name: value for name in names if (value := getattr(request, name, None)) is not None}
+    named = {name: value for name in _VARIABLES if (value := getattr(request, name, None)) is not None}
+    if request.tools and getattr(request, "tool_choice", None) != "none":  # else the model knows of none
+        named["tools"] = [tool if isinstance(tool, dict) else _plain(tool) for tool in request.tools]
     return named | (request.chat_template_kwargs or {})
 
 
-def _template(model: ModelInfo, name: str | None) -> str:
+def _plain(tool: ToolField) -> dict[str, Any]:
+    function = {name: value for name, value in msgspec.to_builtins(tool.function).items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def template_of(model: ModelInfo, name: str | None) -> str:
     """Return the model's template, or one of its others. Raises RefusedError."""
     if model.template_file is None:
         raise invalid(

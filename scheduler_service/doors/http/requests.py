@@ -171,6 +171,29 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     stream_interval: Annotated[None, _why("tokens are sent as they come")] = None
 
 
+class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], _why("a JSON Schema; without one there are none")] | None = None
+    strict: Annotated[bool, _why("no effect: the schema is always kept to")] | None = None
+
+
+class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):
+    function: FunctionField
+
+
+class FunctionName(Struct, forbid_unknown_fields=True, frozen=True):
+    name: str
+
+
+class FunctionChoice(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):
+    """A call of that function."""
+
+    function: FunctionName
+
+
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     prompt: PromptField
     max_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), _why("16 unless set; 0 with echo alone")] | None = None
@@ -194,12 +217,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     echo: Annotated[bool, _why("the answer begins with the last message, if it is of the same role")] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Annotated[str, _why("a variable of the template")] | None = None
-    tools: Annotated[Empty, _why("calls of tools are not read yet")] | None = None
-    tool_choice: Annotated[Literal["none", "auto"], _why("calls of tools are not read yet")] | None = None
-    parallel_tool_calls: Annotated[bool, _INERT] | None = None
-    functions: Annotated[Empty, _why("calls of tools are not read yet")] | None = None
-    function_call: Annotated[Literal["none", "auto"], _why("calls of tools are not read yet")] | None = None
-    include_reasoning: Annotated[bool, _why("no effect: reasoning is not told from the rest yet")] | None = None
+    tools: list[ToolField] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: Annotated[bool, _why("false: at most one")] | None = None
+    functions: Annotated[Empty, _why("the older form; use tools")] | None = None
+    function_call: Annotated[Literal["none", "auto"], _why("the older form; use tool_choice")] | None = None
+    include_reasoning: Annotated[bool, _why("false: reasoning is left out")] | None = None
     modalities: Annotated[list[Literal["text"]], _why("outputs are texts")] | None = None
     audio: Annotated[None, _why("outputs are texts")] = None
     prediction: Annotated[None, _why("outputs are not foretold")] = None

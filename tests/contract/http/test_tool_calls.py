@@ -1,0 +1,183 @@
+"""Calls of tools and reasoning over real HTTP: whole answers are the streamed ones, whatever the model writes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import Tokenizer
+
+from testing.simulated_worker import SimulatedWorker
+from tests.contract.http.door import HttpServer, make_chat_checkpoint
+
+PATH = "/v1/chat/completions"
+QUESTION = {"role": "user", "content": "hi"}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }},{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% if thinks %}<think>\n{% endif %}{% endif %}"
+    "{# <think> </think> #}"
+)
+WEATHER = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+MADE = ("weather", '{"city": "Oslo"}')
+Say = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", plain="{{ messages[0].content }}")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture
+def say(model: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Has the model write a text, whatever it is asked."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def say(text: str) -> None:
+        script = [*tokenizer.encode(text).ids, 0]
+
+        def next_token(self: SimulatedWorker, row: Any, matcher: object, prefix: int) -> int:
+            return script[min(len(row.token_ids) - row.opening.num_prompt_tokens, len(script) - 1)]
+
+        monkeypatch.setattr(SimulatedWorker, "_next_token", next_token)
+
+    return say
+
+
+def folded(events: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]], str]:
+    """What the events of a stream say: content, reasoning, calls, and why it ended."""
+    content, reasoning, calls, reason = "", "", [], ""
+    for event in events:
+        ChatCompletionChunk.model_validate(event)
+        [choice] = event["choices"]
+        delta = choice["delta"]
+        content += delta.get("content") or ""
+        reasoning += delta.get("reasoning", "")
+        assert delta.get("reasoning_content") == delta.get("reasoning")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls.append([call["function"]["name"], ""])
+            calls[call["index"]][1] += call["function"]["arguments"]
+        reason = choice["finish_reason"] or reason
+    return content, reasoning, [(name, arguments) for name, arguments in calls], reason
+
+
+def told(answer: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]], str]:
+    """The same of a whole answer."""
+    ChatCompletion.model_validate(answer)
+    [choice] = answer["choices"]
+    message = choice["message"]
+    calls = message.get("tool_calls", [])
+    assert len({call["id"] for call in calls}) == len(calls)
+    return (
+        message["content"] or "",
+        message.get("reasoning", ""),
+        [(call["function"]["name"], call["function"]["arguments"]) for call in calls],
+        choice["finish_reason"],
+    )
+
+
+async def both(server: HttpServer, **asked: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+    """What comes of a chat, whole and streamed."""
+    whole = told(await server.chat("hi", **asked))
+    assert folded(await server.events(PATH, messages=[QUESTION], **asked)) == whole
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hello", ("hello", "", [], "stop")),
+        (CALL, ("", "", [MADE], "tool_calls")),
+        (f"I look.\n{CALL}\n{SECOND}", ("I look.", "", [MADE, ("now", "{}")], "tool_calls")),
+        (f"<think>\nhm\n</think>\n\n{CALL}", ("", "hm", [MADE], "tool_calls")),
+        ("<think>\nhm\n</think>\n\nhello", ("hello", "hm", [], "stop")),
+        ("<tool_call>\noops\n</tool_call>", ("<tool_call>\noops\n</tool_call>", "", [], "stop")),
+    ],
+    ids=str,
+)
+async def test_what_the_model_writes(
+    server: HttpServer, say: Say, text: str, expected: tuple[str, str, list[tuple[str, str]], str]
+) -> None:
+    say(text)
+    assert await both(server, tools=TOOLS, max_tokens=150) == expected
+
+
+async def test_without_tools_calls_are_text(server: HttpServer, say: Say) -> None:
+    say(f"<think>hm</think>{CALL}")
+    for asked in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+        assert await both(server, max_tokens=150, **asked) == (CALL, "hm", [], "stop")
+    assert (await both(server, max_tokens=150, include_reasoning=False))[1] == ""
+    plain = await both(server, max_tokens=150, chat_template="plain")
+    assert plain[0] == f"<think>hm</think>{CALL}"
+
+
+async def test_a_call_that_is_cut_is_the_same_call(server: HttpServer, say: Say) -> None:
+    say(CALL)
+    answers = [await both(server, tools=TOOLS, max_tokens=num) for num in range(1, 85, 4)]
+    for content, _, calls, reason in answers:
+        assert (CALL.startswith(content), reason in ("length", "tool_calls")) == (True, True)
+        assert all(name == "weather" and MADE[1].startswith(arguments) for name, arguments in calls)
+    assert any(calls and calls[0][1] not in ("", MADE[1]) for _, _, calls, _ in answers)
+
+
+async def test_reasoning_that_the_template_begins(server: HttpServer, say: Say) -> None:
+    say("hm\n</think>\n\nhello")
+    assert await both(server, chat_template_kwargs={"thinks": True}, max_tokens=50) == ("hello", "hm", [], "stop")
+    say("hm")
+    assert (await both(server, chat_template_kwargs={"thinks": True}, max_tokens=50))[:2] == ("", "hm")
+
+
+async def test_what_the_template_is_given(server: HttpServer, model: Path, say: Say) -> None:
+    say("x")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    history = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = await server.chat(messages=history, tools=TOOLS, return_token_ids=True)
+    prompt = tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+    assert prompt == 'weather,now,<user>hi<assistant><tool_call>{"city": "Oslo"}</tool_call><assistant>'
+
+
+async def test_grammars_hold_calls_to_what_is_asked(server: HttpServer, say: Say) -> None:
+    say(CALL)
+    named = {"type": "function", "function": {"name": "weather"}}
+    for asked, kind, names in (
+        ({}, "triggered_tags", ["weather", "now"]),
+        ({"tool_choice": "required"}, "tags_with_separator", ["weather", "now"]),
+        ({"tool_choice": named}, "tags_with_separator", ["weather"]),
+    ):
+        await server.chat("hi", tools=TOOLS, max_tokens=100, **asked)
+        [calls, _] = json.loads(server.stack.worker.grammars[-1].text)["format"]["elements"]
+        assert (calls["type"], calls["stop_after_first"]) == (kind, asked.get("tool_choice") is named)
+        assert [json.loads(tag["begin"].partition("\n")[2] + "0}")["name"] for tag in calls["tags"]] == names
+        assert calls["tags"][0]["content"]["json_schema"] == WEATHER
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("tools[0]", {"tools": [{"type": "function"}]}),
+        ("tools[0].type", {"tools": [{"type": "retrieval"}]}),
+        ("tools[1].function.name", {"tools": [TOOLS[0], TOOLS[0]]}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]}),
+        ("tools", {"tools": TOOLS, "chat_template": "plain"}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+        ("response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
+    ],
+    ids=str,
+)
+async def test_what_is_refused(server: HttpServer, field: str, asked: dict[str, Any]) -> None:
+    assert (await server.refusal(PATH, messages=[QUESTION], **asked))["param"] == field
