@@ -99,6 +99,12 @@ def sampled(name: str, value: Any, expected: Any = None) -> Case:
     return read(f"request.sampling.{name}", value, expected)
 
 
+def has_in_grammar(text: str) -> Callable[[Outcome], bool]:
+    return lambda seen: (
+        seen.request is not None and seen.request.grammar is not None and text in seen.request.grammar.text
+    )
+
+
 def num_beams(seen: Outcome) -> int:
     assert seen.request is not None
     return 0 if seen.request.beam is None else seen.request.beam.beam_width
@@ -185,9 +191,9 @@ CHAT_PROMPTS = TEMPLATE | {
     "truncation_side": prompted("right", "<", truncate_prompt_tokens=1),
     "add_special_tokens": prompted(True, "<end><user>hello\n<assistant>"),
 }
+TOOLED = {"tools": [{"type": "function", "function": {"name": "f"}}], "chat_template": "tooled"}
 NEUTRAL = {
     "include_reasoning": Harmless(False),
-    "tool_choice": Harmless("auto", "required"),
     "function_call": Harmless("none", "sometimes"),
     "modalities": Harmless(["text"], ["audio"]),
 }
@@ -207,6 +213,9 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
     | GENERATION
     | NEUTRAL
     | {
+        "tools": Case(TOOLED["tools"], has_in_grammar("triggered_tags"), True, {"chat_template": "tooled"}),
+        "tool_choice": Case("required", has_in_grammar("tags_with_separator"), True, TOOLED),
+        "parallel_tool_calls": Case(False, has_in_grammar('"stop_after_first": true'), True, TOOLED),
         "max_completion_tokens": read("request.max_tokens", 3),
         "logprobs": sampled("num_logprobs", True, 0),
         "top_logprobs": Case(2, attrgetter("request.sampling.num_logprobs"), 2, {"logprobs": True}),
@@ -306,6 +315,7 @@ def _tokens(answer: Any) -> list[int]:
 async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     named = {
         "short": "{{ messages[0].content }}",
+        "tooled": "{{ messages[0].content }}{# <tool_call> #}",
         "told": "{% if documents %}{{ documents[0].text }}{% endif %},{{ reasoning_effort }}"
         "{% if tools %}{{ tools[0].type }}{% endif %}",
     }
