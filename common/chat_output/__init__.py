@@ -7,6 +7,6 @@ a whole one. Text that turns out to be no call stays content, character for char
 
 from pagewire.common.chat_output.chat_format import ChatFormat, format_of
 from pagewire.common.chat_output.output_parser import OutputParser
-from pagewire.common.chat_output.parts import Arguments, CallStart, Content, Part, Reasoning
+from pagewire.common.chat_output.parts import Arguments, CallStart, Content, OutputPart, Reasoning
 
-__all__ = ["Arguments", "CallStart", "ChatFormat", "Content", "OutputParser", "Part", "Reasoning", "format_of"]
+__all__ = ["Arguments", "CallStart", "ChatFormat", "Content", "OutputParser", "OutputPart", "Reasoning", "format_of"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pagewire.common.chat_output.parts import Part
+from pagewire.common.chat_output.parts import OutputPart
 from pagewire.common.chat_output.unread import Reading, Unread
 
 
@@ -11,7 +11,7 @@ class OutputParser:
         self._unread = Unread()
         self._reading = read(self._unread)
 
-    def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
+    def feed(self, text: str, *, is_last: bool = False) -> list[OutputPart]:
         """Return the parts that are known now, one after another. Nothing can follow what is last."""
         self._unread.add(text)
         if is_last:

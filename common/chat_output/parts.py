@@ -23,4 +23,4 @@ class Arguments(NamedTuple):
     text: str
 
 
-Part = Content | Reasoning | CallStart | Arguments
+OutputPart = Content | Reasoning | CallStart | Arguments

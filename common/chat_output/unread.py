@@ -8,11 +8,12 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from pagewire.common.chat_output.parts import Part
+from pagewire.common.chat_output.parts import OutputPart
 
 _Result = TypeVar("_Result")
 # What reads something, tells parts of it, and returns the rest.
-Reading = Generator[Part | None, None, _Result]
+Reading = Generator[OutputPart | None, None, _Result]
+Tell = Callable[[str], OutputPart]
 _PieceReading = Generator[str | None, None, _Result]
 _NEWLINES = "\n"
 _SPACES = " \t\r\n"
@@ -46,7 +47,7 @@ class Unread:
         """Keep no longer what was read since the last tag."""
         self._kept = None
 
-    def until(self, markers: tuple[str, ...], tell: Callable[[str], Part], *, tells_cut: bool = True) -> Reading[str]:
+    def until(self, markers: tuple[str, ...], tell: Tell, *, tells_cut: bool = True) -> Reading[str]:
         """Tell the text before the first of some markers, without the newlines right before it, and read past it.
         Return the marker, or nothing if the text ends without one: within one, that beginning is told unless
         `tells_cut` is false. None of them may be the beginning of another."""
@@ -202,7 +203,7 @@ class _Nesting:
         return not self.is_broken
 
 
-def told(tell: Callable[[str], Part], reading: _PieceReading[_Result]) -> Reading[_Result]:
+def told(tell: Tell, reading: _PieceReading[_Result]) -> Reading[_Result]:
     """Tell the pieces of a reading as they come."""
     while True:
         try:

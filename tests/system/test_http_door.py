@@ -11,10 +11,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import openai
 import pytest
 
 from pagewire import installation
@@ -143,6 +145,59 @@ def test_a_model_without_a_tokenizer_takes_tokens(tmp_path: Path) -> None:
             (tmp_path / path.name).symlink_to(path)
     with serving(model=tmp_path) as (_, url):
         assert post(url, {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True})["usage"]["completion_tokens"] == 4
+
+
+TOOL_TEMPLATE = """{% for message in messages %}{{ message.content }}
+{% for call in message.tool_calls %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>
+{% endfor %}{% endfor %}"""
+FORECAST = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "days": {"type": "array", "items": {"enum": [1, 2, 3]}, "maxItems": 6},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def streamed_call(client: openai.OpenAI, seed: int) -> str:
+    """The arguments of a call that the model is made to write."""
+    function: Any = {"name": "forecast", "parameters": FORECAST}
+    events = client.chat.completions.create(
+        model="tooled",
+        messages=[{"role": "user", "content": PROMPT["prompt"]}],
+        tools=[{"type": "function", "function": function}],
+        tool_choice="required",
+        max_tokens=100,
+        seed=seed,
+        stream=True,
+    )
+    deltas = [call for event in events for call in event.choices[0].delta.tool_calls or ()]
+    assert {call.index for call in deltas} == {0}
+    return "".join(call.function.arguments or "" for call in deltas if call.function)
+
+
+def test_calls_of_tools_are_the_same_through_deaths_of_the_worker(tmp_path: Path) -> None:
+    for path in STORYTELLER.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    with serving("--served-model-name=tooled", model=tmp_path) as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+        calm = [streamed_call(client, seed) for seed in range(20)]
+        whole = [arguments for arguments in calm if arguments.endswith("}")]
+        assert len(set(calm)) > 5, calm
+        assert whole
+        assert all(json.loads(arguments)["city"] in ("Oslo", "Rome") for arguments in whole)
+        with ThreadPoolExecutor(4) as pool:
+            streams = [pool.submit(streamed_call, client, seed) for seed in range(20)]
+            for place in (2, 9, 15):
+                streams[place].result(60)
+                (worker,) = [child for child in children_of(process.pid) if b"worker" in _command_line(child)]
+                os.kill(worker, signal.SIGKILL)
+            assert [stream.result(60) for stream in streams] == calm
 
 
 def _command_line(pid: int) -> bytes:

@@ -17,7 +17,7 @@ from scheduler_service.doors.http.answering import (
 from scheduler_service.doors.http.answers import ChatAnswer, ChatChoice, ChatMessage, PromptLogprobsField, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
-from scheduler_service.doors.http.prompts import render_messages, template_of, text_of
+from scheduler_service.doors.http.prompts import chosen_template, render_messages, text_of
 from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.doors.http.tool_calls import (
@@ -142,7 +142,7 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
 async def _read(request: ChatCompletionRequest, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
     """Return what reads the outputs besides. Raises RefusedError."""
     prompt = await render_messages(intake.model, request)
-    output = format_of(template_of(intake.model, request.chat_template))
+    output = format_of(chosen_template(intake.model, request.chat_template))
     functions = functions_of(request, output)
     options, names = sampling_options(request, intake.model, call_grammars(request, output, functions, prompt))
     make_parser = partial(output.parser, prompt, functions)

@@ -36,7 +36,7 @@ def separate_prompts(given: PromptField, field: str) -> list[str | tuple[int, ..
 
 async def render_messages(model: ModelInfo, request: ChatCompletionRequest | TokenizeRequest) -> str:
     """Return the text of a conversation's prompt. Raises RefusedError."""
-    template = template_of(model, request.chat_template)
+    template = chosen_template(model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid(
             "continue_final_message",
@@ -73,7 +73,7 @@ def _plain(tool: ToolField) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def template_of(model: ModelInfo, name: str | None) -> str:
+def chosen_template(model: ModelInfo, name: str | None) -> str:
     """Return the model's template, or one of its others. Raises RefusedError."""
     if model.template_file is None:
         raise invalid(
