@@ -150,18 +150,15 @@ class Unread:
 
     def _safe_end(self, markers: tuple[str, ...]) -> int:
         """Return up to where the text belongs to none of some markers, whatever comes."""
+        end = len(self._text)
         if not markers:
-            return len(self._text)
-        longest = max(map(len, markers)) - 1
-        begun = next(
-            (
-                length
-                for length in range(min(longest, len(self._text) - self._at), 0, -1)
-                if any(marker.startswith(self._text[-length:]) for marker in markers)
-            ),
-            0,
-        )
-        return self._end_of_text(len(self._text) - begun)
+            return end
+        firsts = {marker[0] for marker in markers}
+        for place in range(max(self._at, end + 1 - max(map(len, markers))), end):
+            if self._text[place] in firsts and any(marker.startswith(self._text[place:]) for marker in markers):
+                end = place
+                break
+        return self._end_of_text(end)
 
 
 class _Nesting:
