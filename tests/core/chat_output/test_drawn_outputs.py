@@ -1,0 +1,18 @@
+"""Random outputs of every format, some hundreds; `make chat-outputs` reads thousands, split wherever they can be."""
+
+import random
+
+import pytest
+
+from tests.core.chat_output.campaign import check
+from tests.core.chat_output.spellings import SPELLINGS
+
+NUM_OUTPUTS = 150
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_what_is_read_is_what_was_written_in_whatever_pieces(name: str) -> None:
+    first = random.randrange(1 << 32)
+    print(f"first seed {first}")
+    for seed in range(first, first + NUM_OUTPUTS):
+        check(name, seed, every_split=False)
