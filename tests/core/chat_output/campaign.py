@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable
 
-from pagewire.common.chat_output import Arguments, CallStart, Content, Part, Reasoning
+from pagewire.common.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning
 from tests.core.chat_output.spellings import FUNCTIONS, SPELLINGS, Segment, Spelling, expected
 from tests.core.chat_output.splitting import in_two, parts_of, some_splits
 
@@ -23,7 +23,7 @@ def check(name: str, seed: int, *, every_split: bool) -> None:
     _check_splits(spelling, cut, drawn, every_split=every_split)
 
 
-def _read(spelling: Spelling, pieces: Iterable[str]) -> list[Part]:
+def _read(spelling: Spelling, pieces: Iterable[str]) -> list[OutputPart]:
     return parts_of(spelling.chat_format, FUNCTIONS, "", pieces)
 
 
@@ -33,7 +33,7 @@ def _check_splits(spelling: Spelling, text: str, drawn: random.Random, *, every_
         assert _read(spelling, pieces) == whole, pieces
 
 
-def flat(parts: list[Part]) -> list[tuple[type[Part], str]]:
+def flat(parts: list[OutputPart]) -> list[tuple[type[OutputPart], str]]:
     """All characters but newlines, which are lost beside tags, each with what it is part of, and names of calls."""
     return [
         (type(part), text)
@@ -42,7 +42,7 @@ def flat(parts: list[Part]) -> list[tuple[type[Part], str]]:
     ]
 
 
-def _check_cut(parts: list[Part], segments: list[Segment], cut: str) -> None:
+def _check_cut(parts: list[OutputPart], segments: list[Segment], cut: str) -> None:
     """Hold what is read of a text that was cut off against its segments: the last may be another thing than it was to
     be, but not all of it is lost."""
     rest, whole = cut, 0
@@ -55,7 +55,7 @@ def _check_cut(parts: list[Part], segments: list[Segment], cut: str) -> None:
     assert found[len(before) :] == [] if not rest else _is_cut(found[len(before) :], segments[whole], rest), cut
 
 
-def _is_cut(found: list[tuple[type[Part], str]], segment: Segment, cut: str) -> bool:
+def _is_cut(found: list[tuple[type[OutputPart], str]], segment: Segment, cut: str) -> bool:
     """Tell whether something may be what is read of a segment that was cut off."""
     is_of, texts = [kind for kind, _ in found], "".join(text for _, text in found)
     if isinstance(segment.parts[0], Reasoning):

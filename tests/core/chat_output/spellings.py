@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, Part, Reasoning, format_of
+from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, OutputPart, Reasoning, format_of
 from tests.core.chat_output.splitting import Functions, merged
 
 _PROPERTIES = {
@@ -30,13 +30,13 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[OutputPart]:
         return [CallStart(self.name), Arguments(json.dumps(self.arguments, ensure_ascii=False))]
 
 
 class Segment(NamedTuple):
     text: str
-    parts: list[Part]
+    parts: list[OutputPart]
 
 
 class Spelling(NamedTuple):
@@ -90,7 +90,7 @@ def drawn_text(drawn: random.Random) -> str:
     return "".join(drawn.choices(_TEXTS, k=drawn.randint(0, 5)))
 
 
-def expected(segments: list[Segment]) -> list[Part]:
+def expected(segments: list[Segment]) -> list[OutputPart]:
     return merged(part for segment in segments for part in segment.parts)
 
 

@@ -3,13 +3,13 @@
 import random
 from collections.abc import Iterable, Iterator
 
-from pagewire.common.chat_output import CallStart, ChatFormat, Part
+from pagewire.common.chat_output import CallStart, ChatFormat, OutputPart
 
 NUM_RANDOM_SPLITS = 20
 Functions = dict[str, dict[str, object]]
 
 
-def parts_of(chat_format: ChatFormat, functions: Functions, prompt: str, pieces: Iterable[str]) -> list[Part]:
+def parts_of(chat_format: ChatFormat, functions: Functions, prompt: str, pieces: Iterable[str]) -> list[OutputPart]:
     """Return the parts of an output that comes in some pieces; the texts of neighbours of one kind are one."""
     parser = chat_format.parser(prompt, functions)
     assert parser is not None
@@ -17,8 +17,8 @@ def parts_of(chat_format: ChatFormat, functions: Functions, prompt: str, pieces:
     return merged([*parts, *parser.feed("", is_last=True)])
 
 
-def merged(parts: Iterable[Part]) -> list[Part]:
-    one_by_one: list[Part] = []
+def merged(parts: Iterable[OutputPart]) -> list[OutputPart]:
+    one_by_one: list[OutputPart] = []
     for part in parts:
         last = one_by_one[-1] if one_by_one else None
         if isinstance(part, CallStart):

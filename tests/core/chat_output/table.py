@@ -2,14 +2,14 @@
 
 import random
 
-from pagewire.common.chat_output import ChatFormat, Part
+from pagewire.common.chat_output import ChatFormat, OutputPart
 from tests.core.chat_output.spellings import FUNCTIONS
 from tests.core.chat_output.splitting import in_two, parts_of, some_splits
 
-Row = tuple[str, list[Part]]
+Row = tuple[str, list[OutputPart]]
 
 
-def hold(chat_format: ChatFormat, prompt: str, text: str, parts: list[Part]) -> None:
+def hold(chat_format: ChatFormat, prompt: str, text: str, parts: list[OutputPart]) -> None:
     assert parts_of(chat_format, FUNCTIONS, prompt, [text]) == parts
     for pieces in (*in_two(text), *some_splits(text, random.Random(text))):
         assert parts_of(chat_format, FUNCTIONS, prompt, pieces) == parts, pieces

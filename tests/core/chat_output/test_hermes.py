@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagewire.common.chat_output import Arguments, CallStart, Content, Part, Reasoning, format_of
+from pagewire.common.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning, format_of
 from tests.core.chat_output.spellings import FUNCTIONS, SPELLINGS
 from tests.core.chat_output.splitting import merged, parts_of
 from tests.core.chat_output.table import Row, hold
@@ -70,17 +70,17 @@ BEGUN: dict[str, Row] = {
 
 
 @pytest.mark.parametrize(("text", "parts"), CALLS.values(), ids=CALLS)
-def test_calls(text: str, parts: list[Part]) -> None:
+def test_calls(text: str, parts: list[OutputPart]) -> None:
     hold(format_of("<tool_call>"), "", text, parts)
 
 
 @pytest.mark.parametrize(("text", "parts"), [*CALLS.values(), *THOUGHTS.values()], ids=[*CALLS, *THOUGHTS])
-def test_reasoning(text: str, parts: list[Part]) -> None:
+def test_reasoning(text: str, parts: list[OutputPart]) -> None:
     hold(SPELLINGS["hermes"].chat_format, "", text, parts)
 
 
 @pytest.mark.parametrize(("text", "parts"), BEGUN.values(), ids=BEGUN)
-def test_reasoning_that_the_prompt_began(text: str, parts: list[Part]) -> None:
+def test_reasoning_that_the_prompt_began(text: str, parts: list[OutputPart]) -> None:
     hold(SPELLINGS["hermes"].chat_format, "<|im_start|>assistant\n<think>\n", text, parts)
 
 
