@@ -26,10 +26,10 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        10_803,
+        10_924,
         "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants; the "
         "OpenAI API over HTTP, field by field, with tokens and texts that are ruled out; detached requests by any "
-        "door, HTTP's too",
+        "door, HTTP's too; calls of tools in chats",
     ),
     "worker_service": Ceiling(
         6_133, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
@@ -39,9 +39,9 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        5_323,
+        5_676,
         "29 architectures, each composed over its checkpoint's names, GGUF, transport, operators' sockets, tracing, "
-        "limits, templates",
+        "limits, templates; calls of tools and reasoning read out of outputs",
     ),
     "pagewire": Ceiling(
         5_787,
@@ -49,7 +49,7 @@ MAX_STATEMENTS = {
         "end for HTTP beside `serve`",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(362, "a noun each, those of the OpenAI API over HTTP the last")
+MAX_MODULES_IN_ALL = Ceiling(370, "a noun each, those of calls of tools the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     48, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"
