@@ -125,7 +125,12 @@ class Matcher:
         end = next((i for i, token_id in enumerate(token_ids) if token_id in self._end_token_ids), None)
         with _caught():
             is_taken = self._state.consume_tokens(list(token_ids[:end]))
-            is_taken = is_taken and (end is None or self._state.is_accepting())
+            is_taken = is_taken and (
+                end is None
+                or self._state.is_accepting()
+                # It names the end token itself, with which it is whole.
+                or (self._state.consume_tokens([token_ids[end]]) and self._state.is_accepting())
+            )
         if not is_taken:
             raise self.error() or GrammarError("the grammar does not allow a token of the output")
         if end is not None:

@@ -214,6 +214,20 @@ def test_behind_an_end_token_it_alone_is_allowed(compiler: GrammarCompiler, toke
     assert allowed(matcher) == allowed(matcher.copy()) == [OTHER_END]
 
 
+def test_a_grammar_may_be_whole_with_an_end_token_that_it_names(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile("grammar", f"start: <[77]>* <[{END}]>", (END, OTHER_END))
+    for _ in range(3):
+        assert allowed(matcher) == sorted((77, END))
+        matcher.consume([77])
+    with pytest.raises(GrammarError):
+        matcher.copy().consume([OTHER_END])
+    matcher.consume([77, END])
+    assert allowed(matcher) == [matcher.end_token_id] == [END]
+    early = compiler.compile("grammar", f"start: <[77]> <[{END}]> <[78]>", (END,))
+    with pytest.raises(GrammarError):
+        early.consume([77, END])
+
+
 def test_padding_is_never_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     matcher = compiler.compile("regex", "(?s:.*)", (END,))
     assert max(allowed(matcher)) < tokenizer.get_vocab_size() <= VOCAB_SIZE - 40

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Raw
 
-from pagewire.common.sampling_ranges import LOGIT_BIAS
 from scheduler_service.doors.http.requests import (
     GenerationRequest,
     JsonObjectFormat,
@@ -74,9 +73,6 @@ def sampling_options(
         options.setdefault("beam_width", request.n or 1)
     elif "beam_width" not in options and request.length_penalty == 1:
         del options["length_penalty"]
-    if request.allowed_token_ids is not None:  # a grammar takes any end token for its end
-        others = {*model.grammar_end_token_ids}.difference(request.allowed_token_ids)
-        options["logit_bias"] = options.get("logit_bias", {}) | dict.fromkeys(others, LOGIT_BIAS.low)
     found = [*calls, *_structured(request), *_ruled_out(request, model)]
     if len(found) > 1:
         (first, *_), (second, *_) = found[:2]
@@ -151,14 +147,12 @@ def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[FoundGr
     if request.allowed_token_ids is not None:
         for position, token_id in enumerate(request.allowed_token_ids):
             check_token_id(f"allowed_token_ids[{position}]", token_id, model)
-        others = sorted({*request.allowed_token_ids}.difference(model.grammar_end_token_ids))
-        allowed = f"<{others}>".replace(" ", "")
-        if not others:
-            yield "allowed_token_ids", "grammar", 'start: ""'
-        elif len(others) < len({*request.allowed_token_ids}):
-            yield "allowed_token_ids", "grammar", f"start: {allowed}*"
-        else:  # without an end
-            yield "allowed_token_ids", "grammar", f"start: {allowed} start"
+        # Where a grammar is whole, any end token may follow: this one is with those that are allowed, or never.
+        ends = {*request.allowed_token_ids}.intersection(model.grammar_end_token_ids)
+        others = {*request.allowed_token_ids}.difference(ends)
+        parts = [f"<{sorted(others)}>{'*' if ends else ' start'}"] if others else []
+        parts += [f"<{sorted(ends)}>"] if ends else []
+        yield "allowed_token_ids", "grammar", f"start: {' '.join(parts)}".replace(", ", ",")
     if request.bad_words:
         if "" in request.bad_words:
             raise invalid(f"bad_words[{request.bad_words.index('')}]", "a bad word is empty; leave it out")

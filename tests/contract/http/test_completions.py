@@ -214,14 +214,20 @@ async def test_tokens_and_texts_are_ruled_out(server: HttpServer, model: Path) -
     async def matcher(**asked: object) -> Matcher:
         await server.complete(prompt=PROMPT, **asked)
         added = server.stack.worker.grammars[-1]
-        return compiler.compile(added.kind.name.lower(), added.text, added.end_token_ids)
+        other_end = 71  # of a model that has several
+        return compiler.compile(added.kind.name.lower(), added.text, (*added.end_token_ids, other_end))
 
     endless = await matcher(allowed_token_ids=[70, 72, 70])
     for _ in range(300):
         assert allowed_tokens(endless, VOCAB_SIZE) == [70, 72]
         endless.consume([72])
-    assert allowed_tokens(await matcher(allowed_token_ids=[70, 0]), VOCAB_SIZE) == [0, 70]
     assert allowed_tokens(await matcher(allowed_token_ids=[0]), VOCAB_SIZE) == [0]
+    ending = await matcher(allowed_token_ids=[70, 0])
+    for _ in range(300):
+        assert allowed_tokens(ending, VOCAB_SIZE) == [0, 70]
+        ending.consume([70])
+    ending.consume([70, 0])
+    assert allowed_tokens(ending, VOCAB_SIZE) == [0]
     for words, output, following in (
         (["cat", 'a "b"\n'], "conca", "t"), (["cat", 'a "b"\n'], 'a "b"', "\n"), (["x ::= y"], "x ::= ", "y"),
         (["ccat"], "ccca", "t"), (["start: .*/"], "start: .*", "/"),

@@ -163,11 +163,7 @@ GENERATION = QUEUED | {
     "guided_regex": matched("[a-z]+", "REGEX", "[a-z]+"),
     "guided_choice": matched(["AB"], "CHOICE", '["AB"]'),
     "guided_grammar": matched('start: "a"', "GRAMMAR", 'start: "a"'),
-    "allowed_token_ids": Case(
-        [71, 70],
-        lambda seen: (seen.request.grammar and seen.request.grammar.text, seen.request.sampling.logit_bias_token_ids),
-        ("start: <[70,71]> start", (0,)),  # the only end token is not among them
-    ),
+    "allowed_token_ids": matched([71, 70], "GRAMMAR", "start: <[70,71]> start"),
     "bad_words": matched(["cat"], "GRAMMAR", 'start: TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(ANY ("cat") ANY)'),
     "use_beam_search": Case(True, num_beams, 2, {"n": 2}),
     "return_token_ids": answered(lambda answer: len(answer["choices"][0]["token_ids"] or ()), True, 4),
