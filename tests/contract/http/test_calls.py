@@ -192,7 +192,7 @@ async def test_tenants(model: Path, tmp_path: Path) -> None:
             headers = {"authorization": f"Bearer {KEYS[tenant]}"}
             assert (await server.client.get("/metrics", headers=headers)).status_code == status
         server.stack.worker.step_seconds = 0.05
-        asked = {"prompt": "x", "max_tokens": 200, "stream": True}
+        asked = {"prompt": "x", "seed": 0, "max_tokens": 200, "stream": True}
         async with server.client.stream("POST", PATH, json=asked, headers=keys) as stream:
             lines = stream.aiter_lines()
             await anext(lines)
@@ -320,7 +320,7 @@ async def test_a_silent_wait_sends_comments(model: Path, monkeypatch: pytest.Mon
 
 async def test_a_failure_behind_the_first_event_is_an_event(server: HttpServer) -> None:
     server.stack.worker.step_seconds = 0.02
-    asked = {"prompt": "x", "max_tokens": 200, "stream": True}
+    asked = {"prompt": "x", "seed": 0, "max_tokens": 200, "stream": True}
     async with server.client.stream("POST", PATH, json=asked) as stream:
         lines = stream.aiter_lines()
         await anext(lines)

@@ -35,7 +35,7 @@ async def connected(server: HttpServer) -> AsyncIterator[Stream]:
 
 
 def posted(head: str = "", **asked: Any) -> bytes:
-    content = json.dumps({"prompt": "x"} | asked).encode()
+    content = json.dumps({"prompt": "x", "seed": 0} | asked).encode()
     return f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
