@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -84,19 +84,37 @@ async def answer_call(
     of each prompt the best so many samples, if so many are wanted. Raises RefusedError."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options is set, but stream is not true; set it, or leave both unset")
-    mode = OutputMode.STREAMED if request.stream else OutputMode.WHOLE
+    async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as begun:
+        if not request.stream:
+            return await _whole_answer(begun, writer, num_best)
+        await _stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
+        return None
+
+
+@contextlib.asynccontextmanager
+async def begin_requests(
+    asked: ReadCall, call: Call, intake: Intake, *, is_streamed: bool
+) -> AsyncIterator[list[PromptProgress]]:
+    """Queue what a call asks for, all of it or nothing, until the block ends. Raises RefusedError, and what is refused
+    inside the block under the request's own names."""
+    mode = OutputMode.STREAMED if is_streamed else OutputMode.WHOLE
     begun: list[PromptProgress] = []
     try:
         with asked.names.in_refusals():
             for index, parsed in enumerate(asked.requests):
                 begun.append(PromptProgress(index, await intake.begin(parsed, call, mode)))
-            if not request.stream:
-                return await _whole_answer(begun, writer, num_best)
-            await _stream_answer(begun, writer, stream, request.stream_options or StreamOptions())
-            return None
+            yield begun
     finally:
         for progress in begun:
             progress.active.cancel()
+
+
+async def deltas_of(progress: PromptProgress) -> AsyncIterator[Delta]:
+    """Yield what comes of a prompt, once its progress knows of it."""
+    async with contextlib.aclosing(progress.active.deltas()) as deltas:
+        async for delta in deltas:
+            progress.take(delta)
+            yield delta
 
 
 async def _whole_answer(begun: Sequence[PromptProgress], writer: AnswerWriter, num_best: int | None) -> bytes:

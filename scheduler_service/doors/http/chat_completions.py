@@ -129,18 +129,13 @@ async def complete_chat(
     request: ChatCompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
-    asked, make_parser = await _read(request, call, intake)
+    asked, make_parser = await read_chat(request, call, intake)
     writer = ChatWriter(request, (asked.answer_id, model_name), intake, make_parser)
     return await answer_call(request, asked, call, intake, writer, stream)
 
 
-async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> ReadCall:
-    """Raises RefusedError."""
-    return (await _read(request, call, intake))[0]
-
-
-async def _read(request: ChatCompletionRequest, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
-    """Return what reads the outputs besides. Raises RefusedError."""
+async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
+    """Return the requests of a chat, and what reads their outputs. Raises RefusedError."""
     prompt = await render_messages(intake.model, request)
     output = format_of(chosen_template(intake.model, request.chat_template))
     functions = functions_of(request, output)

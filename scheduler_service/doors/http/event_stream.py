@@ -22,13 +22,15 @@ class EventStream:
         self._told_at = time.monotonic()
         self._is_telling = False
         self.has_begun = False
+        self.is_named = False  # events have names, and the last says that it is
 
-    async def tell(self, message: bytes) -> None:
+    async def tell(self, message: bytes, name: str = "") -> None:
         """Send an event. Returns when the client has read enough for the next."""
-        await self._write(b"data: %b\n\n" % message)
+        named = b"event: %b\n" % name.encode() if self.is_named else b""
+        await self._write(b"%bdata: %b\n\n" % (named, message))
 
     async def end(self) -> None:
-        await self._write(_END, is_last=True)
+        await self._write(b"" if self.is_named else _END, is_last=True)
 
     async def break_silence(self) -> None:
         """Send a comment if nothing was sent for long. A client that does not read what was sent gets none."""

@@ -19,6 +19,8 @@ from scheduler_service.doors.http.answers import (
     RenderedPrompt,
     Tokens,
 )
+from scheduler_service.doors.http.messages.answers import MessageAnswer, TokenCount
+from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.doors.http.refusals import ErrorAnswer
 from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
@@ -48,6 +50,8 @@ class TypedRoute:
 POSTED = (
     TypedRoute("/v1/completions", CompletionRequest, CompletionAnswer, "What comes after a text"),
     TypedRoute("/v1/chat/completions", ChatCompletionRequest, ChatAnswer, "The answer to a conversation"),
+    TypedRoute("/v1/messages", MessagesRequest, MessageAnswer, "The answer to a conversation, in Anthropic's form"),
+    TypedRoute("/v1/messages/count_tokens", CountTokensRequest, TokenCount, "How many tokens a conversation has"),
     TypedRoute("/v1/embeddings", EmbeddingRequest, EmbeddingAnswer, "Texts as numbers"),
     TypedRoute(
         "/v1/completions/render", CompletionRequest, list[RenderedPrompt], "The tokens of a completion's prompts"

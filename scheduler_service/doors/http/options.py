@@ -46,7 +46,8 @@ class RequestNames:
             field = refusal.field.removeprefix(_PARENT)
             if field == "text" or field.startswith(_LISTS_OF_TOKENS):
                 field = self._prompt
-            raise RefusedError(refusal.reason, str(refusal), self._options.get(field, field)) from None
+            name, bracket, place = field.partition("[")
+            raise RefusedError(refusal.reason, str(refusal), self._options.get(name, name) + bracket + place) from None
 
 
 class ReadCall(NamedTuple):

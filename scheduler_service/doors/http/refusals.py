@@ -1,7 +1,9 @@
 """What is refused, as OpenAI's API says such things: a status, and JSON with a message and the field at fault."""
 
+from typing import Literal
+
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from scheduler_service.serving.refusal import Reason, RefusedError
@@ -26,6 +28,7 @@ class Error(Struct, frozen=True):
 
 class ErrorAnswer(Struct, frozen=True):
     error: Error
+    type: Literal["error"] | UnsetType = UNSET  # said by the Messages API
 
 
 class HttpRefusal(Exception):
@@ -36,14 +39,16 @@ class HttpRefusal(Exception):
         self.status = status
 
 
-def error_answer(refusal: RefusedError | HttpRefusal) -> ErrorAnswer:
+def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
+    """Return what a call of a path is answered."""
+    kind: Literal["error"] | UnsetType = "error" if path.startswith("/v1/messages") else UNSET
     if isinstance(refusal, HttpRefusal):
-        return ErrorAnswer(Error(str(refusal), _type(refusal.status)))
+        return ErrorAnswer(Error(str(refusal), _type(refusal.status)), kind)
     code = "model_not_found" if refusal.field == "model" else _CODES.get(refusal.reason)
-    return ErrorAnswer(Error(str(refusal), _type(refusal.reason.http_status), refusal.field or None, code))
+    return ErrorAnswer(Error(str(refusal), _type(refusal.reason.http_status), refusal.field or None, code), kind)
 
 
-def error_response(refusal: RefusedError | HttpRefusal) -> Response:
+def error_response(refusal: RefusedError | HttpRefusal, path: str) -> Response:
     headers: dict[str, str] = {}
     if isinstance(refusal, HttpRefusal):
         status = refusal.status
@@ -53,7 +58,7 @@ def error_response(refusal: RefusedError | HttpRefusal) -> Response:
             headers["retry-after"] = str(refusal.reason.retry_delay_s)
         if refusal.reason is Reason.UNAUTHENTICATED:
             headers["www-authenticate"] = "Bearer"
-    body = msgspec.json.encode(error_answer(refusal))
+    body = msgspec.json.encode(error_answer(refusal, path))
     return Response(body, status, headers, media_type="application/json")
 
 

@@ -17,14 +17,14 @@ _INT64 = Range(-(2**63), 2**63 - 1)
 _EMPTY = Range(0, 0)
 
 
-def _within(legal: Range) -> Meta:
+def within(legal: Range) -> Meta:
     limits: dict[str, Any] = {"gt" if legal.excludes_low else "ge": legal.low}
     if legal.high < 2**63:
         limits["le"] = legal.high
     return Meta(**limits)
 
 
-def _why(text: str) -> Meta:
+def why(text: str) -> Meta:
     return Meta(description=text)
 
 
@@ -40,8 +40,8 @@ Texts = str | list[str]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
-    include_usage: Annotated[bool, _why("a last event has the usage")] | None = None
-    continuous_usage_stats: Annotated[bool, _why("each event has the usage so far")] | None = None
+    include_usage: Annotated[bool, why("a last event has the usage")] | None = None
+    continuous_usage_stats: Annotated[bool, why("each event has the usage so far")] | None = None
     include_obfuscation: Annotated[bool, _INERT] | None = None
 
 
@@ -51,12 +51,12 @@ class StructuredOutputsField(Struct, forbid_unknown_fields=True, frozen=True):
     json: Raw | UnsetType = UNSET  # a JSON Schema, or its text
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: Annotated[str, _why("in Lark or EBNF")] | None = None
+    grammar: Annotated[str, why("in Lark or EBNF")] | None = None
     json_object: bool | None = None
-    structural_tag: Annotated[str, _why("the JSON of one, as xgrammar has it")] | None = None
-    disable_any_whitespace: Annotated[None, _why("say it in the schema, by x-guidance")] = None
-    disable_additional_properties: Annotated[None, _why("say it in the schema, by additionalProperties")] = None
-    whitespace_pattern: Annotated[None, _why("say it in the schema, by x-guidance")] = None
+    structural_tag: Annotated[str, why("the JSON of one, as xgrammar has it")] | None = None
+    disable_any_whitespace: Annotated[None, why("say it in the schema, by x-guidance")] = None
+    disable_additional_properties: Annotated[None, why("say it in the schema, by additionalProperties")] = None
+    whitespace_pattern: Annotated[None, why("say it in the schema, by x-guidance")] = None
 
 
 class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True, frozen=True):
@@ -73,7 +73,7 @@ class NamedSchema(Struct, forbid_unknown_fields=True, frozen=True):
     schema: Raw
     name: str | None = None
     description: str | None = None
-    strict: Annotated[bool, _why("no effect: the schema is always kept to")] | None = None
+    strict: Annotated[bool, why("no effect: the schema is always kept to")] | None = None
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True):
@@ -98,15 +98,15 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     # In the words of the public proto.
     request_id: str | None = None
     tenant: str | None = None
-    priority: Annotated[int, _within(_INT32)] | None = None
+    priority: Annotated[int, within(_INT32)] | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     will_return: bool | None = None
     retention_seconds: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=UINT32.high), _why("-1: as many as fit")] | None = None
-    truncation_side: Annotated[Literal["left", "right"], _why("the side that is cut, left unless set")] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1: as many as fit")] | None = None
+    truncation_side: Annotated[Literal["left", "right"], why("the side that is cut, left unless set")] | None = None
     add_special_tokens: bool | None = None
-    timeout: Annotated[float, Meta(gt=0), _why("seconds after which the request ends, with 504")] | None = None
+    timeout: Annotated[float, Meta(gt=0), why("seconds after which the request ends, with 504")] | None = None
     # Without an effect on the output.
     user: Annotated[str, _INERT] | None = None
     metadata: Annotated[dict[str, Any], _INERT] | None = None
@@ -121,54 +121,54 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
 class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """Options of sampling by the names, and with the meaning, that they have in the public proto."""
 
-    n: Annotated[int, _within(RANGES["n"])] | None = None
-    temperature: Annotated[float, _within(RANGES["temperature"])] | None = None
-    top_p: Annotated[float, _within(RANGES["top_p"])] | None = None
-    min_p: Annotated[float, _within(RANGES["min_p"])] | None = None
-    presence_penalty: Annotated[float, _within(RANGES["presence_penalty"])] | None = None
-    frequency_penalty: Annotated[float, _within(RANGES["frequency_penalty"])] | None = None
-    repetition_penalty: Annotated[float, _within(RANGES["repetition_penalty"])] | None = None
-    min_tokens: Annotated[int, _within(RANGES["min_tokens"])] | None = None
+    n: Annotated[int, within(RANGES["n"])] | None = None
+    temperature: Annotated[float, within(RANGES["temperature"])] | None = None
+    top_p: Annotated[float, within(RANGES["top_p"])] | None = None
+    min_p: Annotated[float, within(RANGES["min_p"])] | None = None
+    presence_penalty: Annotated[float, within(RANGES["presence_penalty"])] | None = None
+    frequency_penalty: Annotated[float, within(RANGES["frequency_penalty"])] | None = None
+    repetition_penalty: Annotated[float, within(RANGES["repetition_penalty"])] | None = None
+    min_tokens: Annotated[int, within(RANGES["min_tokens"])] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
-    logit_bias: dict[TokenId, Annotated[float, _within(LOGIT_BIAS)]] | None = None
+    logit_bias: dict[TokenId, Annotated[float, within(LOGIT_BIAS)]] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, _within(RANGES["prompt_logprobs"])] | None = None
-    beam_width: Annotated[int, _within(RANGES["beam_width"])] | None = None
+    prompt_logprobs: Annotated[int, within(RANGES["prompt_logprobs"])] | None = None
+    beam_width: Annotated[int, within(RANGES["beam_width"])] | None = None
     length_penalty: float | None = None
 
 
 class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """The other fields that completions and chat completions share, as vLLM has them."""
 
-    top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), _why("-1 and 0 are off")] | None = None
-    seed: Annotated[int, _within(_INT64)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")] | None = None
+    seed: Annotated[int, within(_INT64)] | None = None
     stop: Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    detached: Annotated[bool, _why("the answer is the id of what runs on, for /v1/requests")] | None = None
+    detached: Annotated[bool, why("the answer is the id of what runs on, for /v1/requests")] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
     guided_json: Raw | UnsetType = UNSET  # as structured_outputs.json
-    guided_regex: Annotated[str, _why("as structured_outputs.regex")] | None = None
-    guided_choice: Annotated[list[str], _why("as structured_outputs.choice")] | None = None
-    guided_grammar: Annotated[str, _why("as structured_outputs.grammar")] | None = None
+    guided_regex: Annotated[str, why("as structured_outputs.regex")] | None = None
+    guided_choice: Annotated[list[str], why("as structured_outputs.choice")] | None = None
+    guided_grammar: Annotated[str, why("as structured_outputs.grammar")] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
-    bad_words: Annotated[list[str], _why("not even within words")] | None = None
-    use_beam_search: Annotated[bool, _why("with n beams, unless beam_width is set")] | None = None
+    bad_words: Annotated[list[str], why("not even within words")] | None = None
+    use_beam_search: Annotated[bool, why("with n beams, unless beam_width is set")] | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: Annotated[bool, _why("tokens of logprobs are written as token_id:N")] | None = None
+    return_tokens_as_token_ids: Annotated[bool, why("tokens of logprobs are written as token_id:N")] | None = None
     # What is not done here.
-    logprob_token_ids: Annotated[None, _why("the most likely tokens are reported; use logprobs")] = None
-    logits_processors: Annotated[None, _why("no code of clients is run")] = None
-    kv_transfer_params: Annotated[None, _why("no KV cache of another engine is taken")] = None
-    ec_transfer_params: Annotated[None, _why("no cache of another engine is taken")] = None
-    vllm_xargs: Annotated[None, _why("there are no extensions")] = None
-    thinking_token_budget: Annotated[None, _why("reasoning has no budget of its own; use max_tokens")] = None
-    repetition_detection: Annotated[None, _why("outputs end by stop texts, tokens and lengths alone")] = None
-    watermarking: Annotated[None, _why("outputs have no watermark")] = None
-    stream_interval: Annotated[None, _why("tokens are sent as they come")] = None
+    logprob_token_ids: Annotated[None, why("the most likely tokens are reported; use logprobs")] = None
+    logits_processors: Annotated[None, why("no code of clients is run")] = None
+    kv_transfer_params: Annotated[None, why("no KV cache of another engine is taken")] = None
+    ec_transfer_params: Annotated[None, why("no cache of another engine is taken")] = None
+    vllm_xargs: Annotated[None, why("there are no extensions")] = None
+    thinking_token_budget: Annotated[None, why("reasoning has no budget of its own; use max_tokens")] = None
+    repetition_detection: Annotated[None, why("outputs end by stop texts, tokens and lengths alone")] = None
+    watermarking: Annotated[None, why("outputs have no watermark")] = None
+    stream_interval: Annotated[None, why("tokens are sent as they come")] = None
 
 
 class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
@@ -176,8 +176,8 @@ class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: Annotated[dict[str, Any], _why("a JSON Schema; without one there are none")] | None = None
-    strict: Annotated[bool, _why("no effect: the schema is always kept to")] | None = None
+    parameters: Annotated[dict[str, Any], why("a JSON Schema; without one there are none")] | None = None
+    strict: Annotated[bool, why("no effect: the schema is always kept to")] | None = None
 
 
 class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):
@@ -196,40 +196,40 @@ class FunctionChoice(Struct, tag_field="type", tag="function", forbid_unknown_fi
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     prompt: PromptField
-    max_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), _why("16 unless set; 0 with echo alone")] | None = None
-    logprobs: Annotated[int, _within(RANGES["logprobs"])] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("16 unless set; 0 with echo alone")] | None = None
+    logprobs: Annotated[int, within(RANGES["logprobs"])] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, _within(Range(1, MAX_SAMPLES))] | None = None
-    suffix: Annotated[Literal[""], _why("nothing is filled in before a text")] | None = None
-    prompt_embeds: Annotated[None, _why("prompts are texts or token ids")] = None
+    best_of: Annotated[int, within(Range(1, MAX_SAMPLES))] | None = None
+    suffix: Annotated[Literal[""], why("nothing is filled in before a text")] | None = None
+    prompt_embeds: Annotated[None, why("prompts are texts or token ids")] = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     messages: Messages
     max_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=UINT32.high), _why("goes before max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=UINT32.high), why("goes before max_tokens")] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, _within(RANGES["logprobs"]), _why("with logprobs alone")] | None = None
-    chat_template: Annotated[str, _why("the name of one of the model's templates")] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], _why("variables of the template")] | None = None
+    top_logprobs: Annotated[int, within(RANGES["logprobs"]), why("with logprobs alone")] | None = None
+    chat_template: Annotated[str, why("the name of one of the model's templates")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    echo: Annotated[bool, _why("the answer begins with the last message, if it is of the same role")] | None = None
+    echo: Annotated[bool, why("the answer begins with the last message, if it is of the same role")] | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: Annotated[str, _why("a variable of the template")] | None = None
+    reasoning_effort: Annotated[str, why("a variable of the template")] | None = None
     tools: list[ToolField] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    parallel_tool_calls: Annotated[bool, _why("false: at most one")] | None = None
-    functions: Annotated[Empty, _why("the older form; use tools")] | None = None
-    function_call: Annotated[Literal["none", "auto"], _why("the older form; use tool_choice")] | None = None
-    include_reasoning: Annotated[bool, _why("false: reasoning is left out")] | None = None
-    modalities: Annotated[list[Literal["text"]], _why("outputs are texts")] | None = None
-    audio: Annotated[None, _why("outputs are texts")] = None
-    prediction: Annotated[None, _why("outputs are not foretold")] = None
-    verbosity: Annotated[None, _why("ask for it in the messages")] = None
-    web_search_options: Annotated[None, _why("nothing is searched for")] = None
-    mm_processor_kwargs: Annotated[None, _why("messages are texts")] = None
-    media_io_kwargs: Annotated[None, _why("messages are texts")] = None
+    parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
+    functions: Annotated[Empty, why("the older form; use tools")] | None = None
+    function_call: Annotated[Literal["none", "auto"], why("the older form; use tool_choice")] | None = None
+    include_reasoning: Annotated[bool, why("false: reasoning is left out")] | None = None
+    modalities: Annotated[list[Literal["text"]], why("outputs are texts")] | None = None
+    audio: Annotated[None, why("outputs are texts")] = None
+    prediction: Annotated[None, why("outputs are not foretold")] = None
+    verbosity: Annotated[None, why("ask for it in the messages")] = None
+    web_search_options: Annotated[None, why("nothing is searched for")] = None
+    mm_processor_kwargs: Annotated[None, why("messages are texts")] = None
+    media_io_kwargs: Annotated[None, why("messages are texts")] = None
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -238,13 +238,13 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: Annotated[bool, _why("true for a text, false for a conversation, unless set")] | None = None
+    add_special_tokens: Annotated[bool, why("true for a text, false for a conversation, unless set")] | None = None
     return_token_strs: bool | None = None
-    chat_template: Annotated[str, _why("the name of one of the model's templates")] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], _why("variables of the template")] | None = None
+    chat_template: Annotated[str, why("the name of one of the model's templates")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[dict[str, Any]], _why("a variable of the template")] | None = None
+    tools: Annotated[list[dict[str, Any]], why("a variable of the template")] | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -255,7 +255,7 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen
 class EmbeddingRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     input: PromptField
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1), _why("so many numbers of each, scaled to length 1 again")] | None = None
+    dimensions: Annotated[int, Meta(ge=1), why("so many numbers of each, scaled to length 1 again")] | None = None
 
 
 class NamedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -266,5 +266,5 @@ class NamedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True
 
 
 class DetachedQuery(NamedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    stream: Annotated[bool, _why("events with what is there, and what comes")] | None = None
-    from_token: Annotated[int, Meta(ge=0, le=UINT32.high), _why("of each output, with stream alone")] | None = None
+    stream: Annotated[bool, why("events with what is there, and what comes")] | None = None
+    from_token: Annotated[int, Meta(ge=0, le=UINT32.high), why("of each output, with stream alone")] | None = None

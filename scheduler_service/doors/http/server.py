@@ -36,6 +36,8 @@ from scheduler_service.doors.http.connection import HttpConnection, Listener
 from scheduler_service.doors.http.detached_requests import abort_request, read_detached, submit_detached
 from scheduler_service.doors.http.embeddings import embed_inputs
 from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.messages.messages import answer_message, count_tokens
+from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.doors.http.openapi import NAMED, POSTED, TypedRoute, document, page
 from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.refusals import HttpRefusal, error_answer, error_response
@@ -177,6 +179,8 @@ class HttpDoor:
         handlers: Mapping[str, Serve] = {
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._complete_chat,
+            "/v1/messages": self._answer_message,
+            "/v1/messages/count_tokens": self._count_tokens,
             "/v1/embeddings": self._embed,
             "/v1/completions/render": self._render_prompts,
             "/v1/chat/completions/render": self._render_chat,
@@ -235,8 +239,14 @@ class HttpDoor:
 
     async def _complete_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes | None:
         if request.detached:
-            return await self._submit(request, await read_chat(request, call, self._intake), call)
+            return await self._submit(request, (await read_chat(request, call, self._intake))[0], call)
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
+
+    async def _answer_message(self, request: MessagesRequest, call: Call, stream: EventStream) -> bytes | None:
+        return await answer_message(request, call, self._intake, self._model_name(), stream)
+
+    async def _count_tokens(self, request: CountTokensRequest, call: Call, stream: EventStream) -> bytes:
+        return await count_tokens(request, call, self._intake)
 
     async def _submit(self, request: GenerationRequest, asked: ReadCall, call: Call) -> bytes:
         self._served()  # what fits is known then
@@ -253,7 +263,8 @@ class HttpDoor:
         return _encode(await render(read, self._intake, self._model_name()))
 
     async def _render_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes:
-        (prompt,) = await render(await read_chat(request, call, self._intake), self._intake, self._model_name())
+        asked, _ = await read_chat(request, call, self._intake)
+        (prompt,) = await render(asked, self._intake, self._model_name())
         return _encode(prompt)
 
     async def _embed(self, request: EmbeddingRequest, call: Call, stream: EventStream) -> bytes:
@@ -347,7 +358,11 @@ class HttpDoor:
         Where there are no tenants a key is not looked at: OpenAI's clients always send one.
         """
         headers = scope["header_values"]
-        key = headers.get(b"authorization") if self._tenants is not None else None
+        key = None
+        if self._tenants is not None:
+            # Clients of the Messages API send it so.
+            alone = headers.get(b"x-api-key")
+            key = headers.get(b"authorization", f"Bearer {alone}" if alone else None)
         caller = Caller(self._tenants, key, scope["certificate_names"])
         caller.check()
         trace = {name.decode(): headers[name] for name in _TRACE_HEADERS if name in headers}
@@ -405,10 +420,10 @@ async def _refuse(
 ) -> None:
     """End a call by an error, as its last event if it has begun."""
     if stream.has_begun:
-        await stream.tell(_encode(error_answer(refused)))
+        await stream.tell(_encode(error_answer(refused, scope["path"])), "error")
         await stream.end()
     else:
-        await error_response(refused)(scope, receive, send)
+        await error_response(refused, scope["path"])(scope, receive, send)
 
 
 def _of_route(status: int, scope: Scope) -> str:

@@ -1,0 +1,183 @@
+"""`/v1/messages`, Anthropic's Messages API: chats, whose answers are blocks of text, thinking, calls of tools."""
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
+from scheduler_service.core.request import EndReason
+from scheduler_service.doors.http.answering import PromptProgress, begin_requests, deltas_of
+from scheduler_service.doors.http.chat_completions import read_chat
+from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.messages.answers import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    ContentPart,
+    InputDelta,
+    MessageAnswer,
+    MessageDelta,
+    MessageEvent,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Stop,
+    TextDelta,
+    TextPart,
+    ThinkingDelta,
+    ThinkingPart,
+    TokenCount,
+    ToolUsePart,
+)
+from scheduler_service.doors.http.messages.conversation import chat_of
+from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
+from scheduler_service.doors.http.options import RequestNames
+from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.output import Delta
+from scheduler_service.serving.tenants.caller import Call
+
+_STOP_REASONS = {EndReason.STOP: "end_turn", EndReason.LENGTH: "max_tokens", EndReason.ABORT: "abort"}
+# What Anthropic's documentation wraps a call's input in that is no JSON.
+_INVALID = "INVALID_JSON"
+# What a request calls the fields of the chat that it means.
+_NAMES = RequestNames("messages", stop="stop_sequences", response_format="output_config.format")
+_encode = msgspec.json.Encoder().encode
+
+
+class MessageTeller:
+    """Makes the events of a message of what comes of an output."""
+
+    def __init__(self, parser: OutputParser | None, head: MessageAnswer) -> None:
+        """`head` is the message as it begins."""
+        self._parser = parser
+        self._head = head
+        self._index = -1  # of the block that began last
+        self._kind: type[OutputPart] | None = None  # of what it holds, while it is open
+        self._has_begun = False
+        self._has_calls = False
+
+    def tell(self, delta: Delta, progress: PromptProgress) -> Iterator[MessageEvent]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield MessageStart(self._head)
+        is_last = delta.end is not None
+        parts = [Content(delta.text)] if self._parser is None else self._parser.feed(delta.text, is_last=is_last)
+        for part in parts:
+            yield from self._tell_part(part)
+        if delta.end is not None:
+            yield from self._close()
+            reason = _STOP_REASONS[delta.end.reason]
+            if delta.end.reason is EndReason.STOP and (self._has_calls or delta.stop_text is not None):
+                reason = "tool_use" if self._has_calls else "stop_sequence"
+            yield MessageDelta(Stop(reason, delta.stop_text), usage_of(progress))
+            yield MessageStop()
+
+    def _tell_part(self, part: OutputPart) -> Iterator[MessageEvent]:
+        match part:
+            case CallStart():
+                self._has_calls = True
+                yield from self._open(Arguments, ToolUsePart(f"toolu_{secrets.token_hex(12)}", part.name, {}))
+            case Arguments():
+                yield BlockDelta(self._index, InputDelta(part.text))
+            case Reasoning():
+                if self._kind is not Reasoning:
+                    yield from self._open(Reasoning, ThinkingPart(""))
+                yield BlockDelta(self._index, ThinkingDelta(part.text))
+            case Content(text) if text:
+                if self._kind is not Content:
+                    yield from self._open(Content, TextPart(""))
+                yield BlockDelta(self._index, TextDelta(text))
+
+    def _open(self, kind: type[OutputPart], block: ContentPart) -> Iterator[MessageEvent]:
+        yield from self._close()
+        self._index += 1
+        self._kind = kind
+        yield BlockStart(self._index, block)
+
+    def _close(self) -> Iterator[MessageEvent]:
+        if self._kind is not None:
+            self._kind = None
+            yield BlockStop(self._index)
+
+
+async def answer_message(
+    request: MessagesRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
+) -> bytes | None:
+    """Return the message, unless it is streamed. Raises RefusedError."""
+    with _NAMES.in_refusals():
+        asked, make_parser = await read_chat(chat_of(request), call, intake)
+        async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
+            message_id = f"msg_{secrets.token_hex(12)}"
+            head = MessageAnswer(message_id, "message", "assistant", model_name, [], None, None, usage_of(progress))
+            teller = MessageTeller(make_parser(), head)
+            if not request.stream:
+                await progress.active.wait_for_end()
+                events = [event async for delta in deltas_of(progress) for event in teller.tell(delta, progress)]
+                return _encode(folded(events))
+            stream.is_named = True
+            async for delta in deltas_of(progress):
+                for event in teller.tell(delta, progress):
+                    await stream.tell(_encode(event), str(event.__struct_config__.tag))
+            await stream.end()
+            return None
+
+
+async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake) -> bytes:
+    """Raises RefusedError."""
+    with _NAMES.in_refusals():
+        asked, _ = await read_chat(chat_of(request), call, intake)
+        return _encode(TokenCount(len(await intake.tokenize(asked.requests[0]))))
+
+
+def usage_of(progress: PromptProgress) -> MessageUsage:
+    num_cached = progress.num_cached_tokens
+    return MessageUsage(len(progress.prompt_token_ids) - num_cached, sum(progress.num_tokens), num_cached)
+
+
+def folded(events: Iterable[MessageEvent]) -> MessageAnswer:
+    """Return the message that events tell."""
+    heads: list[ContentPart] = []
+    texts: list[list[str]] = []
+    message: MessageAnswer | None = None
+    for event in events:
+        match event:
+            case MessageStart():
+                message = event.message
+            case BlockStart():
+                heads.append(event.content_block)
+                texts.append([])
+            case BlockDelta(delta=TextDelta(text) | ThinkingDelta(text) | InputDelta(text)):
+                texts[-1].append(text)
+            case MessageDelta() if message is not None:
+                content = [_filled(head, "".join(pieces)) for head, pieces in zip(heads, texts, strict=True)]
+                stop = event.delta
+                message = msgspec.structs.replace(
+                    message,
+                    content=content,
+                    stop_reason=stop.stop_reason,
+                    stop_sequence=stop.stop_sequence,
+                    usage=event.usage,
+                )
+    if message is None:
+        raise ValueError("the events have no message_start")
+    return message
+
+
+def _filled(head: ContentPart, text: str) -> ContentPart:
+    match head:
+        case TextPart():
+            return TextPart(text)
+        case ThinkingPart():
+            return ThinkingPart(text)
+    return ToolUsePart(head.id, head.name, _input(text))
+
+
+def _input(text: str) -> dict[str, Any]:
+    try:
+        read = json.loads(text)
+    except ValueError:
+        return {_INVALID: text}
+    return read if isinstance(read, dict) else {_INVALID: text}
