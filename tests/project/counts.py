@@ -26,10 +26,10 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        10_918,
+        11_226,
         "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants; the "
         "OpenAI API over HTTP, field by field, with tokens and texts that are ruled out; detached requests by any "
-        "door, HTTP's too; calls of tools in chats",
+        "door, HTTP's too; calls of tools in chats; Anthropic's form of them",
     ),
     "worker_service": Ceiling(
         6_133, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
@@ -49,7 +49,7 @@ MAX_STATEMENTS = {
         "end for HTTP beside `serve`",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(370, "a noun each, those of calls of tools the last")
+MAX_MODULES_IN_ALL = Ceiling(375, "a noun each, those of the Messages API the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     48, "a kernel has the name of its specification, and modules of one kind have one entry: `main`, `create`, `serve`"

@@ -13,7 +13,7 @@ from pagewire.common.sampling_ranges import LOGIT_BIAS, MAX_SAMPLES, RANGES, UIN
 
 MAX_PROMPTS = 1024  # of one request
 _INT32 = Range(-(2**31), 2**31 - 1)
-_INT64 = Range(-(2**63), 2**63 - 1)
+INT64 = Range(-(2**63), 2**63 - 1)
 _EMPTY = Range(0, 0)
 
 
@@ -143,7 +143,7 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     """The other fields that completions and chat completions share, as vLLM has them."""
 
     top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")] | None = None
-    seed: Annotated[int, within(_INT64)] | None = None
+    seed: Annotated[int, within(INT64)] | None = None
     stop: Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

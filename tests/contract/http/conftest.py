@@ -1,9 +1,13 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
+from testing.simulated_worker import SimulatedWorker
 from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.scripted import Say
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +19,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def server(model: Path) -> AsyncIterator[HttpServer]:
     async with serve_http(model) as server:
         yield server
+
+
+@pytest.fixture
+def say(model: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Has the model write a text, whatever it is asked."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def say(text: str) -> None:
+        script = [*tokenizer.encode(text).ids, 0]
+
+        def next_token(self: SimulatedWorker, row: Any, matcher: object, prefix: int) -> int:
+            return script[min(len(row.token_ids) - row.opening.num_prompt_tokens, len(script) - 1)]
+
+        monkeypatch.setattr(SimulatedWorker, "_next_token", next_token)
+
+    return say

@@ -22,12 +22,13 @@ from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.tenants.caller import Call
-from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
+from tests.contract.http.door import CHAT_TEMPLATE, HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.pooling import write_pooling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+MESSAGES = "/v1/messages"
 RENDER, RENDER_CHAT = f"{COMPLETIONS}/render", f"{CHAT}/render"
 TEXT = "once upon a time"
 QUESTION = {"role": "user", "content": "hello"}
@@ -38,6 +39,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     EMBEDDINGS: {"input": TEXT, "encoding_format": "float", "request_id": "same"},
     RENDER: {"prompt": TEXT, "seed": 0, "request_id": "same"},
     RENDER_CHAT: {"messages": [QUESTION], "seed": 0, "request_id": "same"},
+    MESSAGES: {"messages": [QUESTION], "seed": 0, "max_tokens": 4, "request_id": "same"},
     "/tokenize": {"prompt": TEXT},
     "/detokenize": {"tokens": [70, 71]},
 }
@@ -188,6 +190,7 @@ CHAT_PROMPTS = TEMPLATE | {
     "add_special_tokens": prompted(True, "<end><user>hello\n<assistant>"),
 }
 TOOLED = {"tools": [{"type": "function", "function": {"name": "f"}}], "chat_template": "tooled"}
+USED = {"name": "f", "input_schema": {"type": "object"}}
 NEUTRAL = {
     "include_reasoning": Harmless(False),
     "function_call": Harmless("none", "sometimes"),
@@ -234,6 +237,27 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "encoding_format": answered(lambda answer: type(answer["data"][0]["embedding"]), "base64", str),
         "dimensions": answered(lambda answer: len(answer["data"][0]["embedding"]), 1, 1),
     },
+    MESSAGES: PROMPTS
+    | QUEUED
+    | {
+        name: GENERATION[name]
+        for name in ("request_id", "max_tokens", "temperature", "top_p", "top_k", "seed", "stream")
+    }
+    | {
+        name: CHAT_PROMPTS[name]
+        for name in ("messages", "truncate_prompt_tokens", "truncation_side", "add_special_tokens")
+    }
+    | {
+        "system": prompted("be", "<system>be\n<user>hello\n<assistant>"),
+        "stop_sequences": read("parsed.stop", ["xyz", "zyx"], ("xyz", "zyx")),
+        "thinking": prompted({"type": "disabled"}, "<user>hello\n<assistant>False"),
+        "output_config": prompted({"effort": "low"}, "<user>hello\n<assistant>low"),
+        "output_format": matched(
+            {"type": "json_schema", "schema": {"type": "object"}}, "JSON_SCHEMA", '{"type":"object"}'
+        ),
+        "tools": Case([USED], has_in_grammar("triggered_tags"), True),
+        "tool_choice": Case({"type": "any"}, has_in_grammar("tags_with_separator"), True, {"tools": [USED]}),
+    },
     RENDER: PROMPTS
     | {"prompt": PROMPT, "request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")},
     RENDER_CHAT: CHAT_PROMPTS | {"request_id": answered(lambda answer: answer["request_id"], "mine", "mine")},
@@ -264,7 +288,13 @@ for shown, computed in ((RENDER, COMPLETIONS), (RENDER_CHAT, CHAT)):
         | {"detached": Harmless(True)}
         | CASES[shown]
     )
-ROWS = [(route.path, row) for route in POSTED for row in field_rows(route.request)]
+# The fields of the last are of the same type as those of messages.
+ROWS = [
+    (route.path, row)
+    for route in POSTED
+    if route.path != f"{MESSAGES}/count_tokens"
+    for row in field_rows(route.request)
+]
 OPENAI = {COMPLETIONS, CHAT, EMBEDDINGS}
 EXAMPLES = {"string": "x", "boolean": True, "object": {"a": "b"}}
 
@@ -297,9 +327,12 @@ class Door:
             return error.response
 
 
+_CACHED = ("input_tokens", "cache_read_input_tokens")
+
+
 def _steady(value: dict[str, Any]) -> dict[str, Any]:
     """Without what differs from call to call."""
-    return {name: each for name, each in value.items() if name not in ("created", "prompt_tokens_details")}
+    return {name: each for name, each in value.items() if name not in ("created", "prompt_tokens_details", *_CACHED)}
 
 
 def _tokens(answer: Any) -> list[int]:
@@ -316,6 +349,8 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
         "{% if tools %}{{ tools[0].type }}{% endif %}",
     }
     model = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", **named)
+    variables = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{{ reasoning_effort }}"
+    (model / "chat_template.jinja").write_text(f"{CHAT_TEMPLATE}{variables}{{# <tool_call> #}}")
     write_pooling(model, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     special = ("<end>", tokenizer.token_to_id("<end>"))

@@ -12,11 +12,10 @@ from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.messages.conversation import chat_of
 from scheduler_service.doors.http.messages.requests import CountTokensRequest
-from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
-from tests.contract.http.test_tool_calls import CALL, SECOND, TEMPLATE, WEATHER, say
+from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 from tests.contract.tenants import KEYS, key_file, write_tenants
 
-__all__ = ["say"]
 QUESTION = {"role": "user", "content": "hi"}
 TOOLS = [
     {"name": "weather", "description": "Tells.", "input_schema": WEATHER},
@@ -28,9 +27,7 @@ LIMIT = 150
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return path
+    return make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
 
 
 @pytest.fixture
@@ -80,14 +77,14 @@ async def both(client: anthropic.AsyncAnthropic, **asked: Any) -> Message:
     ids=str,
 )
 async def test_what_the_model_writes(
-    client: anthropic.AsyncAnthropic, say: Any, text: str, expected: list[tuple[Any, ...]], reason: str
+    client: anthropic.AsyncAnthropic, say: Say, text: str, expected: list[tuple[Any, ...]], reason: str
 ) -> None:
     say(text)
     message = await both(client, tools=TOOLS)
     assert (blocks(message), message.stop_reason) == (expected, reason)
 
 
-async def test_why_it_ends(client: anthropic.AsyncAnthropic, model: Path, say: Any) -> None:
+async def test_why_it_ends(client: anthropic.AsyncAnthropic, model: Path, say: Say) -> None:
     say("once upon a time")
     message = await both(client, max_tokens=2)
     assert message.stop_reason == "max_tokens"
@@ -109,7 +106,7 @@ async def test_why_it_ends(client: anthropic.AsyncAnthropic, model: Path, say: A
     assert "".join(delta.partial_json for delta in deltas) == told
 
 
-async def test_the_tokens_of_a_prompt(client: anthropic.AsyncAnthropic, say: Any) -> None:
+async def test_the_tokens_of_a_prompt(client: anthropic.AsyncAnthropic, say: Say) -> None:
     say("x")
     asked = {"model": "chatty", "messages": [QUESTION], "system": "be kind", "tools": TOOLS}
     counted = await client.messages.count_tokens(**asked)  # type: ignore[arg-type]

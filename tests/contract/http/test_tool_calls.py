@@ -1,7 +1,6 @@
 """Calls of tools and reasoning over real HTTP: whole answers are the streamed ones, whatever the model writes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,50 +8,21 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
-from testing.simulated_worker import SimulatedWorker
-from tests.contract.http.door import HttpServer, make_chat_checkpoint
+from tests.contract.http.door import HttpServer
+from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 
 PATH = "/v1/chat/completions"
 QUESTION = {"role": "user", "content": "hi"}
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }},{% endfor %}"
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-    "{% for call in message.tool_calls %}<tool_call>{{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% if thinks %}<think>\n{% endif %}{% endif %}"
-    "{# <think> </think> #}"
-)
-WEATHER = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 MADE = ("weather", '{"city": "Oslo"}')
-Say = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_chat_checkpoint(tmp_path_factory.mktemp("models") / "chatty", plain="{{ messages[0].content }}")
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return path
-
-
-@pytest.fixture
-def say(model: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Has the model write a text, whatever it is asked."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-
-    def say(text: str) -> None:
-        script = [*tokenizer.encode(text).ids, 0]
-
-        def next_token(self: SimulatedWorker, row: Any, matcher: object, prefix: int) -> int:
-            return script[min(len(row.token_ids) - row.opening.num_prompt_tokens, len(script) - 1)]
-
-        monkeypatch.setattr(SimulatedWorker, "_next_token", next_token)
-
-    return say
+    return make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
 
 
 def folded(events: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]], str]:

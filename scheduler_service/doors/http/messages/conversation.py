@@ -29,7 +29,7 @@ from scheduler_service.doors.http.requests import (
 )
 
 _QUEUED = QueuedRequest.__struct_fields__
-_SAMPLED = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+_SAMPLED = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
 
 
 def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:

@@ -72,7 +72,7 @@ class MessageTeller:
             reason = _STOP_REASONS[delta.end.reason]
             if delta.end.reason is EndReason.STOP and (self._has_calls or delta.stop_text is not None):
                 reason = "tool_use" if self._has_calls else "stop_sequence"
-            yield MessageDelta(Stop(reason, delta.stop_text), usage_of(progress))
+            yield MessageDelta(Stop(reason, delta.stop_text), message_usage(progress))
             yield MessageStop()
 
     def _tell_part(self, part: OutputPart) -> Iterator[MessageEvent]:
@@ -110,8 +110,10 @@ async def answer_message(
     with _NAMES.in_refusals():
         asked, make_parser = await read_chat(chat_of(request), call, intake)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
-            message_id = f"msg_{secrets.token_hex(12)}"
-            head = MessageAnswer(message_id, "message", "assistant", model_name, [], None, None, usage_of(progress))
+            message_id = f"msg_{request.request_id or secrets.token_hex(12)}"
+            head = MessageAnswer(
+                message_id, "message", "assistant", model_name, [], None, None, message_usage(progress)
+            )
             teller = MessageTeller(make_parser(), head)
             if not request.stream:
                 await progress.active.wait_for_end()
@@ -132,7 +134,7 @@ async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake) 
         return _encode(TokenCount(len(await intake.tokenize(asked.requests[0]))))
 
 
-def usage_of(progress: PromptProgress) -> MessageUsage:
+def message_usage(progress: PromptProgress) -> MessageUsage:
     num_cached = progress.num_cached_tokens
     return MessageUsage(len(progress.prompt_token_ids) - num_cached, sum(progress.num_tokens), num_cached)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, Struct
 
 from pagewire.common.sampling_ranges import RANGES, UINT32
-from scheduler_service.doors.http.requests import INERT, Empty, QueuedRequest, why, within
+from scheduler_service.doors.http.requests import INERT, INT64, Empty, QueuedRequest, why, within
 
 _INERT = Meta(description=INERT)
 
@@ -110,5 +110,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
     top_p: Annotated[float, within(RANGES["top_p"])] | None = None
     top_k: Annotated[int, Meta(ge=0, le=UINT32.high)] | None = None
+    seed: Annotated[int, within(INT64)] | None = None
     container: Annotated[None, why("no code is run")] = None
     inference_geo: Annotated[str, _INERT] | None = None

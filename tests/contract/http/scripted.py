@@ -1,0 +1,26 @@
+"""A model whose chat template knows calls of tools and reasoning, and what it writes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.contract.http.door import make_chat_checkpoint
+
+# Has the model write a text, whatever it is asked.
+Say = Callable[[str], None]
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }},{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% if thinks %}<think>\n{% endif %}{% endif %}"
+    "{# <think> </think> #}"
+)
+WEATHER = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def make_tool_checkpoint(path: Path) -> Path:
+    """One with another template besides, which knows of neither."""
+    make_chat_checkpoint(path, plain="{{ messages[0].content }}")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
