@@ -47,12 +47,12 @@ class CompletionWriter:
         request, sample = self._request, delta.sample_index
         index = progress.index * (request.n or 1) + sample
         is_first = not progress.has_begun[sample]
-        text, token_ids, logprobs, end = delta.text, list(delta.token_ids), delta.logprobs, delta.end
         if self.num_hidden_tokens:
-            text, token_ids, logprobs = "", [], ()
+            delta = delta._replace(text="", token_ids=(), logprobs=())
+        text, token_ids, end = delta.text, delta.token_ids, delta.end
         echoed = self._echoed[progress.index] if self._echoed and is_first else ""
-        shows = echoed or text or end is not None or (token_ids and (request.return_token_ids or logprobs))
-        if not shows or (delta.prompt_logprobs and not delta.token_ids and end is None):
+        shows = echoed or text or end is not None or (token_ids and (request.return_token_ids or delta.logprobs))
+        if not shows or (delta.prompt_logprobs and not token_ids and end is None):
             return None
         progress.has_begun[sample] = True
         not_asked = None if is_whole else UNSET  # events are kept short
@@ -62,10 +62,10 @@ class CompletionWriter:
         return CompletionChoice(
             index,
             echoed + text,
-            self._logprobs(index, delta._replace(logprobs=logprobs), progress if self._echoed and is_first else None),
+            self._logprobs(index, delta, progress if self._echoed and is_first else None),
             reason,
             stop_reason(request, delta),
-            token_ids if request.return_token_ids else not_asked,
+            list(token_ids) if request.return_token_ids else not_asked,
             list(progress.prompt_token_ids) if request.return_token_ids and is_first else not_asked,
             self._texts.prompt_logprobs(progress.logprobs)
             if request.prompt_logprobs is not None and is_first
