@@ -1,7 +1,9 @@
-"""Takes turns between the arms of a benchmark, and makes medians of what they yield."""
+"""Takes turns between the arms of a benchmark, makes medians of what they yield, and reads what processes took."""
 
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 Arm = TypeVar("Arm")
@@ -23,3 +25,9 @@ def medians(rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, di
         arm: {key: statistics.median(figures.get(key, 0.0) for figures in of_arm) for key in of_arm[0]}
         for arm, of_arm in rounds.items()
     }
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU time of a process so far, that of its children not included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -51,6 +51,7 @@ class Gateway:
         command += ["--worker-warmup-secs=0", "--worker-warmup-share=0", "--worker-warmup-divert-every=0"]
         command += ["--cb-timeout-duration-secs=1", "--shutdown-grace-period-secs=1", *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRON)
+        self.pid = self._process.pid
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as on_failure:

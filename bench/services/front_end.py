@@ -24,7 +24,7 @@ from pathlib import Path
 import grpc.aio
 
 from bench.goals import verdict
-from bench.measure import in_turns
+from bench.measure import cpu_seconds, in_turns
 from bench.services.end_counter import EndCounter, while_running
 from pagewire.cli import GRPC_EXPERIMENTS
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -63,8 +63,7 @@ class Child:
         return self._process.stdout.readline()
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self._process.pid)
 
     def resident_bytes(self) -> int:
         pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]

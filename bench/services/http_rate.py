@@ -3,9 +3,10 @@
     python -m bench http-rate
 
 Rate: a worker with the 54M shape, a scheduler, a front end with both doors, and smg before the scheduler, as processes.
-In turns, this process reads 32 streams of one kind, and then some alone. Many: a front end before a worker of 100 ms
-a step, which computes nothing; 1,000 streams of one kind at a time, and the gaps between what each tells. Clients over
-HTTP are plain sockets, those over gRPC are grpcio's. Raw numbers go to bench/results/http_rate.json.
+In turns, this process reads 32 streams of one kind, for which the CPU time of every process is told, and then some
+alone. Many: a front end before a worker of 100 ms a step, which computes nothing; 1,000 streams of one kind at a time,
+and the gaps between what each tells. Clients over HTTP are plain sockets, those over gRPC are grpcio's. Raw numbers go
+to bench/results/http_rate.json.
 """
 
 import argparse
@@ -13,11 +14,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ import grpc.aio
 
 from bench.checkpoint import SHAPES, tokenized_checkpoint
 from bench.goals import verdict
-from bench.measure import in_turns
+from bench.measure import cpu_seconds, in_turns
 from bench.services.front_end import Child
 from bench.services.hostile_http import posted
 from bench.tokenizer import trained_tokenizer
@@ -72,15 +75,15 @@ def over_grpc(stub: pb_grpc.SchedulerServiceStub) -> Read:
 
 
 @contextlib.asynccontextmanager
-async def doors(model: Path, scheduler: str) -> AsyncIterator[dict[str, Read]]:
-    """Yields what reads through each door of a front end."""
+async def doors(model: Path, scheduler: str) -> AsyncIterator[tuple[dict[str, Read], int]]:
+    """Yields what reads through each door of a front end, and its process."""
     port = free_port(HOST)
     flags = ["--model", model, "--scheduler", scheduler, "--port", 0, "--http-port", port, "--metrics-port", 0]
     service = Service("frontend", [*flags, "--log-level", "error"])
     try:
         async with grpc.aio.insecure_channel(service.wait_until_ready()) as channel:
             stub = pb_grpc.SchedulerServiceStub(channel)
-            yield {"grpc": over_grpc(stub), "http": over_http(port, model.name)}
+            yield {"grpc": over_grpc(stub), "http": over_http(port, model.name)}, service.pid
     finally:
         service.stop()
 
@@ -108,21 +111,28 @@ async def rates(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]
         running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system,
         Gateway([system.url], "--policy=round_robin") as smg,
     ):
-        async with doors(model, system.url) as arms:
-            return await in_rounds(arms | {"smg": over_http(smg.port, model.name)}, rate, num_rounds)
+        async with doors(model, system.url) as (arms, front_end):
+            processes = {"client": os.getpid(), "front_end": front_end, "smg": smg.pid}
+            processes |= {"scheduler": system.scheduler.pid, "worker": system.worker.pid}
+            arms["smg"] = over_http(smg.port, model.name)
+            return await in_rounds(arms, partial(rate, processes), num_rounds)
 
 
-async def rate(read: Read, rng: random.Random) -> dict[str, float]:
+async def rate(processes: Mapping[str, int], read: Read, rng: random.Random) -> dict[str, float]:
+    before = {name: cpu_seconds(pid) for name, pid in processes.items()}
     start = time.perf_counter()
     together = await asyncio.gather(*(read(prompt, OUTPUT_LEN) for prompt in prompts(rng, NUM_STREAMS)))
     seconds = time.perf_counter() - start
+    taken = {name: cpu_seconds(pid) - before[name] for name, pid in processes.items()}
+    num_tokens = NUM_STREAMS * OUTPUT_LEN
     assert all(together)
     alone = []
     for prompt in prompts(rng, NUM_ALONE):
         asked_at = time.perf_counter()
         alone.append((await read(prompt, 2))[0] - asked_at)
     return {
-        "tokens_per_s": NUM_STREAMS * OUTPUT_LEN / seconds,
+        "tokens_per_s": num_tokens / seconds,
+        **{f"{name}_us_per_token": 1e6 * each / num_tokens for name, each in taken.items()},
         "first_ms_together": 1e3 * statistics.median(times[0] - start for times in together),
         "first_ms_alone": 1e3 * statistics.median(alone),
     }
@@ -133,7 +143,7 @@ async def many_gaps(model: Path, num_rounds: int) -> dict[str, list[dict[str, fl
     flags = ["--model", model, "--worker", worker.address, "--port", 0, "--metrics-port", 0, "--log-level", "error"]
     scheduler = Service("scheduler", [*flags, "--max-num-seqs", NUM_MANY])
     try:
-        async with doors(model, scheduler.wait_until_ready()) as arms:
+        async with doors(model, scheduler.wait_until_ready()) as (arms, _):
             return await in_rounds(arms, gaps, num_rounds)
     finally:
         scheduler.stop()

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bench.measure import in_turns, medians
+from bench.measure import cpu_seconds, in_turns, medians
 from bench.services.end_counter import EndCounter, while_running
 from pagewire.cli import GRPC_EXPERIMENTS
 
@@ -189,17 +189,17 @@ async def run_clients(arguments) -> None:
                     for completion in await asyncio.gather(*requests):
                         assert completion.usage.completion_tokens == arguments.output_len
 
-                await answer_rounds(arguments, round_of, lambda: process_cpu_seconds(pid))
+                await answer_rounds(arguments, round_of, lambda: cpu_seconds(pid))
 
 
-async def answer_rounds(arguments, round_of, cpu_seconds) -> None:
+async def answer_rounds(arguments, round_of, read_cpu_seconds) -> None:
     """Reads round numbers from standard input, and prints the throughput and the scheduler's CPU time per token."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        cpu, start = cpu_seconds(), time.perf_counter()
+        cpu, start = read_cpu_seconds(), time.perf_counter()
         await round_of(int(line))
-        seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+        seconds, cpu = time.perf_counter() - start, read_cpu_seconds() - cpu
         num_tokens = arguments.num_seqs * arguments.output_len
         print(
             json.dumps({"tokens_per_s": num_tokens / seconds, "cpu_us_per_token": cpu / num_tokens * 1e6}), flush=True
@@ -209,11 +209,6 @@ async def answer_rounds(arguments, round_of, cpu_seconds) -> None:
 def own_cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
-
-
-def process_cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # The parent: takes turns and reports.
