@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         TextPrompt,
         TokensPrompt,
     )
-    from pagewire.sampling import SamplingParams, StructuredOutputs
+    from pagewire.sampling_params import SamplingParams, StructuredOutputs, StructuredOutputsParams
     from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
 
 __all__ = [
@@ -83,6 +83,7 @@ __all__ = [
     "Session",
     "StartError",
     "StructuredOutputs",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokenLogprobs",
     "TokensPrompt",
@@ -93,7 +94,7 @@ __all__ = [
 ]
 
 # Where each name is. Looking for one in a module loads it, so the lightest ones come first.
-_MODULES = ("errors", "sampling", "server", "completion", "conversation", "client", "llm")
+_MODULES = ("errors", "sampling_params", "server", "completion", "conversation", "client", "llm")
 
 
 def _load(name: str) -> "Any":

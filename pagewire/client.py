@@ -27,7 +27,7 @@ from pagewire.conversation import Message, Session
 from pagewire.errors import AlreadyExists, PagewireError, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import DELAYS_S, Attempts
-from pagewire.sampling import UNSET, SamplingFields, SamplingParams
+from pagewire.sampling_params import UNSET, SamplingFields, SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 
 # Of each attempt of a call that answers at once, where the caller sets no other time.

@@ -30,7 +30,7 @@ from pagewire.errors import (
     Unavailable,
 )
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling import (
+from pagewire.sampling_params import (
     BOOLEAN_FIELDS,
     INTEGER_FIELDS,
     REAL_FIELDS,

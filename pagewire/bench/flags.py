@@ -11,7 +11,7 @@ from pagewire.bench.statistics import OBJECTIVES
 from pagewire.cli import client_flags
 from pagewire.compatibility import suggestion
 from pagewire.options import Parser
-from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
+from pagewire.sampling_params import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
 
 
 def percents(text: str) -> list[float]:

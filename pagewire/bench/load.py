@@ -16,7 +16,7 @@ from pagewire.bench.workload import LengthRange, Workload
 from pagewire.cli import client_flags, connection
 from pagewire.hosting import local_server
 from pagewire.options import Parser
-from pagewire.sampling import SamplingParams
+from pagewire.sampling_params import SamplingParams
 
 # More than a step takes, fewer than a server lets wait.
 MAX_CONCURRENCY = 1024

@@ -17,7 +17,7 @@ import grpc
 from pagewire.bench.run import Chunk
 from pagewire.completion import Usage
 from pagewire.errors import CommandError, PagewireError
-from pagewire.sampling import BENCH_FIELDS, SamplingParams
+from pagewire.sampling_params import BENCH_FIELDS, SamplingParams
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 MAX_LINE_BYTES = 1 << 20

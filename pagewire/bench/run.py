@@ -20,7 +20,7 @@ from pagewire.client import AsyncClient
 from pagewire.completion import Usage
 from pagewire.errors import CommandError, PagewireError
 from pagewire.progress import Progress
-from pagewire.sampling import SamplingParams
+from pagewire.sampling_params import SamplingParams
 from pagewire.server import ServerInfo
 
 MAX_SHOWN_ERRORS = 10

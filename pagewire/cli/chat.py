@@ -14,7 +14,7 @@ from pagewire.completion import Completion
 from pagewire.conversation import Session, template_of
 from pagewire.errors import CommandError, InvalidRequest, PagewireError
 from pagewire.options import Parser
-from pagewire.sampling import SamplingParams
+from pagewire.sampling_params import SamplingParams
 from pagewire.server import ServerInfo
 
 COMMANDS = ("/help", "/clear", "/system", "/exit")

@@ -13,7 +13,7 @@ from typing import Any
 from pagewire.common.option_limits import flag
 from pagewire.compatibility import suggestion
 from pagewire.errors import InvalidRequest
-from pagewire.sampling import (
+from pagewire.sampling_params import (
     BOOLEAN_FIELDS,
     EARLY_STOPPING,
     FLAGS,

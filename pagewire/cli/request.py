@@ -20,7 +20,7 @@ from pagewire.errors import PagewireError
 from pagewire.hosting import local_server
 from pagewire.hosting.model_source import BUNDLED
 from pagewire.options import Parser
-from pagewire.sampling import SamplingParams
+from pagewire.sampling_params import SamplingParams
 
 DEMO_PROMPT = "Once upon a time"
 

@@ -31,7 +31,7 @@ from pagewire.llm.request_output import (
 )
 from pagewire.progress import ForeignProgress, Progress
 from pagewire.retry import Attempts
-from pagewire.sampling import UNSET, SamplingParams
+from pagewire.sampling_params import UNSET, SamplingParams
 
 # Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
 DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)

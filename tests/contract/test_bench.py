@@ -30,7 +30,7 @@ from pagewire.cli.command import main
 from pagewire.errors import CommandError, ResourceExhausted
 from pagewire.hosting.supervisor import free_port
 from pagewire.progress import Progress
-from pagewire.sampling import SamplingParams
+from pagewire.sampling_params import SamplingParams
 from tests.contract.bench_stack import bench, stack_of
 from tests.environments import hide
 

@@ -20,7 +20,7 @@ import pagewire
 from pagewire import AsyncClient, Client, Output, SamplingParams, Session, StructuredOutputs, wire
 from pagewire.common.sampling_ranges import RANGES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling import INTEGER_FIELDS, STRUCTURES, SamplingFields
+from pagewire.sampling_params import INTEGER_FIELDS, STRUCTURES, SamplingFields
 from tests.contract import scripted_scheduler
 from tests.contract.certificates import self_signed
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import pagewire
 from pagewire import LLM, SamplingParams, StructuredOutputs, compatibility
 from pagewire.cli import services
 from pagewire.llm.llm import serve_flags
@@ -155,6 +156,14 @@ def test_structured_outputs_have_the_fields_of_vllms_class() -> None:
     theirs = {"json", "regex", "choice", "grammar", "json_object", "structural_tag", "disable_fallback"}
     theirs |= {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
     assert {field.name for field in fields(StructuredOutputs)} | {*compatibility.STRUCTURED_OUTPUTS_FIELDS} == theirs
+
+
+def test_the_module_that_vllms_users_import_from_has_its_names() -> None:
+    from pagewire.sampling_params import SamplingParams, StructuredOutputsParams
+
+    given = StructuredOutputsParams(json={"type": "object"})
+    assert SamplingParams(structured_outputs=given).structured_outputs == StructuredOutputs(json={"type": "object"})
+    assert pagewire.StructuredOutputsParams is StructuredOutputsParams
 
 
 @pytest.mark.parametrize("name", compatibility.STRUCTURED_OUTPUTS_FIELDS)

@@ -13,7 +13,7 @@ from pagewire.cli.chat_terminal import ChatTerminal
 from pagewire.cli.request import SamplePrinter, attach, stream
 from pagewire.completion import Output, Usage
 from pagewire.errors import CommandError, PagewireError
-from pagewire.sampling import SamplingParams
+from pagewire.sampling_params import SamplingParams
 
 
 class BrokenOff:

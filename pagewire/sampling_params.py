@@ -109,6 +109,10 @@ class StructuredOutputs:
         return getattr(self, self.kind)
 
 
+# vLLM's name, by which its users import the class.
+StructuredOutputsParams = StructuredOutputs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of a request. Types are checked at once (TypeError), and ranges too (InvalidRequest, which is
