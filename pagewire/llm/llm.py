@@ -133,25 +133,30 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        priority: Sequence[int] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: None = None,
     ) -> list[RequestOutput]:
         """Returns the answers to a conversation, or to each conversation of a list; the rest is as in `generate`.
 
         A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The model's chat template, or
-        `chat_template`, makes the prompt of it and of `chat_template_kwargs`.
+        `chat_template`, makes the prompt of it, of `tools` and of `chat_template_kwargs`. An answer that calls a tool
+        does so in its text, in the model's own form.
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
         conversations, _ = conversation.as_conversations(messages)
         conversation.check_template(chat_template, add_generation_prompt, chat_template_kwargs=chat_template_kwargs)
+        given = None if tools is None else as_list("tools", tools, "a list of mappings, or None")
         with self._telling_of_the_end():
             info = self.client.info()
-        texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, chat_template_kwargs)
+        variables = {"tools": given, **(chat_template_kwargs or {})}
+        texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, variables)
         prompts: list[_SplitPrompt] = [(text, None) for text in texts]
-        return self._generate(prompts, sampling_params, use_tqdm, None, add_special_tokens=False)
+        return self._generate(prompts, sampling_params, use_tqdm, priority, add_special_tokens=False)
 
     def embed(
         self,

@@ -196,6 +196,8 @@ def test_logprobs_read_as_vllms(llm: LLM) -> None:
         ([{"role": "user", "content": "\ud800"}], {}, r"^prompt 0 of messages has '\\ud800' at"),
         (CONVERSATION, {"chat_template": 5}, "^chat_template must be a text or None, got 5"),
         (CONVERSATION, {"add_generation_prompt": "no"}, "^add_generation_prompt must be a bool, got 'no'"),
+        (CONVERSATION, {"tools": "abc"}, "^tools must be a list of mappings, or None; got 'abc'"),
+        (CONVERSATION, {"tools": {"type": "function"}}, "^tools must be a list of mappings"),
         (CONVERSATION, {"chat_template_kwargs": "abc"}, "^chat_template_kwargs must be a mapping or None, got 'abc'"),
     ],
 )
@@ -227,6 +229,17 @@ def test_chats(llm: LLM) -> None:
     assert texts_of(llm.chat([conversation, conversation], GREEDY)) == [expected, expected]
     [output] = llm.chat(conversation, GREEDY, chat_template="{{ x }}", chat_template_kwargs={"x": "The little dog"})
     assert output.prompt == "The little dog"
+
+
+def test_tools_are_handed_to_the_chat_template(llm: LLM) -> None:
+    template = "{{ messages[0].content }}{% for tool in tools or [] %} {{ tool.function.name }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "run")]
+    conversation = [{"role": "user", "content": "Once"}]
+    outputs = llm.chat([conversation] * 2, GREEDY, chat_template=template, tools=tools, priority=[1, 0])
+    assert [output.prompt for output in outputs] == ["Once look run"] * 2
+    assert texts_of(outputs) == texts_of(llm.generate(["Once look run"] * 2, GREEDY))
+    [output] = llm.chat(conversation, GREEDY, chat_template=template, tools=None)
+    assert output.prompt == "Once"
 
 
 def test_embeddings_read_as_vllms(llm: LLM) -> None:
