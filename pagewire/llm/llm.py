@@ -24,6 +24,7 @@ from pagewire.errors import Cancelled, StartError, Unavailable
 from pagewire.hosting.local_server import LocalServer
 from pagewire.llm.request_output import (
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     RequestOutput,
     embedding_output,
     request_output,
@@ -175,6 +176,26 @@ class LLM:
         given = _split(prompts)
         results = self._run(given, [None] * len(given), use_tqdm, priority, embed=True)
         return [embedding_output(completion, prompt) for prompt, completion in results]
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Returns what `embed` does, under vLLM's other name: `.outputs.data` is the vector as a tensor of torch.
+
+        There is no `pooling_task` but "embed", and how embeddings are pooled is the checkpoint's choice.
+        """
+        for name, value, known in (("pooling_params", pooling_params, None), ("pooling_task", pooling_task, "embed")):
+            if value not in (None, known):
+                raise ValueError(
+                    f"{name}={value!r:.80} is not supported: prompts are embedded, pooled as the checkpoint says"
+                )
+        return self.embed(prompts, use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer as transformers loads it. Raises ImportError, in one line, without that."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from pagewire.completion import Completion, CompletionOutput, PromptEmbedding, TokenLogprobs
 
@@ -109,16 +110,27 @@ class EmbeddingOutput:
     def hidden_size(self) -> int:
         return len(self.embedding)
 
+    @property
+    def data(self) -> Any:
+        """The vector as a tensor of torch, which vLLM's users read from what `LLM.encode` returns."""
+        import torch
+
+        return torch.tensor(self.embedding)
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """The embedding of one prompt: `.outputs.embedding`."""
+    """The embedding of one prompt: `.outputs.embedding`, or `.outputs.data`."""
 
     request_id: str
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
     num_cached_tokens: int
     finished: bool = True
+
+
+# vLLM's name of what `LLM.encode` returns.
+PoolingRequestOutput = EmbeddingRequestOutput
 
 
 def embedding_output(completion: Completion, prompt_token_ids: list[int]) -> EmbeddingRequestOutput:

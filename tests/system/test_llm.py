@@ -258,6 +258,20 @@ def test_embeddings_read_as_vllms(llm: LLM) -> None:
         llm.embed([[]])
 
 
+def test_encode_embeds(llm: LLM) -> None:
+    outputs = llm.encode([*PROMPTS, [1, 2, 3]], pooling_task="embed", use_tqdm=False)
+    expected = llm.embed([*PROMPTS, [1, 2, 3]])
+    assert all(isinstance(output, pagewire.PoolingRequestOutput) for output in outputs)
+    for output, each in zip(outputs, expected, strict=True):
+        assert torch.equal(output.outputs.data, torch.tensor(each.outputs.embedding))
+        assert (output.prompt_token_ids, output.finished) == (each.prompt_token_ids, True)
+    assert len(llm.encode(PROMPTS[0])) == 1
+    with pytest.raises(ValueError, match=r"^pooling_task='classify' is not supported: prompts are embedded"):
+        llm.encode(PROMPTS, pooling_task="classify")
+    with pytest.raises(ValueError, match=r"^pooling_params=\{'dimensions': 8\} is not supported"):
+        llm.encode(PROMPTS, {"dimensions": 8})  # type: ignore[arg-type]
+
+
 def test_progress_is_for_terminals_or_for_who_asks(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     bars: list[int] = []
 
