@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     )
     from pagewire.llm import (
         LLM,
+        BeamSearchOutput,
+        BeamSearchSequence,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         Logprob,
@@ -46,13 +48,16 @@ if TYPE_CHECKING:
         TextPrompt,
         TokensPrompt,
     )
-    from pagewire.sampling_params import SamplingParams, StructuredOutputs, StructuredOutputsParams
+    from pagewire.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs, StructuredOutputsParams
     from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
 
 __all__ = [
     "LLM",
     "AlreadyExists",
     "AsyncClient",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "BlockHolder",
     "BlockMap",
     "Cancelled",

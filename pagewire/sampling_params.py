@@ -207,6 +207,34 @@ class SamplingParams:
         return deepcopy(self)
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`, with vLLM's names and defaults: the `beam_width` best hypotheses come. They are
+    checked as those of `SamplingParams` are, which says what they mean.
+
+    As in vLLM a search goes on while a better hypothesis can still come; `early_stopping` may say otherwise.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    skip_special_tokens: bool = True
+    early_stopping: str | bool = "never"
+
+    def __post_init__(self) -> None:
+        require("beam_width", self.beam_width, is_integer(self.beam_width), "an integer")
+        self.sampling  # noqa: B018  # raises what is wrong with the others
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The same as parameters of a request."""
+        return SamplingParams(n=self.beam_width, **{field.name: getattr(self, field.name) for field in fields(self)})
+
+
 def is_list(value: object, is_element: Callable[[object], bool]) -> bool:
     return isinstance(value, list | tuple) and all(map(is_element, value))
 

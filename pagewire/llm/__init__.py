@@ -2,6 +2,8 @@
 
 from pagewire.llm.llm import LLM, TextPrompt, TokensPrompt
 from pagewire.llm.request_output import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     Logprob,
@@ -13,6 +15,8 @@ from pagewire.llm.request_output import (
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "Logprob",

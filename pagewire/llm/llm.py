@@ -23,16 +23,18 @@ from pagewire.conversation import Message
 from pagewire.errors import Cancelled, StartError, Unavailable
 from pagewire.hosting.local_server import LocalServer
 from pagewire.llm.request_output import (
+    BeamSearchOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     RequestOutput,
+    beam_search_output,
     embedding_output,
     request_output,
     token_ids_of,
 )
 from pagewire.progress import ForeignProgress, Progress
 from pagewire.retry import Attempts
-from pagewire.sampling_params import UNSET, SamplingParams
+from pagewire.sampling_params import UNSET, BeamSearchParams, SamplingParams
 
 # Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
 DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
@@ -158,6 +160,35 @@ class LLM:
         texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, variables)
         prompts: list[_SplitPrompt] = [(text, None) for text in texts]
         return self._generate(prompts, sampling_params, use_tqdm, priority, add_special_tokens=False)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Returns the best continuations of all prompts, in their order: `.sequences[0].text` is the best of the first,
+        behind the prompt. The prompts and the rest are as in `generate`.
+
+        `concurrency_limit` makes no difference: as many searches run at a time as there is room for.
+        """
+        if lora_request is not None:
+            raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
+        require("params", params, isinstance(params, BeamSearchParams), "pagewire.BeamSearchParams")
+        given = _split(prompts)
+        results = self._run(given, [params.sampling] * len(given), use_tqdm, priority)
+        found = [[*ids, *output.token_ids] for ids, completion in results for output in completion.outputs]
+        with self._telling_of_the_end():
+            texts: Iterator[str | None] = itertools.repeat(None)
+            if self.client.info().has_tokenizer:
+                texts = iter(self.client.detokenize(found, skip_special_tokens=params.skip_special_tokens))
+        return [
+            beam_search_output(completion, text, token_ids, texts)
+            for (text, _), (token_ids, completion) in zip(given, results, strict=True)
+        ]
 
     def embed(
         self,

@@ -101,6 +101,27 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A hypothesis. As in vLLM, `tokens` and `text` begin with the prompt's; `text` is None without a tokenizer."""
+
+    orig_prompt: Mapping[str, object]
+    tokens: list[int]
+    text: str | None
+    cum_logprob: float | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: None = None
+    lora_request: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The hypotheses of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     """A vector of length 1."""
 
@@ -138,6 +159,26 @@ def embedding_output(completion: Completion, prompt_token_ids: list[int]) -> Emb
     found = PromptEmbedding.of(completion)
     output = EmbeddingOutput(list(found.values))
     return EmbeddingRequestOutput(found.request_id, output, prompt_token_ids, found.usage.cached_tokens)
+
+
+def beam_search_output(
+    completion: Completion, prompt: str | None, prompt_token_ids: list[int], texts: Iterator[str | None]
+) -> BeamSearchOutput:
+    """Makes the result of `LLM.beam_search` from the client's. The next `texts` are those of its hypotheses."""
+    orig_prompt = {"type": "token", "prompt": prompt, "prompt_token_ids": prompt_token_ids}
+    return BeamSearchOutput(
+        [
+            BeamSearchSequence(
+                orig_prompt=orig_prompt,
+                tokens=[*prompt_token_ids, *output.token_ids],
+                text=next(texts),
+                cum_logprob=output.cumulative_logprob,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+            )
+            for output in completion.outputs
+        ]
+    )
 
 
 def token_ids_of(completion: Completion) -> set[int]:

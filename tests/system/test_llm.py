@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import pagewire
-from pagewire import LLM, SamplingParams, installation
+from pagewire import LLM, BeamSearchParams, SamplingParams, installation
 from testing.services import ENVIRON, children_of
 from tests.environments import forgetting
 
@@ -240,6 +240,58 @@ def test_tools_are_handed_to_the_chat_template(llm: LLM) -> None:
     assert texts_of(outputs) == texts_of(llm.generate(["Once look run"] * 2, GREEDY))
     [output] = llm.chat(conversation, GREEDY, chat_template=template, tools=None)
     assert output.prompt == "Once"
+
+
+def test_beam_search_reads_as_vllms(llm: LLM) -> None:
+    """The hypotheses are those of the engine's search, which has its own tests."""
+    prompts = [PROMPTS[0], {"prompt_token_ids": llm.client.tokenize(PROMPTS[1])}]
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=12, length_penalty=0.5))
+    sampling = SamplingParams(
+        n=3, beam_width=3, temperature=0, max_tokens=12, length_penalty=0.5, early_stopping="never"
+    )
+    for output, expected, prompt in zip(outputs, llm.generate(PROMPTS[:2], sampling), PROMPTS, strict=False):
+        assert len(output.sequences) == 3
+        for sequence, sample in zip(output.sequences, expected.outputs, strict=True):
+            assert sequence.tokens == [*expected.prompt_token_ids, *sample.token_ids]
+            assert sequence.text == prompt + sample.text
+            assert (sequence.cum_logprob, sequence.finish_reason) == (sample.cumulative_logprob, sample.finish_reason)
+        lengths = [len(sample.token_ids) for sample in expected.outputs]
+        scores = [each.cum_logprob / length**0.5 for each, length in zip(output.sequences, lengths, strict=True)]
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(sequence.tokens) for sequence in output.sequences}) == 3
+    assert [output.sequences[0].orig_prompt["prompt"] for output in outputs] == [PROMPTS[0], None]
+    assert llm.beam_search([], BeamSearchParams(2, 4)) == []
+
+
+def test_beams_match_structured_outputs(llm: LLM) -> None:
+    params = BeamSearchParams(2, 8, structured_outputs={"choice": [" cat", " dog"]})
+    [output] = llm.beam_search(PROMPTS[0], params, concurrency_limit=1, priority=[1])
+    assert {sequence.text for sequence in output.sequences} <= {f"{PROMPTS[0]} cat", f"{PROMPTS[0]} dog"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"beam_width": 17}, ValueError, "^n is 17, but must be 1 to 16"),
+        ({"beam_width": None}, TypeError, "^beam_width must be an integer, got None"),
+        ({"max_tokens": 0}, ValueError, "^max_tokens is 0, but must be at least 1"),
+        ({"length_penalty": "long"}, TypeError, "^length_penalty must be a number or None, got 'long'"),
+        ({"early_stopping": "soon"}, TypeError, "^early_stopping must be one of"),
+        ({"structured_outputs": {"regexp": "a"}}, TypeError, "have no 'regexp'; did you mean regex"),
+    ],
+)
+def test_parameters_of_a_beam_search_are_checked_when_made(
+    wrong: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **wrong})
+
+
+def test_a_beam_search_chooses_nothing_at_random(llm: LLM) -> None:
+    with pytest.raises(pagewire.InvalidRequest, match=r"temperature is 0\.5, but beam search chooses nothing"):
+        llm.beam_search("Once", BeamSearchParams(2, 4, temperature=0.5))
+    with pytest.raises(TypeError, match=r"^params must be pagewire\.BeamSearchParams, got SamplingParams"):
+        llm.beam_search("Once", GREEDY)  # type: ignore[arg-type]
 
 
 def test_embeddings_read_as_vllms(llm: LLM) -> None:
