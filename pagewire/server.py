@@ -1,7 +1,8 @@
 """The state and the limits of a server. The fields are those of the public proto; its comments give units."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +131,46 @@ class BlockMap:
     owners: tuple[str, ...]
     device_blocks: tuple[int, ...]
     host_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """A number that goes up and down."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A number that goes up."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: int
+
+
+Metric = Gauge | Counter
+# By the names that docs/metrics.md has for the same; those of counters end in _total there, as in vLLM's /metrics.
+_GAUGES: dict[str, Callable[[Loads], float]] = {
+    "vllm:num_requests_running": attrgetter("num_running"),
+    "vllm:num_requests_waiting": attrgetter("num_waiting"),
+    "vllm:num_requests_swapped": attrgetter("num_swapped"),
+    "vllm:kv_cache_usage_perc": lambda loads: loads.num_held_blocks / (loads.num_device_blocks or 1),
+    "vllm:cpu_cache_usage_perc": lambda loads: loads.num_held_host_blocks / (loads.num_host_blocks or 1),
+}
+_COUNTERS: dict[str, Callable[[Loads], int]] = {
+    "vllm:prefix_cache_queries": attrgetter("num_prompt_tokens"),
+    "vllm:prefix_cache_hits": attrgetter("num_cached_prompt_tokens"),
+    "vllm:prompt_tokens": attrgetter("num_prompt_tokens"),
+    "vllm:generation_tokens": lambda loads: loads.num_generation_tokens - loads.num_discarded_tokens,
+    "vllm:num_preemptions": attrgetter("num_preemptions"),
+}
+
+
+def metrics_of(loads: Loads, model_name: str) -> list[Metric]:
+    """Returns the load of a server as vLLM's metrics."""
+    labels = {"model_name": model_name, "engine": "0"}
+    gauges = [Gauge(name, labels, read(loads)) for name, read in _GAUGES.items()]
+    return [*gauges, *(Counter(name, labels, read(loads)) for name, read in _COUNTERS.items())]

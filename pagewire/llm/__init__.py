@@ -12,14 +12,18 @@ from pagewire.llm.request_output import (
     RequestOutput,
     SampleOutput,
 )
+from pagewire.server import Counter, Gauge, Metric
 
 __all__ = [
     "LLM",
     "BeamSearchOutput",
     "BeamSearchSequence",
+    "Counter",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "Gauge",
     "Logprob",
+    "Metric",
     "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",

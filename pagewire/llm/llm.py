@@ -35,6 +35,7 @@ from pagewire.llm.request_output import (
 from pagewire.progress import ForeignProgress, Progress
 from pagewire.retry import Attempts
 from pagewire.sampling_params import UNSET, BeamSearchParams, SamplingParams
+from pagewire.server import Metric, metrics_of
 
 # Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
 DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
@@ -227,6 +228,12 @@ class LLM:
                     f"{name}={value!r:.80} is not supported: prompts are embedded, pooled as the checkpoint says"
                 )
         return self.embed(prompts, use_tqdm, lora_request=lora_request)
+
+    def get_metrics(self) -> list[Metric]:
+        """Returns vLLM's gauges and counters as they are now: each has a `name`, `labels` and a `value`."""
+        client = self.client
+        with self._telling_of_the_end():
+            return metrics_of(client.loads(), client.info().served_model_name)
 
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer as transformers loads it. Raises ImportError, in one line, without that."""

@@ -324,6 +324,23 @@ def test_encode_embeds(llm: LLM) -> None:
         llm.encode(PROMPTS, {"dimensions": 8})  # type: ignore[arg-type]
 
 
+def test_metrics_have_vllms_names_and_shapes(llm: LLM) -> None:
+    def counted(kind: type) -> dict[str, float]:
+        return {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, kind)}
+
+    before = counted(pagewire.llm.Counter)
+    [output] = llm.generate("Once there were metrics", GREEDY)
+    after, gauges = counted(pagewire.llm.Counter), counted(pagewire.llm.Gauge)
+    assert after["vllm:generation_tokens"] - before["vllm:generation_tokens"] == len(output["token_ids"])
+    assert after["vllm:prompt_tokens"] - before["vllm:prompt_tokens"] == len(output.prompt_token_ids)
+    assert after["vllm:prefix_cache_queries"] >= after["vllm:prefix_cache_hits"]
+    assert 0 <= gauges["vllm:kv_cache_usage_perc"] <= 1
+    assert all(metric.labels == {"model_name": "storyteller", "engine": "0"} for metric in llm.get_metrics())
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    told = [f"| `{name}` | gauge" for name in gauges] + [f"| `{name}_total` | counter" for name in after]
+    assert [line for line in told if line not in page] == []
+
+
 def test_progress_is_for_terminals_or_for_who_asks(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     bars: list[int] = []
 
