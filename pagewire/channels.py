@@ -157,7 +157,7 @@ class Connection:
     """What the tasks of one event loop share. `can_share` is False for a server without GenerateMany."""
 
     def __init__(self, channel: Any, url: str, metadata: Metadata) -> None:
-        self._channel = channel
+        self.channel = channel
         self.metadata = metadata
         self._url = url
         self._closed = asyncio.Event()
@@ -240,12 +240,12 @@ class Connection:
         self._closed.set()
         for call in self._shared_calls:
             await call.close()
-        await self._channel.close()
+        await self.channel.close()
         self.release()
 
     def release(self) -> None:
         """Lets go of a channel that was closed, or whose loop has ended, so that it can be collected."""
-        self._channel = self.stub = None
+        self.channel = self.stub = None
         self._shared_calls = []
         _open_connections.discard(self)
 

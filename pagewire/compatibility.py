@@ -426,7 +426,7 @@ SAMPLING_FIELDS: dict[str, Foreign] = {
     "output_kind": Foreign("generate returns whole outputs; a Client's stream yields what is new"),
     "skip_reading_prefix_cache": Foreign("give requests a cache_salt, or the LLM enable_prefix_caching=False"),
     "best_of": _refused("use n, or beam_width for the likeliest of several", 1),
-    "use_beam_search": _refused("set beam_width, and n for how many hypotheses to return"),
+    "use_beam_search": _refused("call LLM.beam_search, or set beam_width, and n for how many hypotheses to return"),
     "bad_words": _refused("give logit_bias for their tokens", []),
     "allowed_token_ids": _refused("give logit_bias for the others, or for these", []),
     "logits_processors": _refused("tokens are chosen by these parameters alone; there is logit_bias", []),

@@ -1,6 +1,7 @@
 """`LLM` completes and embeds lists of prompts, in the way that users of vLLM and nano-vllm know."""
 
 import itertools
+import json
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from pagewire import background_loop, conversation, installation, wire
 from pagewire.arguments import are_token_ids, as_list, check_text, is_integer, is_real, require, split_prompt
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
-from pagewire.client import Client, one_each
+from pagewire.client import UNARY_TIMEOUT_S, Client, one_each
 from pagewire.common.option_limits import flag
 from pagewire.compatibility import FOREIGN, IN_PYTHON, MAPPED, suggestion, translate
 from pagewire.completion import Completion
@@ -229,6 +230,12 @@ class LLM:
                 )
         return self.embed(prompts, use_tqdm, lora_request=lora_request)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns vLLM's defaults with the checkpoint's own choices, which its generation_config.json makes."""
+        self.client  # noqa: B018  # raises StartError once the services have ended
+        with self._telling_of_the_end():
+            return SamplingParams(**background_loop.run(self._chosen_sampling))
+
     def get_metrics(self) -> list[Metric]:
         """Returns vLLM's gauges and counters as they are now: each has a `name`, `labels` and a `value`."""
         client = self.client
@@ -242,6 +249,16 @@ class LLM:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.model)
+
+    async def _chosen_sampling(self) -> dict[str, Any]:
+        """Asks for what the checkpoint chooses, which servers tell vLLM's gateways."""
+        from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+        with self._channels.connected() as connection, connection.translated():
+            stub = vllm_engine_pb2_grpc.VllmEngineStub(connection.channel)
+            request = vllm_engine_pb2.GetModelInfoRequest()
+            info = await stub.GetModelInfo(request, timeout=UNARY_TIMEOUT_S, metadata=connection.metadata)
+        return dict(json.loads(info.default_sampling_params_json))
 
     def _generate(
         self,

@@ -1,14 +1,17 @@
 """`pagewire.LLM` with both services behind it: results, options, threads, and how everything ends."""
 
 import asyncio
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 
 import pagewire
 from pagewire import LLM, BeamSearchParams, SamplingParams, installation
+from pagewire.llm.llm import DEFAULT_SAMPLING
 from testing.services import ENVIRON, children_of
 from tests.environments import forgetting
 
@@ -322,6 +326,23 @@ def test_encode_embeds(llm: LLM) -> None:
         llm.encode(PROMPTS, pooling_task="classify")
     with pytest.raises(ValueError, match=r"^pooling_params=\{'dimensions': 8\} is not supported"):
         llm.encode(PROMPTS, {"dimensions": 8})  # type: ignore[arg-type]
+
+
+def test_default_parameters_are_vllms_with_the_checkpoints_choices(llm: LLM, tmp_path: Path) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams()
+    directory = tmp_path / "chosen"
+    shutil.copytree(MODEL, directory)
+    chosen = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.1}
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, **chosen}))
+    with LLM(directory, seed=3, **OPTIONS) as other:
+        params = other.get_default_sampling_params()
+        assert params == SamplingParams(**chosen)
+        [expected, found] = (
+            texts_of(other.generate(PROMPTS, replace(each, seed=7))) for each in (params, DEFAULT_SAMPLING)
+        )
+        assert expected == found
+    with pytest.raises(pagewire.StartError, match="this LLM is closed"):
+        other.get_default_sampling_params()
 
 
 def test_metrics_have_vllms_names_and_shapes(llm: LLM) -> None:
