@@ -1,7 +1,8 @@
 """Calls as objects of JSON, {"name": NAME, "arguments": {...}}, in one format or another."""
 
 import json
-from collections.abc import Generator
+from collections.abc import Container, Generator
+from typing import Any
 
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content
 from pagewire.common.chat_output.unread import Reading, Unread, held, told
@@ -11,20 +12,40 @@ _ARGUMENTS = ("arguments", "parameters")
 NO_ARGUMENTS = "{}"
 
 
-def read_call(unread: Unread) -> Reading[type[Content | Arguments] | None]:
-    """Tell a call. Return what the text right behind it is part of, up to the tag that ends it: of broken arguments,
-    or else of the content. None: it is no call, nothing was told, and `unread` keeps its text."""
+# What the text right behind a call is part of, up to the tag that ends it: of broken arguments, or else of the content.
+# None: it is no call, nothing was told, and `Unread` keeps its text.
+Rest = type[Content | Arguments] | None
+
+
+def read_one_or_several(unread: Unread) -> Reading[Rest]:
+    """Tell a call, or those of a list."""
+    if not (yield from unread.accept("[")):
+        return (yield from read_call(unread))
+    rest = yield from read_call(unread)
+    while rest is Content:
+        unread.keep()
+        if (yield from unread.accept("]")):
+            break
+        if not (yield from unread.accept(",")) or (rest := (yield from read_call(unread))) is None:
+            yield Content(unread.kept())
+            return Content
+    return rest
+
+
+def read_call(unread: Unread, names: Container[str] | None = None, *, is_open: bool = False) -> Reading[Rest]:
+    """Tell a call, whose brace may have been read. Where names are given, no tag told of it: then it must be of one of
+    these functions, and have arguments, and nothing but these and a type."""
     name: str | None = None
     early: str | None = None  # arguments that came before the name
     has_begun = False
-    is_member = yield from unread.accept("{")
+    is_member = is_open or (yield from unread.accept("{"))
     while is_member:
         key = yield from unread.string()
         if key is None or not (yield from unread.accept(":")):
             break
         if key == "name" and name is None:
             name = yield from unread.string()
-            if name is None:
+            if name is None or not (names is None or name in names):
                 break
             if early is not None:
                 yield from _begin(unread, name)
@@ -39,10 +60,10 @@ def read_call(unread: Unread) -> Reading[type[Content | Arguments] | None]:
             early = yield from _held_arguments(unread)
             if early is None:
                 break
-        elif not (yield from held(unread.value()))[1]:
+        elif (names is not None and key != "type") or not (yield from held(unread.value()))[1]:
             break
         if (yield from unread.accept("}")):
-            if name is not None and not has_begun:
+            if name is not None and not has_begun and names is None:
                 yield from _begin(unread, name)
                 yield Arguments(NO_ARGUMENTS)
                 has_begun = True
@@ -72,8 +93,14 @@ def _held_arguments(unread: Unread) -> Generator[None, None, str | None]:
 
 def _unwrapped(text: str) -> str:
     """Return arguments, which some models write as a string that holds their JSON, or as null."""
+    value = _loaded(text)
+    if isinstance(value, str) and isinstance(_loaded(value), dict):
+        return value
+    return NO_ARGUMENTS if text == "null" else text
+
+
+def _loaded(text: str) -> Any:
     try:
-        value = json.loads(text, strict=False)
-    except ValueError:
-        return text
-    return NO_ARGUMENTS if value is None else value if isinstance(value, str) else text
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from pagewire.common.chat_output import hermes
+from pagewire.common.chat_output import glm, harmony, json_calls, llama, mistral, pythonic, xml_calls
+from pagewire.common.chat_output.call_forms import CallTag, LeadingCalls, TaggedCalls
 from pagewire.common.chat_output.output_parser import OutputParser
 from pagewire.common.chat_output.parts import Content, Reasoning
 from pagewire.common.chat_output.unread import Reading, Unread
 
-_THINK, _END_OF_THINKING = "<think>", "</think>"
 _NEWLINES = "\n"
 # The JSON Schemas of the parameters of functions, by name.
 Functions = Mapping[str, Any]
@@ -17,34 +17,46 @@ Functions = Mapping[str, Any]
 
 class CallFormat(NamedTuple):
     read: Callable[[Functions, Unread], Reading[None]]
-    tag: Callable[[str, Any], dict[str, Any]]  # of a structural tag: a call of a function, by its parameters' schema
-    trigger: str  # what no text but a call has
-    separator: str  # between calls
+    form: Callable[..., dict[str, Any]]  # what outputs match that call functions, as a format of a structural tag
+    tags: tuple[str, ...]  # the texts that it reads
 
 
-_HERMES = CallFormat(hermes.read_calls, hermes.call_tag, hermes.BEGIN, "\n")
+class ThinkingTags(NamedTuple):
+    begin: str
+    end: str
 
 
 class ChatFormat(NamedTuple):
-    has_reasoning: bool
+    thinking: ThinkingTags | None
     calls: CallFormat | None
+    is_in_channels: bool = False  # the calls' format is that of the whole output
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self.thinking is not None or self.is_in_channels
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """What must not be left out of an output, where it is a special token of the tokenizer."""
+        return (*(self.thinking or ()), *(self.calls.tags if self.calls else ()))
 
     def parser(self, prompt: str, functions: Functions) -> OutputParser | None:
         """Return what reads an output that goes on with a prompt, and may call functions, if there are any. None: all
         of it is content."""
         if not self.has_reasoning and not functions:
             return None
-        read = partial(self.calls.read, functions) if functions and self.calls is not None else _read_content
+        is_read = self.calls is not None and (functions or self.is_in_channels)
+        read = partial(self.calls.read, functions) if self.calls and is_read else _read_content
         return OutputParser(partial(self._read, is_reasoning=self._is_reasoning(prompt), read=read))
 
     def _is_reasoning(self, prompt: str) -> bool:
         """Tell whether an output begins within its reasoning, as where the template has begun that."""
-        return self.has_reasoning and prompt.rstrip().endswith(_THINK)
+        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.begin)
 
     def _read(self, unread: Unread, *, is_reasoning: bool, read: Callable[[Unread], Reading[None]]) -> Reading[None]:
-        if self.has_reasoning and ((yield from unread.begins_with(_THINK)) or is_reasoning):
+        if self.thinking and ((yield from unread.begins_with(self.thinking.begin)) or is_reasoning):
             yield from unread.skip(_NEWLINES)
-            yield from unread.until((_END_OF_THINKING,), Reasoning)
+            yield from unread.until((self.thinking.end,), Reasoning)
             yield from unread.skip(_NEWLINES)
         yield from read(unread)
 
@@ -60,27 +72,62 @@ class ChatFormat(NamedTuple):
         number of them within text. Raises ValueError where the model calls none."""
         if self.calls is None:
             raise ValueError("there are no calls in this format")
-        tags = [self.calls.tag(name, parameters) for name, parameters in functions.items()]
-        ends = {"tags": tags, "stop_after_first": not is_parallel}
-        form: dict[str, Any] = {"type": "triggered_tags", "triggers": [self.calls.trigger], **ends}
-        if is_required:
-            form = {"type": "tags_with_separator", "separator": self.calls.separator, "at_least_one": True, **ends}
-        if self.has_reasoning:
+        form = self.calls.form(functions, is_required=is_required, is_parallel=is_parallel)
+        if self.thinking:
             is_within = self._is_reasoning(prompt)
-            thought = {"type": "tag", "begin": "" if is_within else _THINK, "content": {"type": "any_text"}}
+            begin, end = "" if is_within else self.thinking.begin, self.thinking.end
+            thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
             space = {"type": "regex", "pattern": r"\s*"}
-            behind = {"type": "sequence", "elements": [{**thought, "end": _END_OF_THINKING}, space, form]}
+            behind = {"type": "sequence", "elements": [thought, space, form]}
             form = behind if is_within else {"type": "or", "elements": [form, behind]}
         return {"type": "structural_tag", "format": form}
+
+
+_THINKING = (
+    ThinkingTags("<think>", "</think>"),
+    ThinkingTags("<seed:think>", "</seed:think>"),
+    ThinkingTags("[THINK]", "[/THINK]"),
+)
+
+
+def _between_tags(calls: json_calls.JsonCalls | xml_calls.XmlCalls | pythonic.PythonicCalls) -> CallFormat:
+    return CallFormat(calls.read_calls, TaggedCalls(calls.call_tag, calls.tags[0], "\n").form, calls.tags)
+
+
+def _mistral(call_tag: CallTag) -> CallFormat:
+    return CallFormat(mistral.read_calls, TaggedCalls(call_tag, mistral.BEGIN, "").form, mistral.TAGS)
+
+
+_HARMONY = CallFormat(harmony.read_messages, harmony.form, harmony.TAGS)
+_GLM = CallFormat(glm.read_calls, TaggedCalls(glm.call_tag, glm.BEGIN, "\n").form, (glm.BEGIN, glm.END))
+_LLAMA = CallFormat(llama.read_calls, LeadingCalls(llama.call_tag, "", "; ", "", "{").form, (llama.TAG,))
+_LLAMA_PYTHONIC = CallFormat(
+    pythonic.LLAMA.read_calls, LeadingCalls(pythonic.bare_call_tag, "[", ", ", "]", "[").form, pythonic.LLAMA.tags
+)
+# By texts that a template has that tells of them, of which the first that are found count.
+_CALLS = (
+    (("<|channel|>", "<|message|>"), _HARMONY),
+    (("[TOOL_CALLS]", "[ARGS]"), _mistral(mistral.named_call_tag)),
+    (("[TOOL_CALLS]",), _mistral(mistral.listed_call_tag)),
+    (("<seed:tool_call>",), _between_tags(xml_calls.SEED)),
+    (("<|tool_call_start|>",), _between_tags(pythonic.LFM)),
+    (("<function_calls>",), _between_tags(pythonic.OLMO)),
+    (("<|tool_call|>",), _between_tags(json_calls.GRANITE)),
+    (("<TOOLCALL>",), _between_tags(json_calls.NEMOTRON)),
+    (("<tool_call>", "<arg_key>"), _GLM),
+    (("<tool_call>", "<function="), _between_tags(xml_calls.QWEN)),
+    (("<tool_call>",), _between_tags(json_calls.HERMES)),
+    (('"parameters": dictionary of argument name',), _LLAMA),
+    (("[func_name",), _LLAMA_PYTHONIC),
+)
 
 
 @lru_cache(maxsize=16)
 def format_of(template: str) -> ChatFormat:
     """Return the format of what a chat template's model writes."""
-    has_reasoning = _THINK in template and _END_OF_THINKING in template
-    # Others write something else between these tags.
-    is_json = hermes.BEGIN in template and not any(word in template for word in ("<function=", "<arg_key>"))
-    return ChatFormat(has_reasoning, _HERMES if is_json else None)
+    thinking = next((tags for tags in _THINKING if all(text in template for text in tags)), None)
+    calls = next((calls for texts, calls in _CALLS if all(text in template for text in texts)), None)
+    return ChatFormat(thinking, calls, is_in_channels=calls is _HARMONY)
 
 
 def _read_content(unread: Unread) -> Reading[None]:

@@ -13,9 +13,11 @@ from pagewire.common.chat_output.parts import OutputPart
 _Result = TypeVar("_Result")
 # What reads something, tells parts of it, and returns the rest.
 Reading = Generator[OutputPart | None, None, _Result]
+PieceReading = Generator[str | None, None, _Result]
 Tell = Callable[[str], OutputPart]
-_PieceReading = Generator[str | None, None, _Result]
 _NEWLINES = "\n"
+# Of the names of functions.
+_NAME = re.compile(r"[\w.:/-]*")
 _SPACES = " \t\r\n"
 _CLOSERS = {"{": "}", "[": "]"}
 _STRING_END = re.compile(r'["\\]')
@@ -43,14 +45,21 @@ class Unread:
         """Return what was read since the last tag, that included, with the newlines before it."""
         return "".join(self._kept or ())
 
+    def keep(self) -> None:
+        """Keep what is read from here on, as if a tag were here."""
+        self._kept = []
+
     def forget(self) -> None:
         """Keep no longer what was read since the last tag."""
         self._kept = None
 
-    def until(self, markers: tuple[str, ...], tell: Tell, *, tells_cut: bool = True) -> Reading[str]:
+    def until(self, markers: tuple[str, ...], tell: Tell) -> Reading[str]:
         """Tell the text before the first of some markers, without the newlines right before it, and read past it.
-        Return the marker, or nothing if the text ends without one: within one, that beginning is told unless
-        `tells_cut` is false. None of them may be the beginning of another."""
+        Return the marker, or nothing if the text ends without one. None of them may be the beginning of another."""
+        return (yield from told(tell, self.pieces_until(markers, _NEWLINES)))
+
+    def pieces_until(self, markers: tuple[str, ...], trimmed: str = "") -> PieceReading[str]:
+        """The same in pieces, without some characters right before the marker."""
         self._kept = None
         while True:
             found = min(
@@ -58,11 +67,11 @@ class Unread:
                 default=None,
             )
             if found:
-                end = self._end_of_text(found[0])
+                end = self._end_of_text(found[0], trimmed)
             else:
-                end = len(self._text) if self._is_whole and tells_cut else self._safe_end(markers)
+                end = len(self._text) if self._is_whole else self._safe_end(markers, trimmed)
             if end > self._at:
-                yield tell(self._take(end))
+                yield self._take(end)
             if found:
                 self._kept = []
                 self._take(found[0] + len(found[1]))
@@ -71,16 +80,26 @@ class Unread:
                 return ""
             yield None
 
-    def begins_with(self, marker: str) -> Generator[None, None, bool]:
-        """Read past a marker if the text begins with it, after spaces or newlines, and tell whether it did."""
+    def begins_with(self, *markers: str) -> Generator[None, None, str]:
+        """Read past one of some markers if the text begins with it, after spaces or newlines. Return it, or nothing."""
+        marker = yield from self.ahead(*markers)
+        if marker:
+            self._take(self._text.index(marker, self._at) + len(marker))
+        return marker
+
+    def ahead(self, *markers: str) -> Generator[None, None, str]:
+        """Return with which of some markers the text goes on behind spaces, which stay unread, or nothing."""
         while True:
-            ahead = self._text[self._at :].lstrip(_SPACES)
-            if ahead.startswith(marker):
-                self._take(len(self._text) - len(ahead) + len(marker))
-                return True
-            if self._is_whole or not marker.startswith(ahead):
-                return False
+            text = self._text[self._at :].lstrip(_SPACES)
+            found = next((marker for marker in markers if text.startswith(marker)), "")
+            if found or self._is_whole or not any(marker.startswith(text) for marker in markers):
+                return found
             yield None
+
+    def ends_within(self, *markers: str) -> bool:
+        """Tell whether nothing is left but spaces and the beginning of one of some markers, or not even that."""
+        text = self._text[self._at :].lstrip(_SPACES)
+        return any(marker.startswith(text) for marker in markers)
 
     def skip(self, characters: str = _SPACES) -> Generator[None, None, None]:
         """Read past all such characters."""
@@ -90,6 +109,34 @@ class Unread:
             if self._at < len(self._text) or self._is_whole:
                 return
             yield None
+
+    def newline(self) -> Generator[None, None, None]:
+        """Read past one newline, if it comes next."""
+        while self._at == len(self._text) and not self._is_whole:
+            yield None
+        if self._text.startswith("\n", self._at):
+            self._take(self._at + 1)
+
+    def run(self, pattern: re.Pattern[str]) -> PieceReading[None]:
+        """Read on as far as a pattern matches, which matches whatever a match of it begins with, and nothing."""
+        while True:
+            found = pattern.match(self._text, self._at)
+            if found and found.end() > self._at:
+                yield self._take(found.end())
+            if self._at < len(self._text) or self._is_whole:
+                return
+            yield None
+
+    def word(self) -> Generator[None, None, str]:
+        """Read the name of a function behind spaces, or nothing."""
+        yield from self.skip()
+        return (yield from held(self.run(_NAME)))[0]
+
+    def character(self) -> Generator[None, None, str]:
+        """Read one character, or nothing at the end."""
+        while self._at == len(self._text) and not self._is_whole:
+            yield None
+        return self._take(min(self._at + 1, len(self._text)))
 
     def accept(self, character: str) -> Generator[None, None, bool]:
         """Read past a character if it is the next one behind spaces, and tell whether it was."""
@@ -110,7 +157,7 @@ class Unread:
         text, is_whole = yield from held(self.value())
         return _decoded(text) if is_whole else None
 
-    def value(self) -> _PieceReading[bool]:
+    def value(self) -> PieceReading[bool]:
         """Read a value of JSON, and yield its text as it comes. Return whether it is whole: its brackets and quotes
         close, and more is not asked. It ends where JSON can't go on."""
         first = yield from self.next()
@@ -125,7 +172,7 @@ class Unread:
                 return is_one
             yield None
 
-    def _nested_value(self) -> _PieceReading[bool]:
+    def _nested_value(self) -> PieceReading[bool]:
         nesting = _Nesting()
         while True:
             end = nesting.end_of_value(self._text, self._at)
@@ -142,13 +189,13 @@ class Unread:
             self._kept.append(text)
         return text
 
-    def _end_of_text(self, end: int) -> int:
-        """Return where the text before a place ends, without the newlines there."""
-        while end > self._at and self._text[end - 1] in _NEWLINES:
+    def _end_of_text(self, end: int, trimmed: str) -> int:
+        """Return where the text before a place ends, without some characters there."""
+        while end > self._at and self._text[end - 1] in trimmed:
             end -= 1
         return end
 
-    def _safe_end(self, markers: tuple[str, ...]) -> int:
+    def _safe_end(self, markers: tuple[str, ...], trimmed: str) -> int:
         """Return up to where the text belongs to none of some markers, whatever comes."""
         end = len(self._text)
         if not markers:
@@ -158,7 +205,7 @@ class Unread:
             if self._text[place] in firsts and any(marker.startswith(self._text[place:]) for marker in markers):
                 end = place
                 break
-        return self._end_of_text(end)
+        return self._end_of_text(end, trimmed)
 
 
 class _Nesting:
@@ -200,7 +247,7 @@ class _Nesting:
         return not self.is_broken
 
 
-def told(tell: Tell, reading: _PieceReading[_Result]) -> Reading[_Result]:
+def told(tell: Tell, reading: PieceReading[_Result]) -> Reading[_Result]:
     """Tell the pieces of a reading as they come."""
     while True:
         try:
@@ -211,7 +258,7 @@ def told(tell: Tell, reading: _PieceReading[_Result]) -> Reading[_Result]:
         yield None if piece is None else tell(piece)
 
 
-def held(reading: _PieceReading[_Result]) -> Generator[None, None, tuple[str, _Result]]:
+def held(reading: PieceReading[_Result]) -> Generator[None, None, tuple[str, _Result]]:
     """Return the text of a reading once it has ended, and what it returns."""
     pieces: list[str] = []
     while True:

@@ -141,8 +141,8 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
     functions = functions_of(request, output)
     options, names = sampling_options(request, intake.model, call_grammars(request, output, functions, prompt))
     make_parser = partial(output.parser, prompt, functions)
-    if make_parser() is not None:
-        # Some models write their tags as special tokens.
+    special_texts = frozenset[str]() if intake.tokenizer is None else intake.tokenizer.special_texts
+    if make_parser() is not None and not special_texts.isdisjoint(output.special_texts):
         options.setdefault("skip_special_tokens", False)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs is set, but logprobs is not true; set it, or leave both unset")

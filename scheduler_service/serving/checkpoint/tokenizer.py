@@ -62,6 +62,7 @@ class Tokenizer:
         self._byte_tokens = _byte_tokens(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_texts = frozenset(token.content for token in added.values() if token.special)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for

@@ -22,7 +22,7 @@ CALLS: dict[str, Row] = {
     ),
     "arguments first": (OTHER_ORDER, [F, Arguments('{"a": 1}')]),
     "arguments in a string": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [F, Arguments('{"a": 1}')]),
-    "a string that is no JSON": ('<tool_call>{"name": "f", "arguments": "a b"}', [F, Arguments("a b")]),
+    "a string that is no JSON": ('<tool_call>{"name": "f", "arguments": "a b"}', [F, Arguments('"a b"')]),
     "null": ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [F, NO_ARGUMENTS]),
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', [F, NO_ARGUMENTS]),
     "parameters": ('<tool_call>{"name": "f", "parameters": {}}</tool_call>', [F, NO_ARGUMENTS]),

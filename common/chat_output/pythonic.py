@@ -1,0 +1,163 @@
+"""Calls as Python spells them, such as [f(a=1, b="x"), g()], between tags or without."""
+
+import json
+import re
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple
+
+from pagewire.common.chat_output.literals import json_of
+from pagewire.common.chat_output.parts import Arguments, CallStart, Content
+from pagewire.common.chat_output.tagged_arguments import property_of, types_of, with_definitions
+from pagewire.common.chat_output.unread import Reading, Unread, held
+
+_LINE = "\n"
+_NOTHING = {"type": "const_string", "value": ""}
+# How Python spells values of types otherwise than JSON.
+_SPELLINGS = {"string": r"'([^'\\\n]|\\['\\nt])*'", "boolean": "True|False", "null": "None"}
+_PLAIN = re.compile(r"""[^"'()\[\]{},]*""")
+_IN_QUOTES = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+
+
+class PythonicCalls(NamedTuple):
+    begins: tuple[str, ...]  # tags before the calls
+    ends: tuple[str, ...]
+    opener: str  # of a list of calls, or nothing
+    closer: str
+    is_leading: bool = False  # at the beginning of an output the tags may lack
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return (*self.begins, *self.ends)
+
+    def read_calls(self, functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
+        """Tell content, and the calls in it. Only functions that there are are called."""
+        if self.is_leading:
+            unread.keep()
+            marker = (yield from unread.begins_with(*self.begins)) or self.begins[0]
+        else:
+            marker = yield from unread.until(self.begins, Content)
+        while marker:
+            rest = yield from self._read_list(functions, unread)
+            if rest is None:
+                yield Content(unread.kept())
+                marker = yield from unread.until(self.begins, Content)
+                continue
+            marker = yield from unread.begins_with(*self.ends)
+            marker = marker or (yield from unread.until((*self.ends, *self.begins), rest))
+            if marker in self.ends:
+                yield from unread.skip("\n")
+                marker = yield from unread.until(self.begins, Content)
+
+    def _read_list(self, functions: Mapping[str, Any], unread: Unread) -> Reading[type[Content | Arguments] | None]:
+        if self.opener and not (yield from unread.accept(self.opener)):
+            return None
+        rest = yield from _read_call(functions, unread)
+        while rest is Content:
+            unread.keep()
+            if (yield from unread.accept(self.closer) if self.closer else unread.ahead(*self.ends)):
+                break
+            is_next = not self.opener or (yield from unread.accept(","))
+            rest = (yield from _read_call(functions, unread)) if is_next else None
+            if rest is None:
+                yield Content(unread.kept())
+                return Content
+        return rest
+
+    def call_tag(self, name: str, parameters: Any) -> dict[str, Any]:
+        """Return a call between its tags, as a structural tag's part."""
+        tag = bare_call_tag(name, parameters)
+        begin, end = f"{self.begins[0]}{self.opener or _LINE}", f"{self.closer or _LINE}{self.ends[0]}"
+        return {**tag, "begin": begin + tag["begin"], "end": tag["end"] + end}
+
+
+def bare_call_tag(name: str, parameters: Any) -> dict[str, Any]:
+    """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part: one after another
+    in the schema's order."""
+    schema = parameters if isinstance(parameters, dict) else {}
+    required = schema.get("required", ())
+    keys = list(schema.get("properties", {}))
+    # By which argument is the first.
+    lists: list[dict[str, Any]] = [] if any(key in keys for key in required) else [_NOTHING]
+    for place, first in enumerate(keys):
+        rest = [_argument_form(", ", key, schema) for key in keys[place + 1 :]]
+        others = [
+            form if key in required else {"type": "or", "elements": [form, _NOTHING]}
+            for key, form in zip(keys[place + 1 :], rest, strict=True)
+        ]
+        lists.append({"type": "sequence", "elements": [_argument_form("", first, schema), *others]})
+        if first in required:
+            break
+    return {"type": "tag", "begin": f"{name}(", "content": {"type": "or", "elements": lists}, "end": ")"}
+
+
+def _argument_form(before: str, key: str, schema: dict[str, Any]) -> dict[str, Any]:
+    value = property_of(schema, key)
+    forms: list[dict[str, Any]] = [with_definitions(value, schema)]
+    if isinstance(value, dict) and ("enum" in value or "const" in value):
+        allowed = value["enum"] if "enum" in value else [value["const"]]
+        forms += [{"type": "const_string", "value": repr(each)} for each in allowed]
+    else:
+        patterns = (_SPELLINGS[name] for name in sorted(types_of(value, schema) & _SPELLINGS.keys()))
+        forms += [{"type": "regex", "pattern": pattern} for pattern in patterns]
+    return {"type": "tag", "begin": f"{before}{key}=", "content": {"type": "or", "elements": forms}, "end": ""}
+
+
+def _read_call(functions: Mapping[str, Any], unread: Unread) -> Reading[type[Content | Arguments] | None]:
+    name = yield from unread.word()
+    if name not in functions or not (yield from unread.accept("(")):
+        return None
+    if (yield from unread.accept(")")):
+        unread.forget()
+        yield CallStart(name)
+        yield Arguments("{}")
+        return Content
+    before = "{"
+    while True:
+        key = yield from unread.word()
+        text = (yield from _argument(unread)) if (yield from unread.accept("=")) else ""
+        value, end = json_of(text), (yield from unread.character())
+        if not key or value is None or end not in (",", ")"):
+            break
+        if before == "{":
+            yield CallStart(name)
+        yield Arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
+        before = ", "
+        if end == ")" or (yield from unread.accept(")")):
+            unread.forget()
+            yield Arguments("}")
+            return Content
+        unread.keep()
+    if before == "{":
+        return None
+    yield Arguments(unread.kept())
+    return Arguments
+
+
+def _argument(unread: Unread) -> Generator[None, None, str]:
+    """Read the text of an argument, up to the comma or the bracket behind it."""
+    pieces: list[str] = []
+    depth = 0
+    while True:
+        pieces.append((yield from held(unread.run(_PLAIN)))[0])
+        found = yield from unread.next()
+        if not found or (depth == 0 and found in ",)]}"):
+            return "".join(pieces)
+        pieces.append((yield from unread.character()))
+        if found in _IN_QUOTES:
+            yield from _end_of_quotes(unread, found, pieces)
+        depth += (found in "([{") - (found in ")]}")
+
+
+def _end_of_quotes(unread: Unread, quote: str, pieces: list[str]) -> Generator[None, None, None]:
+    while True:
+        pieces.append((yield from held(unread.run(_IN_QUOTES[quote])))[0])
+        character = yield from unread.character()
+        pieces.append(character)
+        if character != "\\":
+            return
+        pieces.append((yield from unread.character()))
+
+
+LLAMA = PythonicCalls(("<|python_start|>", "<|python_tag|>"), ("<|python_end|>",), "[", "]", is_leading=True)
+LFM = PythonicCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",), "[", "]")
+OLMO = PythonicCalls(("<function_calls>",), ("</function_calls>",), "", "")

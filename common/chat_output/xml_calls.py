@@ -1,0 +1,61 @@
+"""Calls as Qwen3-Coder writes them: <tool_call>, <function=NAME>, a <parameter=KEY> each, and what ends these.
+
+Seed-OSS has other tags around them, and its values no lines of their own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pagewire.common.chat_output.parts import CallStart, Content
+from pagewire.common.chat_output.tagged_arguments import ArgumentTags
+from pagewire.common.chat_output.unread import Reading, Unread
+
+_FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
+
+
+class XmlCalls(NamedTuple):
+    begin: str
+    end: str
+    arguments: ArgumentTags
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return (self.begin, self.end)
+
+    def read_calls(self, functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
+        """Tell content, and the calls in it. A call of a function that there is may lack the outer tag."""
+        begins = (self.begin, _FUNCTION)
+        marker = yield from unread.until(begins, Content)
+        while marker:
+            is_inner = marker == _FUNCTION
+            is_begun = is_inner or (yield from unread.begins_with(_FUNCTION))
+            name = (yield from unread.word()) if is_begun else ""
+            if not name or not (yield from unread.accept(">")) or (is_inner and name not in functions):
+                yield Content(unread.kept())
+                marker = yield from unread.until(begins, Content)
+                continue
+            unread.forget()
+            yield CallStart(name)
+            yield from self.arguments.tell(unread, functions.get(name))
+            marker = yield from unread.begins_with(self.end)
+            if not marker and unread.ends_within(self.end):
+                return
+            marker = marker or (yield from unread.until((self.end, *begins), Content))
+            if marker == self.end:
+                yield from unread.skip("\n")
+                marker = yield from unread.until(begins, Content)
+
+    def call_tag(self, name: str, parameters: Any) -> dict[str, Any]:
+        """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
+        return {
+            "type": "tag",
+            "begin": f"{self.begin}\n{_FUNCTION}{name}>\n",
+            "content": self.arguments.form(parameters),
+            "end": f"{_END_OF_FUNCTION}\n{self.end}",
+        }
+
+
+QWEN = XmlCalls("<tool_call>", "</tool_call>", ArgumentTags("<parameter=", ">\n", "\n</parameter>", _END_OF_FUNCTION))
+SEED = XmlCalls(
+    "<seed:tool_call>", "</seed:tool_call>", ArgumentTags("<parameter=", ">", "</parameter>", _END_OF_FUNCTION)
+)

@@ -1,0 +1,112 @@
+"""What constrains outputs to valid calls, by a tokenizer that has a token for each tag of a format."""
+
+import json
+import random
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from pagewire.common.chat_output import Arguments, CallStart
+from pagewire.common.grammars import GrammarCompiler, GrammarError
+from tests.contract.spelled_grammars import allowed_tokens
+from tests.core.chat_output.spellings import SPELLINGS, Call
+from tests.core.chat_output.splitting import Functions, parts_of
+
+END = 256
+PROPERTIES: dict[str, object] = {
+    "text": {"type": "string", "enum": ["a b", "c"]},
+    "flag": {"type": "boolean"},
+    "any": {"type": "string", "maxLength": 9},
+    "data": {"type": "object", "properties": {"x": {"enum": [1, None]}}, "additionalProperties": False},
+}
+FUNCTIONS: Functions = {
+    name: {"type": "object", "properties": PROPERTIES, "required": ["flag", "text"], "additionalProperties": False}
+    for name in ("f", "get_weather")
+}
+CALLS = [
+    Call("f", {"text": "c", "flag": True, "any": "x: 1", "data": {}}),
+    Call("get_weather", {"text": "a b", "flag": False}),
+]
+BAD_CALLS = [Call("g", CALLS[0].arguments), Call("f", {"text": "d", "flag": True}), Call("f", {"text": "c"})]
+
+
+SHORT: Functions = {
+    "f": {
+        "type": "object",
+        "properties": {key: PROPERTIES[key] for key in ("flag", "text", "data")},
+        "required": ["flag"],
+    }
+}
+SEED = 5
+
+
+class Constraint:
+    def __init__(self, name: str, functions: Functions = FUNCTIONS, **wish: bool) -> None:
+        chat_format = SPELLINGS[name].chat_format._replace(thinking=None)
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        self.tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+        # Grammars have no special tokens.
+        tags = ["<end>", *(text for text in chat_format.special_texts if text[0] == "<")]
+        self.tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
+        self.num_tokens = self.tokenizer.get_vocab_size()
+        compiler = GrammarCompiler(self.tokenizer.to_str(), self.num_tokens)
+        self.matcher = compiler.compile(
+            "structural_tag", json.dumps(chat_format.structural_tag(functions, "", **wish)), (END,)
+        )
+
+    def allows(self, text: str) -> bool:
+        matcher = self.matcher.copy()
+        try:
+            matcher.consume([*self.tokenizer.encode(text).ids, END])
+        except GrammarError:
+            return False
+        return True
+
+    def draw(self, drawn: random.Random) -> str:
+        """Draw an output, which ends where it can."""
+        matcher, output = self.matcher.copy(), list[int]()
+        while matcher.end_token_id is None:
+            allowed = allowed_tokens(matcher, self.num_tokens)
+            output.append(END if END in allowed else drawn.choice(allowed))
+            matcher.consume(output[-1:])
+        text: str = self.tokenizer.decode(output[:-1], skip_special_tokens=False)
+        return text
+
+
+def spelled(name: str, calls: list[Call]) -> str:
+    spelling = SPELLINGS[name]
+    return (spelling.spell_first or spelling.spell)(calls).strip()
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_calls_are_allowed_as_models_spell_them(name: str) -> None:
+    required = Constraint(name, is_required=True, is_parallel=True)
+    free = Constraint(name, is_required=False, is_parallel=True)
+    for call in CALLS:
+        assert required.allows(spelled(name, [call])), call
+        assert free.allows(spelled(name, [call])), call
+    for call in BAD_CALLS:
+        assert not required.allows(spelled(name, [call])), call
+        assert not free.allows(spelled(name, [call])), call
+    text = f"{SPELLINGS[name].before_text}Hi"
+    assert free.allows(text)
+    assert not required.allows(text)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_what_is_allowed_is_a_valid_call(name: str) -> None:
+    constraint, drawn = Constraint(name, SHORT, is_required=True, is_parallel=False), random.Random(SEED)
+    for _ in range(5):
+        text = constraint.draw(drawn)
+        parts = parts_of(SPELLINGS[name].chat_format, SHORT, "", [text])
+        parts = [part for part in parts if isinstance(part, CallStart | Arguments)]
+        assert len(parts) == 2, text
+        start, arguments = parts
+        assert start == CallStart("f"), text
+        assert isinstance(arguments, Arguments), text
+        found = json.loads(arguments.text)
+        assert isinstance(found["flag"], bool), text
+        assert found.get("text", "c") in {"a b", "c"}, text
+        assert found.get("data", {}) in ({}, {"x": 1}, {"x": None}), text
