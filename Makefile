@@ -7,11 +7,11 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 MINUTES := 30
-NIGHTLY := test-lowest check-aarch64 sim sim-mutants sim-outputs fuzz bench
+NIGHTLY := test-lowest check-aarch64 sim sim-mutants sim-outputs chat-outputs fuzz bench
 # Into the environments below, whatever pip is told elsewhere.
 export PIP_USER := 0
 
-.PHONY: help check setup run test test-lowest nightly check-aarch64 first-hour fuzz sim sim-mutants sim-outputs lint lock protos docs model wheel bench gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
+.PHONY: help check setup run test test-lowest nightly check-aarch64 first-hour fuzz sim sim-mutants sim-outputs chat-outputs lint lock protos docs model wheel bench gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -72,6 +72,9 @@ sim-mutants: $(READY)  ## plant bugs, and see that the simulators find each, by 
 
 sim-outputs: $(READY)  ## simulate SEEDS=n histories of detached results, outputs and both ends of GenerateMany, from seed FIRST=n on
 	$(BIN)/python -m tests.sim.outputs --seeds $(SEEDS) --first $(FIRST)
+
+chat-outputs: $(READY)  ## read SEEDS=n random outputs of each format of calls of tools, in every split in two
+	$(BIN)/python -m tests.core.chat_output --outputs $(SEEDS) --first $(FIRST)
 
 lint: $(READY)  ## ruff, mypy, import-linter, buf lint, buf breaking
 	$(BIN)/ruff check .
