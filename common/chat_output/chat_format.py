@@ -43,10 +43,10 @@ class ChatFormat(NamedTuple):
     def parser(self, prompt: str, functions: Functions) -> OutputParser | None:
         """Return what reads an output that goes on with a prompt, and may call functions, if there are any. None: all
         of it is content."""
-        if not self.has_reasoning and not functions:
+        calls = self.calls if functions or self.is_in_channels else None
+        if calls is None and self.thinking is None:
             return None
-        is_read = self.calls is not None and (functions or self.is_in_channels)
-        read = partial(self.calls.read, functions) if self.calls and is_read else _read_content
+        read = partial(calls.read, functions) if calls else _read_content
         return OutputParser(partial(self._read, is_reasoning=self._is_reasoning(prompt), read=read))
 
     def _is_reasoning(self, prompt: str) -> bool:

@@ -2,7 +2,10 @@
 
 import ast
 import json
+import warnings
 from typing import Any
+
+_NAMES = {"true": True, "false": False, "null": None}
 
 
 def json_of(text: str) -> str | None:
@@ -15,9 +18,19 @@ def json_of(text: str) -> str | None:
     else:
         return text
     try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            value = ast.literal_eval(_Names().visit(ast.parse(text, mode="eval")))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
+
+
+class _Names(ast.NodeTransformer):
+    """JSON's names for Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node
 
 
 def _refuse(constant: str) -> Any:

@@ -122,11 +122,10 @@ def _read_call(functions: Mapping[str, Any], unread: Unread) -> Reading[type[Con
             yield CallStart(name)
         yield Arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
         before = ", "
+        unread.keep()
         if end == ")" or (yield from unread.accept(")")):
-            unread.forget()
             yield Arguments("}")
             return Content
-        unread.keep()
     if before == "{":
         return None
     yield Arguments(unread.kept())

@@ -21,6 +21,7 @@ def check(name: str, seed: int, *, every_split: bool) -> None:
     cut = text[: drawn.randint(0, len(text))]
     _check_cut(spelling, _read(spelling, [cut]), segments, cut)
     _check_splits(spelling, cut, drawn, every_split=every_split)
+    _check_splits(spelling, spelling.draw_broken(drawn), drawn, every_split=every_split)
 
 
 def _read(spelling: Spelling, pieces: Iterable[str]) -> list[OutputPart]:

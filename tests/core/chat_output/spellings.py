@@ -23,6 +23,12 @@ _TEXTS = (
     *("Hello", " ", "\n", "\n\n", "I'll look.", "ünïcödé 🙂", '{"nom": "f"}', "}", "]", "[1, 2]", '"', "\\", "\\n"),
     *("<", "<b>", "</", "a < b", "```json\n", ", ", ": ", "x = f(1)", "<tool", "</tool_call", "[TOOL", "<|", "|>"),
 )
+_FRAGMENTS = (
+    *"()[]{},;:='\"\\> \n1f",
+    *('"name": ', '"arguments": ', "text", "assistant", "to=functions.f", "analysis", "final", "json"),
+    *("<function=", "</function>", "<parameter=", "</parameter>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
 
 
 class Call(NamedTuple):
@@ -63,6 +69,16 @@ class Spelling(NamedTuple):
         spell = self.spell_first if self.spell_first and drawn.random() < 0.5 and not thoughts else None
         first = [self.called(drawn, spell)] if spell else []
         return [*thoughts, *first, *(self.segment(drawn) for _ in range(drawn.randint(0, 6)))]
+
+    def draw_broken(self, drawn: random.Random) -> str:
+        """Draw parts of calls and tags, one after another, of which nothing is expected."""
+        spelled = (self.spell_first or self.spell)([self.call(drawn)])
+        pieces = []
+        for _ in range(drawn.randint(1, 14)):
+            begin = drawn.choice((0, drawn.randrange(len(spelled))))
+            part = spelled[begin : begin + drawn.randint(1, 60)]
+            pieces.append(drawn.choice((part, drawn.choice((*self.chat_format.special_texts, *_FRAGMENTS)))))
+        return "".join(pieces)
 
     def thought(self, drawn: random.Random) -> Iterator[Segment]:
         if self.thinking and drawn.random() < 0.5:

@@ -7,7 +7,7 @@ import pytest
 from tests.core.chat_output.campaign import check
 from tests.core.chat_output.spellings import SPELLINGS
 
-NUM_OUTPUTS = 150
+NUM_OUTPUTS = 100
 
 
 @pytest.mark.parametrize("name", SPELLINGS)

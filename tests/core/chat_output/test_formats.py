@@ -1,0 +1,121 @@
+"""Outputs of the other formats, and what is read of them: what is not a matter of course."""
+
+import pytest
+
+from pagewire.common.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning, format_of
+from tests.core.chat_output.spellings import SPELLINGS
+from tests.core.chat_output.table import hold
+
+F = CallStart("f")
+X = Arguments('{"text": "x"}')
+NO_ARGUMENTS = Arguments("{}")
+IN_XML = "<function=f>\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>"
+TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+ROWS: list[tuple[str, str, list[OutputPart]]] = [
+    ("granite", '<tool_call> [{"name": "f"}, {"arguments": {}, "name": "f"}]', [F, NO_ARGUMENTS] * 2),
+    ("granite", '<|tool_call|>[{"name": "f"}, 1] A', [F, NO_ARGUMENTS, Content(", 1] A")]),
+    ("granite", '<|tool_call|>[{"name": "f"}]<|/tool_call|>', [F, NO_ARGUMENTS]),
+    ("granite", 'functools[{"name": "f"}]', [F, NO_ARGUMENTS]),
+    ("qwen-coder", f"A\n<tool_call>\n{IN_XML}\nB", [Content("A"), F, X, Content("B")]),
+    ("qwen-coder", f"A\n{IN_XML}", [Content("A"), F, X]),
+    ("qwen-coder", f"<tool_call>{IN_XML.replace('=f>', '=g>')}", [CallStart("g"), X]),
+    ("qwen-coder", "<tool_call><function=f></function>", [F, NO_ARGUMENTS]),
+    (
+        "qwen-coder",
+        "<tool_call><function=f><parameter=text>\n\n a\n\n</parameter><parameter=number>\n1\n</parameter></function>",
+        [F, Arguments('{"text": "\\n a\\n", "number": 1}')],
+    ),
+    (
+        "qwen-coder",  # not of the types that the schema says, or unknown
+        "<tool_call><function=f><parameter=number>a</parameter><parameter=flag>True</parameter>"
+        "<parameter=data>{'a': None}</parameter><parameter=other>1</parameter>"
+        "<parameter=list>NaN</parameter></function>",
+        [F, Arguments('{"number": "a", "flag": true, "data": {"a": null}, "other": "1", "list": "NaN"}')],
+    ),
+    (
+        "qwen-coder",  # no end of a value
+        "<tool_call>\n<function=f>\n<parameter=text>\na\n<parameter=number>\n1\n</function>\n</tool_call>",
+        [F, Arguments('{"text": "a", "number": 1}')],
+    ),
+    ("qwen-coder", "<tool_call><function=f>A</tool_call>B", [F, NO_ARGUMENTS, Content("AB")]),
+    ("qwen-coder", "<tool_call>\n<function=f", [Content("<tool_call>\n<function=f")]),
+    ("qwen-coder", "<tool_call>\n<function=f>\n<parameter=te", [F, Arguments('{"te')]),
+    ("qwen-coder", '<tool_call>\n<function=f>\n<parameter=text>\n"a', [F, Arguments('{"text": "\\"a')]),
+    ("qwen-coder", "<tool_call><function=f><parameter=text>a</parameter>", [F, Arguments('{"text": "a"')]),
+    ("glm", "<tool_call>f</tool_call>", [F, NO_ARGUMENTS]),
+    (
+        "glm",
+        "<tool_call>f\n<arg_key>text</arg_key><arg_value> x\n</arg_value></tool_call>",
+        [F, Arguments('{"text": " x\\n"}')],
+    ),
+    ("glm", "<think>A</think>\n<tool_call>f\nx</tool_call>", [Reasoning("A"), Content("<tool_call>f\nx</tool_call>")]),
+    (
+        "seed",
+        "<seed:think>A</seed:think><seed:tool_call><function=f></function></seed:tool_call>",
+        [Reasoning("A"), F, NO_ARGUMENTS],
+    ),
+    ("mistral", '[TOOL_CALLS]f{"text": "x"}[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}', [F, X, F, NO_ARGUMENTS]),
+    ("mistral", '[THINK]A[/THINK]B[TOOL_CALLS]f[ARGS]{"a": ]', [Reasoning("A"), Content("B"), F, Arguments('{"a": ]')]),
+    ("mistral", "[TOOL_CALLS]f", [Content("[TOOL_CALLS]f")]),
+    ("llama", '{"name": "f", "parameters": {"text": "x"}}', [F, X]),
+    ("llama", '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', [F, NO_ARGUMENTS]),
+    (
+        "llama",
+        'A {"name": "f", "parameters": {}} ; {"name": "f", "parameters": {}} B',
+        [Content("A "), *[F, NO_ARGUMENTS] * 2, Content(" B")],
+    ),
+    ("llama", '{"name": "f"}', [Content('{"name": "f"}')]),
+    ("llama", '{"name": "Bob", "parameters": {}}', [Content('{"name": "Bob", "parameters": {}}')]),
+    ("pythonic", " [f(text='x',), f()]\n", [F, X, F, NO_ARGUMENTS, Content("\n")]),
+    (
+        "pythonic",
+        "[f(flag=true, list=[null, (1, 'a)\\d')])]",
+        [F, Arguments('{"flag": true, "list": [null, [1, "a)\\\\d"]]}')],
+    ),
+    ("pythonic", "[f(text=g())]", [Content("[f(text=g())]")]),
+    ("pythonic", "[f(text='x'), f(x)]", [F, X, Content(", f(x)]")]),
+    ("pythonic", "[f(text='x', number=", [F, Arguments('{"text": "x" number=')]),
+    ("olmo", "A\n<function_calls>\nf()\nf(text='x')\n</function_calls>", [Content("A"), F, NO_ARGUMENTS, F, X]),
+    ("lfm", '<|tool_call_start|>[f(text="x")]<|tool_call_end|>A', [F, X, Content("A")]),
+    ("harmony", "A", [Content("A")]),
+    ("harmony", "<|channel|>final<|message|>A\n\n", [Content("A\n\n")]),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>final<|message|>B<|return|>",
+        [Reasoning("A"), Content("B")],
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>A<|end|><|start|>assistant<|channel|>final<|message|>B",
+        [Content("A\nB")],
+    ),
+    ("harmony", f'{TO_F}{{"text": "x"}}<|call|>', [F, X]),
+    ("harmony", f"{TO_F}<|call|>", [F, NO_ARGUMENTS]),
+    ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"text": "x"}', [F, X]),
+    ("harmony", "<|channel|>analysis to=python<|message|>1 + 1<|call|>", [Reasoning("1 + 1")]),
+    ("harmony", "<|channel|>analysis<|message|>A<|end|><|start|>assist", [Reasoning("A")]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), ROWS)
+def test_what_is_read(name: str, text: str, parts: list[OutputPart]) -> None:
+    hold(SPELLINGS[name].chat_format, "", text, parts)
+
+
+def test_reasoning_goes_on_from_the_prompt_between_whatever_tags() -> None:
+    hold(SPELLINGS["seed"].chat_format, "<seed:think>\n", "A</seed:think>B", [Reasoning("A"), Content("B")])
+    hold(SPELLINGS["mistral"].chat_format, "[THINK]", "A[/THINK]\nB", [Reasoning("A"), Content("B")])
+
+
+def test_channels_are_read_where_there_are_no_functions() -> None:
+    parser = SPELLINGS["harmony"].chat_format.parser("", {})
+    assert parser is not None
+    assert parser.feed(f"{TO_F}1<|call|>") == [Content("1")]
+
+
+def test_a_template_without_calls_has_none() -> None:
+    chat_format = format_of("{{ messages }}")
+    assert chat_format.parser("", {"f": {}}) is None
+    assert not chat_format.special_texts
+    with pytest.raises(ValueError, match="no calls"):
+        chat_format.structural_tag({"f": {}}, "", is_required=True, is_parallel=True)
