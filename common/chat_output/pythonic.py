@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from pagewire.common.chat_output.literals import json_of
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content
-from pagewire.common.chat_output.tagged_arguments import property_of, types_of, with_definitions
+from pagewire.common.chat_output.tagged_arguments import NOTHING, named_in, types_of, values_in, with_definitions
 from pagewire.common.chat_output.unread import Reading, Unread, held
 
 _LINE = "\n"
-_NOTHING = {"type": "const_string", "value": ""}
 # How Python spells values of types otherwise than JSON.
 _SPELLINGS = {"string": r"'([^'\\\n]|\\['\\nt])*'", "boolean": "True|False", "null": "None"}
 _PLAIN = re.compile(r"""[^"'()\[\]{},]*""")
@@ -73,29 +72,27 @@ class PythonicCalls(NamedTuple):
 def bare_call_tag(name: str, parameters: Any) -> dict[str, Any]:
     """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part: one after another
     in the schema's order."""
-    schema = parameters if isinstance(parameters, dict) else {}
-    required = schema.get("required", ())
-    keys = list(schema.get("properties", {}))
+    properties, required = named_in(parameters)
+    keys = list(properties)
     # By which argument is the first.
-    lists: list[dict[str, Any]] = [] if any(key in keys for key in required) else [_NOTHING]
+    lists: list[dict[str, Any]] = [] if any(key in keys for key in required) else [NOTHING]
     for place, first in enumerate(keys):
-        rest = [_argument_form(", ", key, schema) for key in keys[place + 1 :]]
+        rest = [_argument_form(", ", key, parameters) for key in keys[place + 1 :]]
         others = [
-            form if key in required else {"type": "or", "elements": [form, _NOTHING]}
+            form if key in required else {"type": "or", "elements": [form, NOTHING]}
             for key, form in zip(keys[place + 1 :], rest, strict=True)
         ]
-        lists.append({"type": "sequence", "elements": [_argument_form("", first, schema), *others]})
+        lists.append({"type": "sequence", "elements": [_argument_form("", first, parameters), *others]})
         if first in required:
             break
     return {"type": "tag", "begin": f"{name}(", "content": {"type": "or", "elements": lists}, "end": ")"}
 
 
 def _argument_form(before: str, key: str, schema: dict[str, Any]) -> dict[str, Any]:
-    value = property_of(schema, key)
+    value = named_in(schema)[0][key]
     forms: list[dict[str, Any]] = [with_definitions(value, schema)]
-    if isinstance(value, dict) and ("enum" in value or "const" in value):
-        allowed = value["enum"] if "enum" in value else [value["const"]]
-        forms += [{"type": "const_string", "value": repr(each)} for each in allowed]
+    if values := values_in(value):
+        forms += [{"type": "const_string", "value": repr(each)} for each in values]
     else:
         patterns = (_SPELLINGS[name] for name in sorted(types_of(value, schema) & _SPELLINGS.keys()))
         forms += [{"type": "regex", "pattern": pattern} for pattern in patterns]

@@ -11,6 +11,7 @@ from pagewire.common.chat_output.unread import Reading, Unread, held, told
 _MAX_DEPTH = 8  # of schemas within schemas, which may refer to themselves
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _TEXT = {"string"}
+NOTHING = {"type": "const_string", "value": ""}
 
 
 class ArgumentTags(NamedTuple):
@@ -44,7 +45,7 @@ class ArgumentTags(NamedTuple):
                 return False
             if line_end and not value:
                 yield from unread.newline()
-            marker = yield from self._tell_value(unread, types_of(property_of(schema, key), schema))
+            marker = yield from self._tell_value(unread, types_of(named_in(schema)[0].get(key), schema))
             if not marker:
                 return False
             if marker in self.ends:
@@ -67,32 +68,51 @@ class ArgumentTags(NamedTuple):
         return marker
 
     def form(self, parameters: Any) -> dict[str, Any]:
-        """Return a structural tag's format of the arguments that a JSON Schema describes, in its order."""
-        schema = parameters if isinstance(parameters, dict) else {}
-        required = schema.get("required", ())
-        elements = []
-        for key in schema.get("properties", {}):
+        """Return a structural tag's format of the arguments that a JSON Schema describes, in its order; of any where
+        it names none."""
+        properties, required = named_in(parameters)
+        if not properties and isinstance(parameters, dict) and parameters.get("additionalProperties") is not False:
+            return {"type": "any_text"}
+        elements: list[dict[str, Any]] = []
+        for key, schema in properties.items():
             tag = {
                 "type": "tag",
                 "begin": f"{self.begin}{key}{self.middle}",
-                "content": _form_of_value(property_of(schema, key), schema),
+                "content": _form_of_value(schema, parameters),
                 "end": f"{self.end}\n",
             }
-            nothing = {"type": "const_string", "value": ""}
-            elements.append(tag if key in required else {"type": "or", "elements": [tag, nothing]})
+            elements.append(tag if key in required else {"type": "or", "elements": [tag, NOTHING]})
         return {"type": "sequence", "elements": elements}
+
+
+def named_in(schema: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Return the properties that a schema of an object names, and which it requires."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    required = schema.get("required") if isinstance(schema, dict) else None
+    return properties if isinstance(properties, dict) else {}, required if isinstance(required, list) else []
 
 
 def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
     """Return which types of JSON a schema allows, as far as it says."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return set()
-    said = schema.get("type", ())
-    types = {said} if isinstance(said, str) else set(said)
-    for value in (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())):
-        types.add(_JSON_TYPES.get(type(value), "null"))
-    others = [other for key in ("anyOf", "oneOf", "allOf") for other in schema.get(key, ())]
+    said = schema.get("type")
+    types = {name for name in (said if isinstance(said, list) else [said]) if isinstance(name, str)}
+    types |= {_JSON_TYPES.get(type(value), "null") for value in values_in(schema)}
+    others = [other for key in ("anyOf", "oneOf", "allOf") for other in _listed(schema, key)]
     return types.union(*(types_of(other, root, depth + 1) for other in (*others, *_referred(schema, root))))
+
+
+def values_in(schema: Any) -> list[Any]:
+    """Return the values that a schema allows, if it lists some."""
+    if not isinstance(schema, dict):
+        return []
+    return [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]
+
+
+def _listed(schema: dict[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _referred(schema: dict[str, Any], root: Any) -> Generator[Any]:
@@ -102,11 +122,6 @@ def _referred(schema: dict[str, Any], root: Any) -> Generator[Any]:
         for name in path[2:].split("/"):
             found = found.get(name) if isinstance(found, dict) else None
         yield found
-
-
-def property_of(schema: Any, key: str) -> Any:
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    return properties.get(key) if isinstance(properties, dict) else None
 
 
 def _typed(text: str, types: set[str]) -> str:
@@ -123,10 +138,8 @@ def _typed(text: str, types: set[str]) -> str:
 def _form_of_value(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
     types = types_of(schema, root)
     if types <= _TEXT:
-        texts = schema.get("enum") if isinstance(schema, dict) else None
-        if not texts:
-            return {"type": "any_text"}
-        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+        forms = [{"type": "const_string", "value": text} for text in values_in(schema)]
+        return {"type": "or", "elements": forms} if forms else {"type": "any_text"}
     return with_definitions(schema, root)
 
 

@@ -110,3 +110,27 @@ def test_what_is_allowed_is_a_valid_call(name: str) -> None:
         assert isinstance(found["flag"], bool), text
         assert found.get("text", "c") in {"a b", "c"}, text
         assert found.get("data", {}) in ({}, {"x": 1}, {"x": None}), text
+
+
+ODD_SCHEMAS: list[object] = [
+    {},
+    True,
+    None,
+    [],
+    {"properties": None, "required": "a"},
+    {"properties": {"a": True, "b": None, "c": {"type": ["string", 1], "enum": None, "anyOf": 1}}, "required": None},
+    {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"$ref": "#/none/x"}, "c": {"const": "x"}}},
+]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_schemas_that_are_none_are_left_to_who_reads_the_grammar(name: str) -> None:
+    spelling = SPELLINGS[name]
+    for schema in ODD_SCHEMAS:
+        json.dumps(spelling.chat_format.structural_tag({"f": schema}, "", is_required=True, is_parallel=True))
+        call = Call("f", {"a": "1", "c": 2})
+        functions: Functions = {"f": schema}  # type: ignore[dict-item]
+        parts = parts_of(spelling.chat_format, functions, "", [spelled(name, [call])])
+        assert parts[0] == CallStart("f")
+        assert isinstance(parts[1], Arguments)
+        assert json.loads(parts[1].text).keys() == call.arguments.keys()
