@@ -47,9 +47,9 @@ class ChatFormat(NamedTuple):
         if calls is None and self.thinking is None:
             return None
         read = partial(calls.read, functions) if calls else _read_content
-        return OutputParser(partial(self._read, is_reasoning=self._is_reasoning(prompt), read=read))
+        return OutputParser(partial(self._read, is_reasoning=self.is_reasoning(prompt), read=read))
 
-    def _is_reasoning(self, prompt: str) -> bool:
+    def is_reasoning(self, prompt: str) -> bool:
         """Tell whether an output begins within its reasoning, as where the template has begun that."""
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking.begin)
 
@@ -73,8 +73,13 @@ class ChatFormat(NamedTuple):
         if self.calls is None:
             raise ValueError("there are no calls in this format")
         form = self.calls.form(functions, is_required=is_required, is_parallel=is_parallel)
+        return self.behind_reasoning(form, prompt)
+
+    def behind_reasoning(self, form: dict[str, Any], prompt: str) -> dict[str, Any]:
+        """Return the structural tag of outputs that go on with a prompt, and match a format once they have ended their
+        reasoning, if they begin or go on with some."""
         if self.thinking:
-            is_within = self._is_reasoning(prompt)
+            is_within = self.is_reasoning(prompt)
             begin, end = "" if is_within else self.thinking.begin, self.thinking.end
             thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
             space = {"type": "regex", "pattern": r"\s*"}

@@ -26,6 +26,7 @@ from scheduler_service.doors.http.tool_calls import (
     Told,
     call_grammars,
     functions_of,
+    move_behind_reasoning,
     without_indexes,
 )
 from scheduler_service.serving.intake import Intake
@@ -140,6 +141,8 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
     output = format_of(chosen_template(intake.model, request.chat_template))
     functions = functions_of(request, output)
     options, names = sampling_options(request, intake.model, call_grammars(request, output, functions, prompt))
+    if not functions and output.is_reasoning(prompt):
+        move_behind_reasoning(options, names, output, prompt)
     make_parser = partial(output.parser, prompt, functions)
     special_texts = frozenset[str]() if intake.tokenizer is None else intake.tokenizer.special_texts
     if make_parser() is not None and not special_texts.isdisjoint(output.special_texts):

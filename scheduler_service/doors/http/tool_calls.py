@@ -55,6 +55,33 @@ def call_grammars(
     return [("tools", "structural_tag", json.dumps(tag))]
 
 
+def move_behind_reasoning(options: dict[str, Any], names: dict[str, str], output: ChatFormat, prompt: str) -> None:
+    """Have an output match what it must once its reasoning has ended, which the prompt has begun. What rules tokens and
+    texts out holds from its beginning. Raises RefusedError for a grammar, which cannot be told where to begin."""
+    for kind, make_form in _FORMS.items():
+        if kind in options:
+            try:
+                form = make_form(options[kind])
+            except (ValueError, LookupError, TypeError):
+                return  # it is refused for what it is
+            del options[kind]
+            options["structural_tag"] = json.dumps(output.behind_reasoning(form, prompt))
+            names["structural_tag"] = names.pop(kind)
+            return
+    if "grammar" in options and names["grammar"].endswith("grammar"):
+        field = names["grammar"]
+        raise invalid(field, f"{field} cannot begin behind the reasoning that the chat template begins; turn that off")
+
+
+_FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "json_schema": lambda text: {"type": "json_schema", "json_schema": json.loads(text)},
+    "json_object": lambda _: {"type": "json_schema", "json_schema": {"type": "object"}},
+    "regex": lambda pattern: {"type": "regex", "pattern": pattern},
+    "choice": lambda texts: {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]},
+    "structural_tag": lambda text: json.loads(text)["format"],
+}
+
+
 class Told(NamedTuple):
     """What a piece of an output adds to its message."""
 

@@ -110,6 +110,32 @@ async def test_reasoning_that_the_template_begins(server: HttpServer, say: Say) 
     assert (await both(server, chat_template_kwargs={"thinks": True}, max_tokens=50))[:2] == ("", "hm")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "form"),
+    [
+        ("response_format", {"type": "json_object"}, {"type": "json_schema", "json_schema": {"type": "object"}}),
+        ("guided_json", WEATHER, {"type": "json_schema", "json_schema": WEATHER}),
+        ("guided_regex", "a+", {"type": "regex", "pattern": "a+"}),
+        ("guided_choice", ["a", "b"], {"type": "or", "elements": [{"type": "const_string", "value": v} for v in "ab"]}),
+    ],
+    ids=str,
+)
+async def test_what_an_output_must_match_begins_behind_reasoning(
+    server: HttpServer, say: Say, field: str, value: Any, form: dict[str, Any]
+) -> None:
+    say("hm</think>{}")
+    thinks: dict[str, Any] = {"chat_template_kwargs": {"thinks": True}, "max_tokens": 50}
+    assert await both(server, **thinks, **{field: value}) == ("{}", "hm", [], "stop")
+    elements = json.loads(server.stack.worker.grammars[-1].text)["format"]["elements"]
+    assert (elements[0]["end"], elements[-1]) == ("</think>", form)
+    say("{}")
+    assert await both(server, max_tokens=50, **{field: value}) == ("{}", "", [], "stop")
+    assert (await server.refusal(PATH, messages=[QUESTION], **thinks, guided_grammar='start: "a"'))["param"] == (
+        "guided_grammar"
+    )
+    assert (await both(server, **thinks, bad_words=["cat"]))[1] == "{}"
+
+
 async def test_what_the_template_is_given(server: HttpServer, model: Path, say: Say) -> None:
     say("x")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
