@@ -85,7 +85,7 @@ class ChatFormat(NamedTuple):
             space = {"type": "regex", "pattern": r"\s*"}
             behind = {"type": "sequence", "elements": [thought, space, form]}
             form = behind if is_within else {"type": "or", "elements": [form, behind]}
-        return {"type": "structural_tag", "format": form}
+        return {"type": "structural_tag", "format": form, "special_tokens": list(self.special_texts)}
 
 
 _THINKING = (

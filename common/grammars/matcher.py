@@ -179,17 +179,19 @@ class GrammarCompiler:
     def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
         """`vocab_size`: the model's, as many tokens as it has logits. The tokenizer may have more."""
         self._tokenizer_json = tokenizer_json
-        num_tokens, added, self._spells_all = _tokens(tokenizer_json)
+        num_tokens, added, special, self._spells_all = _tokens(tokenizer_json)
         self._known_alphabet: Alphabet | None = None  # of a tokenizer that does not spell everything, once asked
         self._sizes = _MaskSizes(max(vocab_size, num_tokens), vocab_size)
         self._token_names = {name: token_id for name, token_id in added.items() if token_id < vocab_size}
+        self._special = {name: token_id for name, token_id in special.items() if token_id < vocab_size}
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
 
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
         with _caught():
             tokenizer = self._tokenizer(end_token_ids)
-            names = {name: token for name, token in self._token_names.items() if token not in end_token_ids}
+            special = {name: self._special[name] for name in _asked_for(kind, text) if name in self._special}
+            names = {name: token for name, token in (self._token_names | special).items() if token not in end_token_ids}
             alphabet = self._alphabet(tokenizer)
             alone = {name for name in names if alphabet and alphabet.missing(Literal(name))}
             grammar = f"{_to_lark(kind, text, names, alone)}\n{_ANY_TOKENS}"
@@ -249,7 +251,14 @@ def _num_bytes(content: _Content) -> int:
     return _BYTES_EACH + _BYTES_PER_CHARACTER * len(content[1])
 
 
-def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], bool]:
+def _asked_for(kind: str, text: str) -> list[str]:
+    """Return the names that a structural tag gives of special tokens, which may stand for these."""
+    tag = json.loads(text) if kind == "structural_tag" else None
+    names = tag.get("special_tokens") if isinstance(tag, dict) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], dict[str, int], bool]:
     """Return how many tokens a tokenizer.json has, those that stand in texts as their names but are none of its pieces,
     as the library sees it, and whether there is a piece for every byte. Nothing for one that is broken, of which the
     library tells why."""
@@ -259,10 +268,12 @@ def _tokens(tokenizer_json: str) -> tuple[int, dict[str, int], bool]:
         names = set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
         num_tokens = len(names.union(added["content"] for added in added_tokens))
         shown = {added["content"]: int(added["id"]) for added in added_tokens if not added.get("special")}
+        special = {added["content"]: int(added["id"]) for added in added_tokens if added.get("special")}
     except (ValueError, TypeError, KeyError, AttributeError):
-        return 0, {}, True
+        return 0, {}, {}, True
     spells_all = any(names.issuperset(each) for each in BYTE_PIECES)
-    return num_tokens, {name: shown[name] for name in shown if name.startswith("<") and name.endswith(">")}, spells_all
+    names_shown = {name: shown[name] for name in shown if name.startswith("<") and name.endswith(">")}
+    return num_tokens, names_shown, special, spells_all
 
 
 def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:

@@ -47,9 +47,8 @@ class Constraint:
         self.tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.tokenizer.decoder = decoders.ByteLevel()
-        # Grammars have no special tokens.
-        tags = ["<end>", *(text for text in chat_format.special_texts if text[0] == "<")]
-        self.tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
+        tags = ["<end>", *chat_format.special_texts]
+        self.tokenizer.add_special_tokens([AddedToken(tag, normalized=False) for tag in tags])
         self.num_tokens = self.tokenizer.get_vocab_size()
         compiler = GrammarCompiler(self.tokenizer.to_str(), self.num_tokens)
         self.matcher = compiler.compile(
