@@ -31,6 +31,8 @@ from scheduler_service.doors.http.requests import (
     NamedRequest,
     TokenizeRequest,
 )
+from scheduler_service.doors.http.responses.answers import ResponseAnswer
+from scheduler_service.doors.http.responses.requests import ResponsesRequest
 
 _REFERENCE = "#/components/schemas/{name}"
 _JSON = "application/json"
@@ -50,6 +52,7 @@ class TypedRoute:
 POSTED = (
     TypedRoute("/v1/completions", CompletionRequest, CompletionAnswer, "What comes after a text"),
     TypedRoute("/v1/chat/completions", ChatCompletionRequest, ChatAnswer, "The answer to a conversation"),
+    TypedRoute("/v1/responses", ResponsesRequest, ResponseAnswer, "The answer to a conversation, as items"),
     TypedRoute("/v1/messages", MessagesRequest, MessageAnswer, "The answer to a conversation, in Anthropic's form"),
     TypedRoute("/v1/messages/count_tokens", CountTokensRequest, TokenCount, "How many tokens a conversation has"),
     TypedRoute("/v1/embeddings", EmbeddingRequest, EmbeddingAnswer, "Texts as numbers"),

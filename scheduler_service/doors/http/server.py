@@ -51,6 +51,8 @@ from scheduler_service.doors.http.requests import (
     NamedRequest,
     TokenizeRequest,
 )
+from scheduler_service.doors.http.responses.requests import ResponsesRequest
+from scheduler_service.doors.http.responses.responses import answer_response
 from scheduler_service.doors.http.tokenization import detokenize, render, tokenize
 from scheduler_service.doors.scheduler.request_servicer import Forward
 from scheduler_service.serving.intake import Intake
@@ -179,6 +181,7 @@ class HttpDoor:
         handlers: Mapping[str, Serve] = {
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._complete_chat,
+            "/v1/responses": self._answer_response,
             "/v1/messages": self._answer_message,
             "/v1/messages/count_tokens": self._count_tokens,
             "/v1/embeddings": self._embed,
@@ -241,6 +244,9 @@ class HttpDoor:
         if request.detached:
             return await self._submit(request, (await read_chat(request, call, self._intake))[0], call)
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
+
+    async def _answer_response(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes | None:
+        return await answer_response(request, call, self._intake, self._model_name(), stream)
 
     async def _answer_message(self, request: MessagesRequest, call: Call, stream: EventStream) -> bytes | None:
         return await answer_message(request, call, self._intake, self._model_name(), stream)

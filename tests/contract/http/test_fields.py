@@ -28,7 +28,7 @@ from tests.contract.pooling import write_pooling
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-MESSAGES = "/v1/messages"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 RENDER, RENDER_CHAT = f"{COMPLETIONS}/render", f"{CHAT}/render"
 TEXT = "once upon a time"
 QUESTION = {"role": "user", "content": "hello"}
@@ -40,6 +40,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     RENDER: {"prompt": TEXT, "seed": 0, "request_id": "same"},
     RENDER_CHAT: {"messages": [QUESTION], "seed": 0, "request_id": "same"},
     MESSAGES: {"messages": [QUESTION], "seed": 0, "max_tokens": 4, "request_id": "same"},
+    RESPONSES: {"input": "hello", "seed": 0, "max_output_tokens": 4, "request_id": "same"},
     "/tokenize": {"prompt": TEXT},
     "/detokenize": {"tokens": [70, 71]},
 }
@@ -190,6 +191,7 @@ CHAT_PROMPTS = TEMPLATE | {
     "add_special_tokens": prompted(True, "<end><user>hello\n<assistant>"),
 }
 TOOLED = {"tools": [{"type": "function", "function": {"name": "f"}}], "chat_template": "tooled"}
+CALLED = {"type": "function", "name": "f"}
 USED = {"name": "f", "input_schema": {"type": "object"}}
 NEUTRAL = {
     "include_reasoning": Harmless(False),
@@ -257,6 +259,25 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         ),
         "tools": Case([USED], has_in_grammar("triggered_tags"), True),
         "tool_choice": Case({"type": "any"}, has_in_grammar("tags_with_separator"), True, {"tools": [USED]}),
+    },
+    RESPONSES: PROMPTS
+    | QUEUED
+    | {name: GENERATION[name] for name in ("request_id", "temperature", "top_p", "seed", "stream")}
+    | {name: CHAT_PROMPTS[name] for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")}
+    | {
+        "input": prompted([{"role": "assistant", "content": "once "}], "<assistant>once \n<assistant>"),
+        "instructions": prompted("be", "<system>be\n<user>hello\n<assistant>"),
+        "max_output_tokens": read("request.max_tokens", 7),
+        "reasoning": prompted({"effort": "low"}, "<user>hello\n<assistant>low"),
+        "text": matched({"format": {"type": "json_object"}}, "JSON_OBJECT", ""),
+        "tools": Case([CALLED], has_in_grammar("triggered_tags"), True),
+        "tool_choice": Case("required", has_in_grammar("tags_with_separator"), True, {"tools": [CALLED]}),
+        "parallel_tool_calls": Case(False, has_in_grammar('"stop_after_first": true'), True, {"tools": [CALLED]}),
+        "metadata": answered(lambda answer: answer["metadata"], {"a": "b"}, {"a": "b"}),
+        "stream_options": Harmless({"include_obfuscation": False}, beside={"stream": True}),
+        "truncation": Harmless("disabled", "auto"),
+        "background": Harmless(False, True),
+        "top_logprobs": Harmless(0, 1),
     },
     RENDER: PROMPTS
     | {"prompt": PROMPT, "request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")},
@@ -327,12 +348,16 @@ class Door:
             return error.response
 
 
-_CACHED = ("input_tokens", "cache_read_input_tokens")
+_CHANGING = (
+    *("created", "created_at", "prompt_tokens_details"),
+    *("input_tokens", "input_tokens_details", "cache_read_input_tokens"),
+)
 
 
 def _steady(value: dict[str, Any]) -> dict[str, Any]:
     """Without what differs from call to call."""
-    return {name: each for name, each in value.items() if name not in ("created", "prompt_tokens_details", *_CACHED)}
+    drawn = ("id",) if "type" in value else ()  # of an item of a response
+    return {name: each for name, each in value.items() if name not in (*_CHANGING, *drawn)}
 
 
 def _tokens(answer: Any) -> list[int]:

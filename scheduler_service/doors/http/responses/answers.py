@@ -1,0 +1,109 @@
+"""Answers of OpenAI's Responses API, and the events of one that is streamed."""
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+
+class AnswerText(Struct, tag_field="type", tag="output_text", frozen=True):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ThoughtText(Struct, tag_field="type", tag="reasoning_text", frozen=True):
+    text: str
+
+
+class ReasoningOutput(Struct, tag_field="type", tag="reasoning", frozen=True):
+    id: str
+    content: list[ThoughtText]
+    status: str
+    summary: list[Any] = []
+    encrypted_content: None = None
+
+
+class MessageOutput(Struct, tag_field="type", tag="message", frozen=True):
+    id: str
+    content: list[AnswerText]
+    status: str
+    role: Literal["assistant"] = "assistant"
+
+
+class FunctionCallOutput(Struct, tag_field="type", tag="function_call", frozen=True):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+OutputItem = ReasoningOutput | MessageOutput | FunctionCallOutput
+
+
+class CachedTokens(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class ReasoningTokens(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class Incomplete(Struct, frozen=True):
+    reason: str
+
+
+class ResponseAnswer(Struct, frozen=True, kw_only=True):
+    """A response; what the request said stands in it again."""
+
+    id: str
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    incomplete_details: Incomplete | None
+    instructions: str | None
+    max_output_tokens: int | None
+    parallel_tool_calls: bool
+    temperature: float | None
+    top_p: float | None
+    tool_choice: Any
+    tools: list[Any]
+    text: Any
+    reasoning: Any
+    metadata: dict[str, Any] | None
+    object: Literal["response"] = "response"
+    background: Literal[False] = False
+    error: None = None
+    previous_response_id: None = None
+    store: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+    service_tier: Literal["default"] = "default"
+
+
+class ResponseEvent(Struct, frozen=True, omit_defaults=True):
+    """An event: its type says which of the others it has."""
+
+    type: str
+    sequence_number: int
+    response: ResponseAnswer | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    item_id: str | None = None
+    item: OutputItem | None = None
+    part: AnswerText | ThoughtText | None = None
+    delta: str | None = None
+    text: str | None = None
+    arguments: str | None = None
+    name: str | None = None
+    logprobs: list[Any] | None = None

@@ -1,0 +1,155 @@
+"""`/v1/responses` over real HTTP, by OpenAI's own client: a streamed response is the whole one."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from openai.types.responses import Response
+from tokenizers import Tokenizer
+
+from scheduler_service.doors.http.responses.conversation import chat_of
+from scheduler_service.doors.http.responses.requests import ResponsesRequest
+from tests.contract.http.door import HttpServer
+from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
+
+PATH = "/v1/responses"
+TOOLS = [
+    {"type": "function", "name": "weather", "description": "Tells.", "parameters": WEATHER, "strict": True},
+    {"type": "function", "name": "now"},
+]
+USED = ("function_call", "weather", '{"city": "Oslo"}')
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
+
+
+def items(response: Response) -> list[tuple[Any, ...]]:
+    """What a response holds, but for ids."""
+    told: list[tuple[Any, ...]] = []
+    for item in response.output:
+        match item.type:
+            case "message":
+                told.append(("message", "".join(getattr(part, "text", "") for part in item.content)))
+            case "reasoning":
+                told.append(("reasoning", "".join(part.text for part in item.content or ())))
+            case "function_call":
+                told.append(("function_call", item.name, item.arguments))
+    return told
+
+
+async def both(server: HttpServer, **asked: Any) -> Response:
+    """The response, which is the same streamed."""
+    asked = {"model": "chatty", "input": "hi", "max_output_tokens": 150} | asked
+    whole = await server.openai.responses.create(**asked)
+    Response.model_validate(whole.model_dump(warnings="error"))
+    events = [event async for event in await server.openai.responses.create(**asked, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == f"response.{whole.status}"
+    streamed = events[-1].response
+    assert items(streamed) == items(whole)
+    assert streamed.usage.total_tokens == whole.usage.total_tokens
+    assert _told(events) == items(whole)
+    return whole
+
+
+def _told(events: list[Any]) -> list[tuple[Any, ...]]:
+    """What the deltas of a stream say."""
+    added = [event for event in events if event.type == "response.output_item.added"]
+    assert [event.output_index for event in added] == list(range(len(added)))
+    texts = ["" for _ in added]
+    for event in events:
+        if event.type.endswith(".delta"):
+            assert event.item_id == added[event.output_index].item.id
+            texts[event.output_index] += event.delta
+    names = [(event.item.name,) if event.item.type == "function_call" else () for event in added]
+    return [(event.item.type, *name, text) for event, name, text in zip(added, names, texts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hello", [("message", "hello")]),
+        (CALL, [USED]),
+        (f"I look.\n{CALL}\n{SECOND}", [("message", "I look."), USED, ("function_call", "now", "{}")]),
+        (f"<think>\nhm\n</think>\n\n{CALL}", [("reasoning", "hm"), USED]),
+        ("<think>\nhm\n</think>\n\nhello", [("reasoning", "hm"), ("message", "hello")]),
+        ("", []),
+    ],
+    ids=str,
+)
+async def test_what_the_model_writes(server: HttpServer, say: Say, text: str, expected: list[tuple[Any, ...]]) -> None:
+    say(text)
+    response = await both(server, tools=TOOLS)
+    assert (items(response), response.status) == (expected, "completed")
+    assert all(item.status == "completed" for item in response.output)
+
+
+async def test_a_response_that_is_cut(server: HttpServer, model: Path, say: Say) -> None:
+    say(CALL)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    cut = len(tokenizer.encode(CALL.partition("slo")[0]).ids)
+    response = await both(server, tools=TOOLS, max_output_tokens=cut)
+    assert items(response) == [("function_call", "weather", '{"city": "O')]
+    assert (response.status, response.output[0].status) == ("incomplete", "incomplete")
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_usage(server: HttpServer, say: Say) -> None:
+    say("<think>hm</think>hello")
+    response = await server.openai.responses.create(model="chatty", input="hi", stream=True)
+    usage = [event async for event in response][-1].response.usage
+    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+
+def test_a_conversation_is_the_chat_that_it_means() -> None:
+    given = {
+        "instructions": "be kind",
+        "input": [
+            {"role": "user", "content": "a"},
+            {"type": "reasoning", "id": "1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "c"}]},
+            {"role": "developer", "content": [{"type": "input_text", "text": "d"}]},
+            {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+            {"type": "message", "role": "assistant", "content": "e"},
+        ],
+    }
+    calls = [
+        [{"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}]
+        for number, name in (("1", "f"), ("2", "g"))
+    ]
+    assert list(chat_of(msgspec.convert(given, ResponsesRequest)).messages) == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls[0]},
+        {"role": "tool", "tool_call_id": "1", "content": "c"},
+        {"role": "system", "content": "d"},
+        {"role": "assistant", "content": "", "tool_calls": calls[1]},
+        {"role": "assistant", "content": "e"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("param", "asked"),
+    [
+        ("input", {"input": []}),
+        ("input[0].role", {"input": [{"role": "robot", "content": "x"}]}),
+        ("input[0].type", {"input": [{"type": "item_reference", "id": "1"}]}),
+        ("max_output_tokens", {"max_output_tokens": 100_000}),
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("background", {"background": True}),
+        ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("text.format", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 1}}}}),
+    ],
+    ids=str,
+)
+async def test_what_is_refused(server: HttpServer, param: str, asked: dict[str, Any]) -> None:
+    assert (await server.refusal(PATH, **{"input": "hi"} | asked))["param"] == param
