@@ -8,7 +8,7 @@ import pytest
 from openai.types.responses import Response
 from tokenizers import Tokenizer
 
-from scheduler_service.doors.http.responses.conversation import chat_of
+from scheduler_service.doors.http.responses.conversation import chat_meant
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
 from tests.contract.http.door import HttpServer
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
@@ -125,7 +125,7 @@ def test_a_conversation_is_the_chat_that_it_means() -> None:
         [{"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}]
         for number, name in (("1", "f"), ("2", "g"))
     ]
-    assert list(chat_of(msgspec.convert(given, ResponsesRequest)).messages) == [
+    assert list(chat_meant(msgspec.convert(given, ResponsesRequest)).messages) == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls[0]},

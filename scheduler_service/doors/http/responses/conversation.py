@@ -29,13 +29,13 @@ from scheduler_service.doors.http.responses.requests import (
     ReasoningItem,
     ResponsesRequest,
     SchemaFormat,
-    TextConfig,
+    TextField,
 )
 
 _SAME = (*QueuedRequest.__struct_fields__, "stream", "temperature", "top_p", "seed", "parallel_tool_calls")
 
 
-def chat_of(request: ResponsesRequest) -> ChatCompletionRequest:
+def chat_meant(request: ResponsesRequest) -> ChatCompletionRequest:
     """Return the chat that a request means. Raises RefusedError."""
     choice = request.tool_choice
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
@@ -45,7 +45,7 @@ def chat_of(request: ResponsesRequest) -> ChatCompletionRequest:
         tools=[ToolField(FunctionField(tool.name, tool.description, tool.parameters)) for tool in request.tools or ()],
         tool_choice=FunctionChoice(FunctionName(choice.name)) if isinstance(choice, NamedFunction) else choice,
         reasoning_effort=(request.reasoning or ReasoningConfig()).effort,
-        response_format=_format((request.text or TextConfig()).format),
+        response_format=_format((request.text or TextField()).format),
         **same,
     )
 

@@ -11,7 +11,6 @@ from scheduler_service.doors.http.requests import (
     Empty,
     JsonObjectFormat,
     QueuedRequest,
-    StreamOptions,
     TextFormat,
     why,
     within,
@@ -106,7 +105,7 @@ class SchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_f
     strict: Annotated[bool, why("no effect: the schema is always kept to")] | None = None
 
 
-class TextConfig(Struct, forbid_unknown_fields=True, frozen=True):
+class TextField(Struct, forbid_unknown_fields=True, frozen=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
     verbosity: Annotated[None, why("ask for it in the instructions")] = None
 
@@ -122,14 +121,14 @@ class ResponsesRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[dict[str, Any], _INERT] | None = None
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
     top_p: Annotated[float, within(RANGES["top_p"])] | None = None
     seed: Annotated[int, within(INT64)] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
-    text: TextConfig | None = None
+    text: TextField | None = None
     reasoning: ReasoningConfig | None = None
     metadata: Annotated[dict[str, Any], why("stands in the answer")] | None = None
     include: Annotated[list[str], _INERT] | None = None

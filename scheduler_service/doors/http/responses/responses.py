@@ -26,7 +26,7 @@ from scheduler_service.doors.http.responses.answers import (
     ResponseUsage,
     ThoughtText,
 )
-from scheduler_service.doors.http.responses.conversation import chat_of
+from scheduler_service.doors.http.responses.conversation import chat_meant
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
@@ -150,7 +150,7 @@ async def answer_response(
 ) -> bytes | None:
     """Return the response, unless it is streamed. Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, make_parser = await read_chat(chat_of(request), call, intake)
+        asked, make_parser = await read_chat(chat_meant(request), call, intake)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
             teller = ResponseTeller(make_parser(), _begun(request, model_name))
             if not request.stream:
