@@ -270,7 +270,7 @@ _decode_result = decoder(
         "state": RESULT_STATES.__getitem__,
         "outputs": lambda outputs: tuple(map(decode_output, outputs)),
     },
-    apart=("error", "failure"),
+    apart=("error", "failure", "record"),
 )
 decode_server_info = decoder(
     ServerInfo,

@@ -1,8 +1,10 @@
-"""Requests that run whether or not a client is there, and are kept for a while after their end."""
+"""Requests that run whether or not a client is there, and are kept for a while after their end; and records of
+others."""
 
 import asyncio
 from collections import Counter
 from functools import partial
+from typing import NamedTuple
 
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.refusal import Reason, RefusedError
@@ -10,46 +12,99 @@ from scheduler_service.serving.refusal import Reason, RefusedError
 MAX_ENDED = 4096
 
 
+class Kept(NamedTuple):
+    """What is kept under a request's name: bytes that only clients understand, and the request, if it is detached."""
+
+    record: bytes
+    active: ActiveRequest | None
+
+
 class DetachedRequests:
-    """The detached requests of all tenants. Those that have ended are kept for a time, up to a number and a size."""
+    """The detached requests of all tenants. Those that have ended are kept for a time, up to a number and a size, and
+    so are records alone."""
 
     def __init__(self, *, retention: float, max_bytes: int, max_ended: int = MAX_ENDED) -> None:
         """`retention` is in seconds. One request alone is kept however many bytes it has."""
         self._retention = retention
         self._max_ended = max_ended
         self._max_bytes = max_bytes
-        self._requests: dict[tuple[str, str], ActiveRequest] = {}  # by tenant and request id
+        self._kept: dict[tuple[str, str], Kept] = {}  # by tenant and request id
         self._ended: dict[tuple[str, str], tuple[asyncio.TimerHandle, int]] = {}  # and bytes; oldest first
         self._num_ended: Counter[str] = Counter()  # by tenant; none is 0
         self._ended_bytes: Counter[str] = Counter()  # by tenant; none is 0
         self.num_bytes = 0  # of all that have ended
+        self._num_running_bytes = 0  # of the records of the others
 
-    def add(self, active: ActiveRequest) -> None:
+    def check_room(self, record: bytes) -> None:
+        """Raises RefusedError if those of requests that run leave no room for another record. One alone has room."""
+        num_bytes = self._num_running_bytes
+        if num_bytes and num_bytes + len(record) > self._max_bytes:
+            raise RefusedError(
+                Reason.RESOURCE_EXHAUSTED,
+                f"the records of detached requests that run have {num_bytes} bytes, with this one they would have more "
+                f"than {self._max_bytes} (--max-detached-bytes); try again later",
+            )
+
+    def check_free(self, tenant: str, request_id: str) -> None:
+        """Raises RefusedError if something of that name is here."""
+        if self.has(tenant, request_id):
+            raise RefusedError(
+                Reason.ALREADY_EXISTS,
+                f"the result of a detached request {request_id!r} is kept; choose another request_id",
+                "request_id",
+            )
+
+    def add(self, active: ActiveRequest, record: bytes = b"") -> None:
         """Take a request that runs, of a name that is not here."""
         key = (active.request.tenant, active.request.request_id)
-        self._requests[key] = active
-        active.on_end = partial(self._keep, key)
+        self._kept[key] = Kept(record, active)
+        self._num_running_bytes += len(record)
+        active.on_end = partial(self._end, key)
+
+    def add_record(self, tenant: str, request_id: str, record: bytes) -> None:
+        """Keep a record alone for a while. Raises RefusedError if something of that name is here."""
+        self.check_free(tenant, request_id)
+        self._kept[tenant, request_id] = Kept(record, None)
+        self._keep((tenant, request_id), len(record))
 
     def has(self, tenant: str, request_id: str) -> bool:
-        return (tenant, request_id) in self._requests
+        return (tenant, request_id) in self._kept
+
+    def kept(self, tenant: str, request_id: str) -> Kept:
+        """Return what has that name. Raises RefusedError if nothing has, but not whether it never was, is another
+        tenant's or has expired."""
+        try:
+            return self._kept[tenant, request_id]
+        except KeyError:
+            raise _unknown(request_id) from None
 
     def find(self, tenant: str, request_id: str) -> ActiveRequest:
-        """Return the request of that name. Raises RefusedError if there is none, but not whether it never was, is
-        another tenant's or has expired."""
-        try:
-            return self._requests[tenant, request_id]
-        except KeyError:
-            raise RefusedError(
-                Reason.NOT_FOUND,
-                f"no detached request {request_id!r} is known for this tenant; results are kept for a while only",
-                "request_id",
-            ) from None
+        """Return the request of that name. Raises RefusedError if there is none, as `kept` does."""
+        active = self.kept(tenant, request_id).active
+        if active is None:
+            raise _unknown(request_id)
+        return active
 
-    def _keep(self, key: tuple[str, str]) -> None:
-        """Keep a request for a while that has ended, or that has failed: then what is left of it ends now."""
-        active = self._requests[key]
+    def forget(self, tenant: str, request_id: str) -> None:
+        """Forget what has that name, and abort it if it runs. Raises RefusedError if nothing has."""
+        record, active = self.kept(tenant, request_id)
+        if (tenant, request_id) in self._ended:
+            self._forget((tenant, request_id))
+        elif active is not None:
+            del self._kept[tenant, request_id]
+            self._num_running_bytes -= len(record)
+            active.on_end = None
+            active.abort()
+
+    def _end(self, key: tuple[str, str]) -> None:
+        """Keep a request that has ended, or that has failed: then what is left of it ends now."""
+        active = self.find(*key)
         active.cancel()
-        num_bytes = sum(output.num_bytes for output in active.outputs)
+        num_record_bytes = len(self._kept[key].record)
+        self._num_running_bytes -= num_record_bytes
+        self._keep(key, num_record_bytes + sum(output.num_bytes for output in active.outputs))
+
+    def _keep(self, key: tuple[str, str], num_bytes: int) -> None:
         timer = asyncio.get_running_loop().call_later(self._retention, self._forget, key)
         self._ended[key] = timer, num_bytes
         self._num_ended[key[0]] += 1
@@ -68,9 +123,17 @@ class DetachedRequests:
     def _forget(self, key: tuple[str, str]) -> None:
         timer, num_bytes = self._ended.pop(key)
         timer.cancel()
-        del self._requests[key]
+        del self._kept[key]
         self.num_bytes -= num_bytes
         for amounts, amount in ((self._num_ended, 1), (self._ended_bytes, num_bytes)):
             amounts[key[0]] -= amount
             if not amounts[key[0]]:
                 del amounts[key[0]]
+
+
+def _unknown(request_id: str) -> RefusedError:
+    return RefusedError(
+        Reason.NOT_FOUND,
+        f"no detached request {request_id!r} is known for this tenant; results are kept for a while only",
+        "request_id",
+    )

@@ -196,12 +196,8 @@ class Intake:
         request = active.request
         if request.grammar is not None and self._grammars is not None:
             self._grammars.check_served(request.grammar)  # another worker may have come since
-        if self._detached is not None and self._detached.has(request.tenant, request.request_id):
-            raise RefusedError(
-                Reason.ALREADY_EXISTS,
-                f"the result of a detached request {request.request_id!r} is kept; choose another request_id",
-                "request_id",
-            )
+        if self._detached is not None:
+            self._detached.check_free(request.tenant, request.request_id)
         claim = self._quotas.claim(request) if self._quotas is not None else None
         if claim is not None:
             # What waits in a ready list is not taken in, and would not be counted.

@@ -153,13 +153,18 @@ def parse_request(
     return parsed
 
 
-def _check_names(request: Request) -> None:
-    if not 1 <= len(request.request_id) <= MAX_REQUEST_ID_CHARS:
+def check_request_id(request_id: str) -> None:
+    """Raises RefusedError."""
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise invalid(
             "request_id",
-            f"request_id has {len(request.request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}; "
+            f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}; "
             "leave it unset to have one drawn",
         )
+
+
+def _check_names(request: Request) -> None:
+    check_request_id(request.request_id)
     for field, limit in _MAX_NAME_CHARS.items():
         length = len(getattr(request, field))
         if length > limit:

@@ -23,7 +23,9 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer as ServedTo
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.output import Delta, OutputReader, SampleRecord
 from testing.scheduler_stack import VOCAB_SIZE, Result, details, expected_tokens, request, serve, status_of
-from tests.contract.detached import Attached, attach, failure_of, submit, until_ended
+from tests.contract.detached import Attached, Server, attach, failure_of, submit, until_ended
+from tests.contract.front_end import serve_both
+from tests.contract.tenants import code_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -258,6 +260,110 @@ async def test_results_are_kept_up_to_a_size(checkpoint: Path) -> None:
         assert kept == sorted(kept)
         assert kept[-1]
         assert not kept[0]
+
+
+async def keep(server: Server, name: str, record: bytes, tenant: str = "") -> None:
+    await server.stub.KeepRecord(pb.KeepRecordRequest(request_id=name, tenant=tenant, record=record))
+
+
+async def result(server: Server, name: str, tenant: str = "") -> pb.GetResultResponse:
+    return await server.stub.GetResult(pb.GetResultRequest(request_id=name, tenant=tenant))
+
+
+async def forget(server: Server, name: str, tenant: str = "") -> None:
+    await server.stub.DeleteResult(pb.DeleteResultRequest(request_id=name, tenant=tenant))
+
+
+async def test_records_are_kept_beside_requests_and_alone(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        submitted = pb.SubmitRequest(request=request(PROMPT, max_tokens=3), record=b"beside")
+        beside = (await front.stub.Submit(submitted)).request_id
+        await keep(front, "alone", b"by itself")
+        for server in (stack, front):
+            assert (await until_ended(server, beside)).record == b"beside"
+            assert len((await result(server, beside)).outputs[0].token_ids) == 3
+            finished = pb.GetResultResponse(request_id="alone", state=pb.RESULT_STATE_FINISHED, record=b"by itself")
+            assert await result(server, "alone") == finished
+            unattached = await failure_of(attach(server, "alone"))
+            foreign = await failure_of(result(server, "alone", "you"))
+            assert unattached.code() is foreign.code() is grpc.StatusCode.NOT_FOUND
+            assert unattached.details() == foreign.details()
+
+
+async def test_the_name_of_a_record_is_taken_as_long_as_it_is_kept(checkpoint: Path) -> None:
+    async with serve(checkpoint, detached_retention=0.2) as stack:
+        await submit(stack, PROMPT, name="request", max_tokens=3)
+        await keep(stack, "record", b"1")
+        taken = [keep(stack, "request", b"2"), keep(stack, "record", b"2"), submit(stack, PROMPT, name="record")]
+        for call in taken:
+            error = await failure_of(call)
+            assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+            assert details(error)[0].field_violations[0].field == "request_id"
+        await keep(stack, "record", b"another's", "you")
+        for name in ("", "x" * 129):
+            assert (await failure_of(keep(stack, name, b"1"))).code() is grpc.StatusCode.INVALID_ARGUMENT
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await keep(stack, "record", b"2")
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.02)  # there is no event for an expiry
+
+
+async def test_what_is_forgotten_is_gone_at_once(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        stack.worker.step_seconds = 0.01
+        unknown = (await failure_of(result(stack, "name"))).details()
+        for server in (stack, front):
+            await keep(server, "name", b"1")
+            assert (await failure_of(forget(server, "name", "you"))).code() is grpc.StatusCode.NOT_FOUND
+            await forget(server, "name")
+            assert (await failure_of(result(server, "name"))).details() == unknown
+            await submit(server, PROMPT, name="name", max_tokens=200)
+            call = server.stub.Attach(pb.AttachRequest(request_id="name"))
+            last = await call.read()
+            await forget(server, "name")
+            assert (await failure_of(forget(server, "name"))).details() == unknown
+            while (response := await call.read()) is not grpc.aio.EOF:
+                last = response
+            assert last.finish_reason == pb.FINISH_REASON_ABORT
+            await stack.until_idle()
+            await submit(server, PROMPT, name="name", max_tokens=3)
+            await until_ended(server, "name")
+            await forget(server, "name")
+            assert (await failure_of(result(server, "name"))).details() == unknown
+
+
+async def test_records_are_kept_up_to_the_size_of_results(checkpoint: Path) -> None:
+    """The oldest of the tenant that has most goes first, be it a result or a record; another's stays."""
+    async with serve(checkpoint, max_detached_bytes=20_000) as stack:
+        await keep(stack, "0", bytes(3000), "small")
+        await submit(stack, PROMPT, name="0", tenant="large", max_tokens=3)
+        await until_ended(stack, "0", "large")
+        for index in range(1, 4):
+            await keep(stack, str(index), bytes(8000), "large")
+        kept = [await code_of(result(stack, str(index), "large")) is None for index in range(4)]
+        assert kept == [False, False, True, True]
+        assert len((await result(stack, "0", "small")).record) == 3000
+
+
+async def test_records_of_requests_that_run_are_bounded(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_detached_bytes=10_000) as stack:
+        stack.worker.step_seconds = 0.01
+
+        async def submit_with(num_bytes: int) -> str:
+            message = pb.SubmitRequest(request=request(PROMPT, max_tokens=200), record=bytes(num_bytes))
+            return (await stack.stub.Submit(message)).request_id
+
+        await forget(stack, await submit_with(12_000))  # one alone has room
+        name = await submit_with(6000)
+        error = await failure_of(submit_with(6000))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "--max-detached-bytes" in (error.details() or "")
+        await stack.stub.Abort(pb.AbortRequest(request_id=name))
+        await until_ended(stack, name)
+        await submit_with(6000)
 
 
 async def test_a_large_result_is_made_between_the_turns_of_others() -> None:

@@ -29,6 +29,12 @@ CALLS: dict[str, Callable[[Server, str, Metadata], Awaitable[Any]]] = {
     "GetRequest": lambda server, name, metadata: server.stub.GetRequest(
         pb.GetRequestRequest(request_id=name), metadata=metadata
     ),
+    "KeepRecord": lambda server, name, metadata: server.stub.KeepRecord(
+        pb.KeepRecordRequest(request_id=f"{name}-record", record=b"1"), metadata=metadata
+    ),
+    "DeleteResult": lambda server, name, metadata: server.stub.DeleteResult(
+        pb.DeleteResultRequest(request_id=name), metadata=metadata
+    ),
     "Abort": lambda server, name, metadata: server.stub.Abort(pb.AbortRequest(request_id=name), metadata=metadata),
 }
 
@@ -69,7 +75,11 @@ async def test_a_text_and_its_stop_texts_are_the_schedulers_to_read(checkpoint: 
 @pytest.mark.parametrize(
     "call",
     [
-        *(lambda server, each=each: CALLS[each](server, "unknown", ()) for each in CALLS if each != "Submit"),
+        *(
+            lambda server, each=each: CALLS[each](server, "unknown", ())
+            for each in CALLS
+            if each not in ("Submit", "KeepRecord")
+        ),
         lambda server: attach(server, "known", 1000),
         lambda server: server.stub.Attach(pb.AttachRequest(request_id="known", from_tokens=[0, 0])).read(),
         lambda server: submit(server, PROMPT, name="known"),

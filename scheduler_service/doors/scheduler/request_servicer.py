@@ -36,7 +36,8 @@ from scheduler_service.serving.tenants.caller import Call
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 _PIECE_TOKENS = 16_384  # that are put into a message before others have their turn
 _MAX_PENDING_CALLS = 4096  # of those of a front end whose text becomes tokens
-_PASSED_ON = ("Submit", "GetResult", "GetRequest")  # by front ends, beside streams and what they may know themselves
+# By front ends, beside streams and what they may know themselves.
+_PASSED_ON = ("Submit", "GetResult", "KeepRecord", "DeleteResult", "GetRequest")
 # Passes a call of a method on to the scheduler, and yields what it answers, one message or several.
 Forward = Callable[[str, Message, Call], AsyncGenerator[Any, None]]
 

@@ -20,6 +20,7 @@ from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
 from scheduler_service.serving.detached import DetachedRequests
 from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.parsed_request import check_request_id
 from scheduler_service.serving.prompt_text import TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid, unknown
 from scheduler_service.serving.step_loop import StepLoop
@@ -72,8 +73,9 @@ class SchedulerServicer(RequestServicer):
     ) -> scheduler_pb2.SubmitResponse:
         call = replace(self._entrance.call(context), time_remaining=None)
         parsed = read_request(request.request, call, self.intake.model)
+        self._detached.check_room(request.record)
         active = await self.intake.begin(parsed, call, OutputMode.DETACHED)
-        self._detached.add(active)
+        self._detached.add(active, request.record)
         return scheduler_pb2.SubmitResponse(request_id=active.request.request_id)
 
     async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
@@ -83,7 +85,27 @@ class SchedulerServicer(RequestServicer):
     async def GetResult(
         self, request: scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetResultResponse:
-        return await result_of(self._detached.find(self._tenant(request, context), request.request_id))
+        record, active = self._detached.kept(self._tenant(request, context), request.request_id)
+        ended = scheduler_pb2.GetResultResponse(
+            request_id=request.request_id, state=scheduler_pb2.RESULT_STATE_FINISHED
+        )
+        response = ended if active is None else await result_of(active)
+        response.record = record
+        return response
+
+    async def KeepRecord(
+        self, request: scheduler_pb2.KeepRecordRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.KeepRecordResponse:
+        tenant = self._tenant(request, context)
+        check_request_id(request.request_id)
+        self._detached.add_record(tenant, request.request_id, request.record)
+        return scheduler_pb2.KeepRecordResponse()
+
+    async def DeleteResult(
+        self, request: scheduler_pb2.DeleteResultRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.DeleteResultResponse:
+        self._detached.forget(self._tenant(request, context), request.request_id)
+        return scheduler_pb2.DeleteResultResponse()
 
     # The scheduler itself
 

@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     mutant("readers are not told of a failure", "ActiveRequest.fail", "for tell in self.listeners:\n    tell()", ""),
     mutant("a request ends twice", "ActiveRequest._look_for_end", "not self.has_ended", "True"),
-    mutant("what is left of a failed request goes on", "DetachedRequests._keep", "active.cancel()", ""),
+    mutant("what is left of a failed request goes on", "DetachedRequests._end", "active.cancel()", ""),
     mutant("a result that is gone keeps its bytes", "DetachedRequests._forget", "self.num_bytes -= num_bytes", ""),
     mutant(
         "one result too many is kept",

@@ -354,10 +354,12 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request",)
+    __slots__ = ("request", "record")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     request: GenerateRequest
-    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
+    record: bytes
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., record: _Optional[bytes] = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
     __slots__ = ("request_id",)
@@ -386,16 +388,44 @@ class GetResultRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class GetResultResponse(_message.Message):
-    __slots__ = ("request_id", "state", "outputs", "failure")
+    __slots__ = ("request_id", "state", "outputs", "failure", "record")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: ResultState
     outputs: _containers.RepeatedCompositeFieldContainer[GenerateResponse]
     failure: Failure
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[ResultState, str]] = ..., outputs: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    record: bytes
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[ResultState, str]] = ..., outputs: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., record: _Optional[bytes] = ...) -> None: ...
+
+class KeepRecordRequest(_message.Message):
+    __slots__ = ("request_id", "tenant", "record")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    record: bytes
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., record: _Optional[bytes] = ...) -> None: ...
+
+class KeepRecordResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeleteResultRequest(_message.Message):
+    __slots__ = ("request_id", "tenant")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class DeleteResultResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message")

@@ -69,6 +69,16 @@ class SchedulerServiceStub(object):
                 request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.SerializeToString,
                 response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.FromString,
                 _registered_method=True)
+        self.KeepRecord = channel.unary_unary(
+                '/pagewire.scheduler.v1.SchedulerService/KeepRecord',
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.KeepRecordRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.KeepRecordResponse.FromString,
+                _registered_method=True)
+        self.DeleteResult = channel.unary_unary(
+                '/pagewire.scheduler.v1.SchedulerService/DeleteResult',
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DeleteResultRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DeleteResultResponse.FromString,
+                _registered_method=True)
         self.GetRequest = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/GetRequest',
                 request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
@@ -171,6 +181,21 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepRecord(self, request, context):
+        """Keeps a record of what was answered otherwise, as long as the result of a detached request that ends now; GetResult
+        gives it back. ALREADY_EXISTS for an id of a detached request, or of a record that is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteResult(self, request, context):
+        """Forgets a detached request or a record before its time. What runs is aborted. NOT_FOUND as in Attach.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRequest(self, request, context):
         """What an unfinished request, detached or not, is doing and why it waits. NOT_FOUND if the tenant has none of this
         id.
@@ -259,6 +284,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetResult,
                     request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.FromString,
                     response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.SerializeToString,
+            ),
+            'KeepRecord': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepRecord,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.KeepRecordRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.KeepRecordResponse.SerializeToString,
+            ),
+            'DeleteResult': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteResult,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DeleteResultRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DeleteResultResponse.SerializeToString,
             ),
             'GetRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRequest,
@@ -485,6 +520,60 @@ class SchedulerService(object):
             '/pagewire.scheduler.v1.SchedulerService/GetResult',
             pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.SerializeToString,
             pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepRecord(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/KeepRecord',
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.KeepRecordRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.KeepRecordResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteResult(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/DeleteResult',
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DeleteResultRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DeleteResultResponse.FromString,
             options,
             channel_credentials,
             insecure,
