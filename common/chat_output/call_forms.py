@@ -8,6 +8,11 @@ Form = dict[str, Any]
 CallTag = Callable[[str, Any], Form]
 
 
+def json_between(begin: str, schema: Any, end: str | list[str]) -> Form:
+    """Return the form of JSON between two texts that matches a JSON Schema."""
+    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
+
+
 class TaggedCalls(NamedTuple):
     """Calls between tags, anywhere in text."""
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pagewire.common.chat_output.call_forms import json_between
 from pagewire.common.chat_output.call_object import NO_ARGUMENTS
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content, Reasoning
 from pagewire.common.chat_output.unread import Reading, Unread, held, told
@@ -58,12 +59,7 @@ def form(functions: Mapping[str, Any], *, is_required: bool, is_parallel: bool) 
     """Return what outputs match, as a format of a structural tag. A call ends an output, so there is one at most."""
     del is_parallel
     calls = [
-        {
-            "type": "tag",
-            "begin": f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}",
-            "content": {"type": "json_schema", "json_schema": parameters},
-            "end": ["", CALL],
-        }
+        json_between(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", parameters, ["", CALL])
         for name, parameters in functions.items()
     ]
     text = {"type": "any_text"}

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pagewire.common.chat_output.call_forms import json_between
 from pagewire.common.chat_output.call_object import read_call
 from pagewire.common.chat_output.parts import Content
 from pagewire.common.chat_output.unread import Reading, Unread
@@ -26,5 +27,4 @@ def read_calls(functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
 
 def call_tag(name: str, parameters: Any) -> dict[str, Any]:
     """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
-    content = {"type": "json_schema", "json_schema": parameters}
-    return {"type": "tag", "begin": f'{{"name": {json.dumps(name)}, "parameters": ', "content": content, "end": "}"}
+    return json_between(f'{{"name": {json.dumps(name)}, "parameters": ', parameters, "}")

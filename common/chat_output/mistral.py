@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pagewire.common.chat_output.call_object import read_one_or_several
+from pagewire.common.chat_output.call_forms import json_between
+from pagewire.common.chat_output.call_object import Rest, read_one_or_several
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content
 from pagewire.common.chat_output.unread import Reading, Unread, told
 
@@ -26,7 +27,7 @@ def read_calls(_functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
         marker = yield from unread.until((BEGIN,), rest or Content)
 
 
-def _read_named(unread: Unread) -> Reading[type[Content | Arguments] | None]:
+def _read_named(unread: Unread) -> Reading[Rest]:
     name = yield from unread.word()
     if name and (yield from unread.begins_with(_NUMBER)):
         yield from unread.word()
@@ -40,12 +41,9 @@ def _read_named(unread: Unread) -> Reading[type[Content | Arguments] | None]:
 
 def named_call_tag(name: str, parameters: Any) -> dict[str, Any]:
     """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""
-    content = {"type": "json_schema", "json_schema": parameters}
-    return {"type": "tag", "begin": f"{BEGIN}{name}{_ARGUMENTS}", "content": content, "end": ""}
+    return json_between(f"{BEGIN}{name}{_ARGUMENTS}", parameters, "")
 
 
 def listed_call_tag(name: str, parameters: Any) -> dict[str, Any]:
     """The same of a call in a list."""
-    content = {"type": "json_schema", "json_schema": parameters}
-    begin = f'{BEGIN}[{{"name": {json.dumps(name)}, "arguments": '
-    return {"type": "tag", "begin": begin, "content": content, "end": "}]"}
+    return json_between(f'{BEGIN}[{{"name": {json.dumps(name)}, "arguments": ', parameters, "}]")

@@ -5,6 +5,8 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
+from pagewire.common.chat_output.call_object import Rest
+from pagewire.common.chat_output.call_tags import CallTags
 from pagewire.common.chat_output.literals import json_of
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content
 from pagewire.common.chat_output.tagged_arguments import NOTHING, named_in, types_of, values_in, with_definitions
@@ -22,7 +24,7 @@ class PythonicCalls(NamedTuple):
     ends: tuple[str, ...]
     opener: str  # of a list of calls, or nothing
     closer: str
-    is_leading: bool = False  # at the beginning of an output the tags may lack
+    may_lack: bool = False  # the tags, at the beginning of an output
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -30,24 +32,10 @@ class PythonicCalls(NamedTuple):
 
     def read_calls(self, functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
         """Tell content, and the calls in it. Only functions that there are are called."""
-        if self.is_leading:
-            unread.keep()
-            marker = (yield from unread.begins_with(*self.begins)) or self.begins[0]
-        else:
-            marker = yield from unread.until(self.begins, Content)
-        while marker:
-            rest = yield from self._read_list(functions, unread)
-            if rest is None:
-                yield Content(unread.kept())
-                marker = yield from unread.until(self.begins, Content)
-                continue
-            marker = yield from unread.begins_with(*self.ends)
-            marker = marker or (yield from unread.until((*self.ends, *self.begins), rest))
-            if marker in self.ends:
-                yield from unread.skip("\n")
-                marker = yield from unread.until(self.begins, Content)
+        tags = CallTags(self.begins, self.ends, is_ended=False, may_lack=self.may_lack)
+        yield from tags.read(unread, lambda _: self._read_list(functions, unread))
 
-    def _read_list(self, functions: Mapping[str, Any], unread: Unread) -> Reading[type[Content | Arguments] | None]:
+    def _read_list(self, functions: Mapping[str, Any], unread: Unread) -> Reading[Rest]:
         if self.opener and not (yield from unread.accept(self.opener)):
             return None
         rest = yield from _read_call(functions, unread)
@@ -99,7 +87,7 @@ def _argument_form(before: str, key: str, schema: dict[str, Any]) -> dict[str, A
     return {"type": "tag", "begin": f"{before}{key}=", "content": {"type": "or", "elements": forms}, "end": ""}
 
 
-def _read_call(functions: Mapping[str, Any], unread: Unread) -> Reading[type[Content | Arguments] | None]:
+def _read_call(functions: Mapping[str, Any], unread: Unread) -> Reading[Rest]:
     name = yield from unread.word()
     if name not in functions or not (yield from unread.accept("(")):
         return None
@@ -154,6 +142,6 @@ def _end_of_quotes(unread: Unread, quote: str, pieces: list[str]) -> Generator[N
         pieces.append((yield from unread.character()))
 
 
-LLAMA = PythonicCalls(("<|python_start|>", "<|python_tag|>"), ("<|python_end|>",), "[", "]", is_leading=True)
+LLAMA = PythonicCalls(("<|python_start|>", "<|python_tag|>"), ("<|python_end|>",), "[", "]", may_lack=True)
 LFM = PythonicCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",), "[", "]")
 OLMO = PythonicCalls(("<function_calls>",), ("</function_calls>",), "", "")

@@ -4,8 +4,11 @@ Seed-OSS has other tags around them, and its values no lines of their own.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+from pagewire.common.chat_output.call_object import Rest
+from pagewire.common.chat_output.call_tags import CallTags
 from pagewire.common.chat_output.parts import CallStart, Content
 from pagewire.common.chat_output.tagged_arguments import ArgumentTags
 from pagewire.common.chat_output.unread import Reading, Unread
@@ -24,26 +27,19 @@ class XmlCalls(NamedTuple):
 
     def read_calls(self, functions: Mapping[str, Any], unread: Unread) -> Reading[None]:
         """Tell content, and the calls in it. A call of a function that there is may lack the outer tag."""
-        begins = (self.begin, _FUNCTION)
-        marker = yield from unread.until(begins, Content)
-        while marker:
-            is_inner = marker == _FUNCTION
-            is_begun = is_inner or (yield from unread.begins_with(_FUNCTION))
-            name = (yield from unread.word()) if is_begun else ""
-            if not name or not (yield from unread.accept(">")) or (is_inner and name not in functions):
-                yield Content(unread.kept())
-                marker = yield from unread.until(begins, Content)
-                continue
-            unread.forget()
-            yield CallStart(name)
-            yield from self.arguments.tell(unread, functions.get(name))
-            marker = yield from unread.begins_with(self.end)
-            if not marker and unread.ends_within(self.end):
-                return
-            marker = marker or (yield from unread.until((self.end, *begins), Content))
-            if marker == self.end:
-                yield from unread.skip("\n")
-                marker = yield from unread.until(begins, Content)
+        tags = CallTags((self.begin, _FUNCTION), (self.end,), is_ended=True)
+        yield from tags.read(unread, partial(self._read_call, functions, unread))
+
+    def _read_call(self, functions: Mapping[str, Any], unread: Unread, tag: str) -> Reading[Rest]:
+        is_inner = tag == _FUNCTION
+        is_begun = is_inner or (yield from unread.begins_with(_FUNCTION))
+        name = (yield from unread.word()) if is_begun else ""
+        if not name or not (yield from unread.accept(">")) or (is_inner and name not in functions):
+            return None
+        unread.forget()
+        yield CallStart(name)
+        yield from self.arguments.tell(unread, functions.get(name))
+        return Content
 
     def call_tag(self, name: str, parameters: Any) -> dict[str, Any]:
         """Return a call of a function, whose arguments match a JSON Schema, as a structural tag's part."""

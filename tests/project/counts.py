@@ -50,7 +50,7 @@ MAX_STATEMENTS = {
         "beside `serve`",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(389, "a noun each, those of the Responses API the last")
+MAX_MODULES_IN_ALL = Ceiling(390, "a noun each, what reads calls between tags the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     50,
