@@ -176,13 +176,7 @@ def _call(call: Any, asked: _Asked) -> Any:
 def _takes_mappings(asked: _Asked) -> bool:
     """Tells whether a template makes a prompt of a call whose arguments are a mapping."""
     template, special_tokens = asked
-    question = {"role": "user", "content": _content(_QUESTION, asked, "user")}
-    given = {**dict(special_tokens), **_UNSET, "tools": _TOOLS, "add_generation_prompt": True}
-    try:
-        _compile(template).render({**given, "messages": [question, _ANSWER, _RESULT]})
-    except TemplateFailure:
-        return False
-    return True
+    return not _failure(template, [_QUESTIONER, _ANSWER, _RESULT], dict(special_tokens), _TOOLS)
 
 
 def _content(content: Any, asked: _Asked, role: str) -> str | list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pagewire.common.chat_output import glm, harmony, json_calls, llama, mistral, pythonic, xml_calls
@@ -35,19 +36,20 @@ class ChatFormat(NamedTuple):
     def has_reasoning(self) -> bool:
         return self.thinking is not None or self.is_in_channels
 
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """What must not be left out of an output, where it is a special token of the tokenizer."""
-        return (*(self.thinking or ()), *(self.calls.tags if self.calls else ()))
+    def tags(self, functions: Functions) -> tuple[str, ...]:
+        """Return the texts that are read in an output which may call functions, if there are any: they must not be
+        left out of it where they are special tokens of the tokenizer."""
+        calls = self._read_in(functions)
+        return (*(self.thinking or ()), *(calls.tags if calls else ()))
 
-    def parser(self, prompt: str, functions: Functions) -> OutputParser | None:
-        """Return what reads an output that goes on with a prompt, and may call functions, if there are any. None: all
-        of it is content."""
-        calls = self.calls if functions or self.is_in_channels else None
-        if calls is None and self.thinking is None:
-            return None
+    def parser(self, prompt: str, functions: Functions) -> OutputParser:
+        """Return what reads an output that goes on with a prompt, and may call functions, if there are any."""
+        calls = self._read_in(functions)
         read = partial(calls.read, functions) if calls else _read_content
         return OutputParser(partial(self._read, is_reasoning=self.is_reasoning(prompt), read=read))
+
+    def _read_in(self, functions: Functions) -> CallFormat | None:
+        return self.calls if functions or self.is_in_channels else None
 
     def is_reasoning(self, prompt: str) -> bool:
         """Tell whether an output begins within its reasoning, as where the template has begun that."""
@@ -73,9 +75,11 @@ class ChatFormat(NamedTuple):
         if self.calls is None:
             raise ValueError("there are no calls in this format")
         form = self.calls.form(functions, is_required=is_required, is_parallel=is_parallel)
-        return self.behind_reasoning(form, prompt)
+        return self.behind_reasoning(form, prompt, functions)
 
-    def behind_reasoning(self, form: dict[str, Any], prompt: str) -> dict[str, Any]:
+    def behind_reasoning(
+        self, form: dict[str, Any], prompt: str, functions: Functions = MappingProxyType({})
+    ) -> dict[str, Any]:
         """Return the structural tag of outputs that go on with a prompt, and match a format once they have ended their
         reasoning, if they begin or go on with some."""
         if self.thinking:
@@ -85,7 +89,7 @@ class ChatFormat(NamedTuple):
             space = {"type": "regex", "pattern": r"\s*"}
             behind = {"type": "sequence", "elements": [thought, space, form]}
             form = behind if is_within else {"type": "or", "elements": [form, behind]}
-        return {"type": "structural_tag", "format": form, "special_tokens": list(self.special_texts)}
+        return {"type": "structural_tag", "format": form, "special_tokens": list(self.tags(functions))}
 
 
 _THINKING = (

@@ -24,9 +24,8 @@ from scheduler_service.doors.http.tool_calls import (
     ParserMaker,
     SampleReader,
     Told,
-    call_grammars,
+    chat_grammars,
     functions_of,
-    move_behind_reasoning,
     without_indexes,
 )
 from scheduler_service.serving.intake import Intake
@@ -140,12 +139,10 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
     prompt = await render_messages(intake.model, request)
     output = format_of(chosen_template(intake.model, request.chat_template))
     functions = functions_of(request, output)
-    options, names = sampling_options(request, intake.model, call_grammars(request, output, functions, prompt))
-    if not functions and output.is_reasoning(prompt):
-        move_behind_reasoning(options, names, output, prompt)
+    options, names = sampling_options(request, intake.model, chat_grammars(request, output, functions, prompt))
     make_parser = partial(output.parser, prompt, functions)
     special_texts = frozenset[str]() if intake.tokenizer is None else intake.tokenizer.special_texts
-    if make_parser() is not None and not special_texts.isdisjoint(output.special_texts):
+    if not special_texts.isdisjoint(output.tags(functions)):
         options.setdefault("skip_special_tokens", False)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs is set, but logprobs is not true; set it, or leave both unset")

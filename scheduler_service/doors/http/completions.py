@@ -16,7 +16,7 @@ from scheduler_service.doors.http.answering import (
 )
 from scheduler_service.doors.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
-from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
+from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options, structured
 from scheduler_service.doors.http.prompts import separate_prompts
 from scheduler_service.doors.http.requests import CompletionRequest
 from scheduler_service.doors.http.token_texts import CompletionTokens, TokenTexts
@@ -107,7 +107,7 @@ async def complete_prompts(
 
 def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
     """Raises RefusedError."""
-    options, names = sampling_options(request, intake.model)
+    options, names = sampling_options(request, intake.model, structured(request))
     called = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "max_tokens is 0, which nothing comes of without echo; send at least 1")

@@ -59,10 +59,10 @@ class ReadCall(NamedTuple):
 
 
 def sampling_options(
-    request: GenerationRequest, model: ModelInfo, calls: Iterable[FoundGrammar] = ()
+    request: GenerationRequest, model: ModelInfo, grammars: Iterable[FoundGrammar]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options that are set, and the names of fields that differ; `calls` are grammars of calls of
-    tools. Raises RefusedError."""
+    """Return the options that are set, and the names of fields that differ; `grammars` are what outputs must match
+    beside what is ruled out. Raises RefusedError."""
     options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)
@@ -74,7 +74,7 @@ def sampling_options(
         options.setdefault("beam_width", request.n or 1)
     elif "beam_width" not in options and request.length_penalty == 1:
         del options["length_penalty"]
-    found = [*calls, *_structured(request), *_ruled_out(request, model)]
+    found = [*grammars, *_ruled_out(request, model)]
     if len(found) > 1:
         (first, *_), (second, *_) = found[:2]
         raise invalid(second, f"{first} and {second} both say what the output must match; send one of them")
@@ -118,8 +118,8 @@ def parsed(
     )
 
 
-def _structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
-    """Yield what the output must match."""
+def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
+    """Yield what the output must match. Raises RefusedError."""
     match request.response_format:
         case JsonObjectFormat(schema=Raw() as schema) if bytes(schema) != _NULL:
             yield "response_format", "json_schema", _text(schema, "response_format")

@@ -2,20 +2,20 @@
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
 from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, OutputParser, Reasoning
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
-from scheduler_service.doors.http.options import FoundGrammar
+from scheduler_service.doors.http.options import FoundGrammar, structured
 from scheduler_service.doors.http.requests import ChatCompletionRequest, FunctionChoice
 from scheduler_service.serving.refusal import invalid
 
 _NO_PARAMETERS = {"type": "object", "additionalProperties": False}
-# Makes what reads an output; it makes None where an output is content alone.
-ParserMaker = Callable[[], OutputParser | None]
+# Makes what reads an output.
+ParserMaker = Callable[[], OutputParser]
 
 
 def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str, Any]:
@@ -43,34 +43,31 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str
     return functions
 
 
-def call_grammars(
+def chat_grammars(
     request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Any], prompt: str
-) -> list[FoundGrammar]:
-    """Return what holds an output's calls to their schemas, and to what the request asks for, if there are any."""
-    if not functions:
-        return []
-    is_one = isinstance(request.tool_choice, FunctionChoice) or request.parallel_tool_calls is False
-    is_required = request.tool_choice not in (None, "auto")
-    tag = output.structural_tag(functions, prompt, is_required=is_required, is_parallel=not is_one)
-    return [("tools", "structural_tag", json.dumps(tag))]
+) -> Iterator[FoundGrammar]:
+    """Yield what holds an output's calls to their schemas, and to what the request asks for, if there are any, and what
+    it must match besides, once reasoning has ended that the prompt has begun. Raises RefusedError."""
+    if functions:
+        is_one = isinstance(request.tool_choice, FunctionChoice) or request.parallel_tool_calls is False
+        is_required = request.tool_choice not in (None, "auto")
+        tag = output.structural_tag(functions, prompt, is_required=is_required, is_parallel=not is_one)
+        yield "tools", "structural_tag", json.dumps(tag)
+    for found in structured(request):
+        is_behind = not functions and output.is_reasoning(prompt)
+        yield _behind_reasoning(found, output, prompt) if is_behind else found
 
 
-def move_behind_reasoning(options: dict[str, Any], names: dict[str, str], output: ChatFormat, prompt: str) -> None:
-    """Have an output match what it must once its reasoning has ended, which the prompt has begun. What rules tokens and
-    texts out holds from its beginning. Raises RefusedError for a grammar, which cannot be told where to begin."""
-    for kind, make_form in _FORMS.items():
-        if kind in options:
-            try:
-                form = make_form(options[kind])
-            except (ValueError, LookupError, TypeError):
-                return  # it is refused for what it is
-            del options[kind]
-            options["structural_tag"] = json.dumps(output.behind_reasoning(form, prompt))
-            names["structural_tag"] = names.pop(kind)
-            return
-    if "grammar" in options and names["grammar"].endswith("grammar"):
-        field = names["grammar"]
+def _behind_reasoning(found: FoundGrammar, output: ChatFormat, prompt: str) -> FoundGrammar:
+    """Raises RefusedError for a grammar, which cannot be told where to begin."""
+    field, kind, value = found
+    if kind not in _FORMS:
         raise invalid(field, f"{field} cannot begin behind the reasoning that the chat template begins; turn that off")
+    try:
+        form = _FORMS[kind](value)
+    except (ValueError, LookupError, TypeError):
+        return found  # it is refused for what it is
+    return field, "structural_tag", json.dumps(output.behind_reasoning(form, prompt))
 
 
 _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -93,13 +90,11 @@ class Told(NamedTuple):
 class SampleReader:
     """Reads one output of a chat as it comes."""
 
-    def __init__(self, parser: OutputParser | None) -> None:
+    def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
         self.num_calls = 0
 
     def read(self, text: str, *, is_last: bool) -> Told:
-        if self._parser is None:
-            return Told(text)
         content, reasoning = [], []
         calls: list[ToolCall] = []
         for part in self._parser.feed(text, is_last=is_last):

@@ -77,7 +77,7 @@ class Spelling(NamedTuple):
         for _ in range(drawn.randint(1, 14)):
             begin = drawn.choice((0, drawn.randrange(len(spelled))))
             part = spelled[begin : begin + drawn.randint(1, 60)]
-            pieces.append(drawn.choice((part, drawn.choice((*self.chat_format.special_texts, *_FRAGMENTS)))))
+            pieces.append(drawn.choice((part, drawn.choice((*self.chat_format.tags(FUNCTIONS), *_FRAGMENTS)))))
         return "".join(pieces)
 
     def thought(self, drawn: random.Random) -> Iterator[Segment]:

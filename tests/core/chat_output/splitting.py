@@ -12,7 +12,6 @@ Functions = dict[str, dict[str, object]]
 def parts_of(chat_format: ChatFormat, functions: Functions, prompt: str, pieces: Iterable[str]) -> list[OutputPart]:
     """Return the parts of an output that comes in some pieces; the texts of neighbours of one kind are one."""
     parser = chat_format.parser(prompt, functions)
-    assert parser is not None
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return merged([*parts, *parser.feed("", is_last=True)])
 

@@ -88,12 +88,11 @@ def test_calls_are_text_where_there_are_no_functions() -> None:
     text = '<think>A</think><tool_call>{"name": "f"}</tool_call>'
     parts = [Reasoning("A"), Content(text.partition("</think>")[2])]
     assert parts_of(SPELLINGS["hermes"].chat_format, {}, "", [text]) == parts
-    assert format_of("<tool_call>").parser("", {}) is None
+    assert not format_of("<tool_call>").tags({})
 
 
 def test_what_is_certain_is_told_at_once() -> None:
     parser = format_of("<tool_call>").parser("", FUNCTIONS)
-    assert parser is not None
     text = 'A <tool_call>{"name": "f", "arguments": {"a": "x <tool_call> y"'
     told = [merged(parser.feed(character)) for character in text]
     begun = text.index('{"a"')

@@ -47,7 +47,7 @@ class Constraint:
         self.tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.tokenizer.decoder = decoders.ByteLevel()
-        tags = ["<end>", *chat_format.special_texts]
+        tags = ["<end>", *chat_format.tags(FUNCTIONS)]
         self.tokenizer.add_special_tokens([AddedToken(tag, normalized=False) for tag in tags])
         self.num_tokens = self.tokenizer.get_vocab_size()
         compiler = GrammarCompiler(self.tokenizer.to_str(), self.num_tokens)

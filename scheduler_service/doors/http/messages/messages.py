@@ -50,7 +50,7 @@ _encode = msgspec.json.Encoder().encode
 class MessageTeller:
     """Makes the events of a message of what comes of an output."""
 
-    def __init__(self, parser: OutputParser | None, head: MessageAnswer) -> None:
+    def __init__(self, parser: OutputParser, head: MessageAnswer) -> None:
         """`head` is the message as it begins."""
         self._parser = parser
         self._head = head
@@ -63,9 +63,7 @@ class MessageTeller:
         if not self._has_begun:
             self._has_begun = True
             yield MessageStart(self._head)
-        is_last = delta.end is not None
-        parts = [Content(delta.text)] if self._parser is None else self._parser.feed(delta.text, is_last=is_last)
-        for part in parts:
+        for part in self._parser.feed(delta.text, is_last=delta.end is not None):
             yield from self._tell_part(part)
         if delta.end is not None:
             yield from self._close()
