@@ -51,6 +51,7 @@ async def both(server: HttpServer, **asked: Any) -> Response:
     assert events[-1].type == f"response.{whole.status}"
     streamed = events[-1].response
     assert items(streamed) == items(whole)
+    assert streamed.usage.output_tokens_details == whole.usage.output_tokens_details
     assert streamed.usage.total_tokens == whole.usage.total_tokens
     assert _told(events) == items(whole)
     return whole
@@ -99,11 +100,15 @@ async def test_a_response_that_is_cut(server: HttpServer, model: Path, say: Say)
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
-async def test_usage(server: HttpServer, say: Say) -> None:
-    say("<think>hm</think>hello")
-    response = await server.openai.responses.create(model="chatty", input="hi", stream=True)
-    usage = [event async for event in response][-1].response.usage
-    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+@pytest.mark.parametrize("thought", ["hm", "", "What is asked for is a greeting, " * 3])
+async def test_usage(server: HttpServer, model: Path, say: Say, thought: str) -> None:
+    say(f"<think>{thought}</think>hello")
+    usage = (await both(server)).usage
+    assert usage is not None
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    of_reasoning = tokenizer.encode(thought, add_special_tokens=False).ids
+    assert usage.output_tokens_details.reasoning_tokens == len(of_reasoning)
+    assert usage.output_tokens > len(of_reasoning)
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
 
 

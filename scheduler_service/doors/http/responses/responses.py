@@ -1,7 +1,7 @@
 """`/v1/responses`, OpenAI's Responses API: chats, whose answers are items of reasoning, text, calls of functions."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from scheduler_service.doors.http.responses.conversation import chat_meant
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
+from scheduler_service.serving.prompt_text import ANY_NUMBER
 from scheduler_service.serving.tenants.caller import Call
 
 # What a request calls the fields of the chat that it means.
@@ -42,7 +43,7 @@ _encode = msgspec.json.Encoder().encode
 class ResponseTeller:
     """Makes the events of a response of what comes of an output."""
 
-    def __init__(self, parser: OutputParser | None, begun: ResponseAnswer) -> None:
+    def __init__(self, parser: OutputParser, begun: ResponseAnswer) -> None:
         """`begun` is the response as it begins."""
         self._parser = parser
         self._begun = begun
@@ -50,33 +51,29 @@ class ResponseTeller:
         self._items: list[OutputItem] = []  # that are whole
         self._open: OutputItem | None = None
         self._pieces: list[str] = []  # of what is open
-        self._num_reasoning_tokens = 0
+        self.reasoning: list[str] = []  # all that was told
 
     def begin(self) -> Iterator[ResponseEvent]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._begun)
 
-    def tell(self, delta: Delta, progress: PromptProgress) -> Iterator[ResponseEvent]:
-        """Tell what is new. With the output's end comes the whole response."""
-        end = delta.end
-        parts = (
-            [Content(delta.text)] if self._parser is None else self._parser.feed(delta.text, is_last=end is not None)
-        )
-        for part in parts:
+    def tell(self, delta: Delta) -> Iterator[ResponseEvent]:
+        """Tell what is new."""
+        for part in self._parser.feed(delta.text, is_last=delta.end is not None):
             yield from self._tell_part(part)
-        if isinstance(self._open, ReasoningOutput):
-            self._num_reasoning_tokens += len(delta.token_ids)
-        if end is not None:
-            is_whole = end.reason is EndReason.STOP
-            yield from self._close("completed" if is_whole else "incomplete")
-            response = msgspec.structs.replace(
-                self._begun,
-                status="completed" if is_whole else "incomplete",
-                incomplete_details=None if is_whole else Incomplete("max_output_tokens"),
-                output=self._items,
-                usage=self._usage(progress),
-            )
-            yield self._event(f"response.{response.status}", response=response)
+
+    def end(self, reason: EndReason, usage: ResponseUsage) -> Iterator[ResponseEvent]:
+        """Tell the end of the output, and the whole response."""
+        is_whole = reason is EndReason.STOP
+        yield from self._close("completed" if is_whole else "incomplete")
+        response = msgspec.structs.replace(
+            self._begun,
+            status="completed" if is_whole else "incomplete",
+            incomplete_details=None if is_whole else Incomplete("max_output_tokens"),
+            output=self._items,
+            usage=usage,
+        )
+        yield self._event(f"response.{response.status}", response=response)
 
     def _tell_part(self, part: OutputPart) -> Iterator[ResponseEvent]:
         match part:
@@ -88,6 +85,7 @@ class ResponseTeller:
             case Reasoning(text):
                 if not isinstance(self._open, ReasoningOutput):
                     yield from self._begin_item(ReasoningOutput(_new_id("rs"), [], "in_progress"))
+                self.reasoning.append(text)
                 yield self._delta("response.reasoning_text.delta", text, content_index=0)
             case Content(text) if text:
                 if not isinstance(self._open, MessageOutput):
@@ -134,16 +132,6 @@ class ResponseTeller:
         self._num_events += 1
         return ResponseEvent(kind, self._num_events - 1, **told)
 
-    def _usage(self, progress: PromptProgress) -> ResponseUsage:
-        num_prompt, num_output = len(progress.prompt_token_ids), sum(progress.num_tokens)
-        return ResponseUsage(
-            num_prompt,
-            CachedTokens(progress.num_cached_tokens),
-            num_output,
-            ReasoningTokens(self._num_reasoning_tokens),
-            num_prompt + num_output,
-        )
-
 
 async def answer_response(
     request: ResponsesRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
@@ -155,16 +143,39 @@ async def answer_response(
             teller = ResponseTeller(make_parser(), _begun(request, model_name))
             if not request.stream:
                 await progress.active.wait_for_end()
-                events = [event async for delta in deltas_of(progress) for event in teller.tell(delta, progress)]
+                events = [event async for event in _events(progress, teller, intake)]
                 return _encode(events[-1].response)
             stream.is_named = True
-            is_begun = False
-            async for delta in deltas_of(progress):
-                for event in (*(() if is_begun else teller.begin()), *teller.tell(delta, progress)):
-                    await stream.tell(_encode(event), event.type)
-                is_begun = True
+            async for event in _events(progress, teller, intake):
+                await stream.tell(_encode(event), event.type)
             await stream.end()
             return None
+
+
+async def _events(progress: PromptProgress, teller: ResponseTeller, intake: Intake) -> AsyncIterator[ResponseEvent]:
+    is_begun, end = False, None
+    async for delta in deltas_of(progress):
+        for event in (*(() if is_begun else teller.begin()), *teller.tell(delta)):
+            yield event
+        is_begun, end = True, delta.end
+    assert end is not None, "an output ends"
+    for event in teller.end(end.reason, await _usage(progress, "".join(teller.reasoning), intake)):
+        yield event
+
+
+async def _usage(progress: PromptProgress, reasoning: str, intake: Intake) -> ResponseUsage:
+    """Count the tokens of reasoning by its text: one token may end it and go on behind it."""
+    assert intake.tokenizer is not None, "chats are of texts"
+    token_ids = await intake.tokenizer.encode(reasoning, ANY_NUMBER, add_special_tokens=False) if reasoning else []
+    assert isinstance(token_ids, list), "any number of tokens is asked for"
+    num_prompt, num_output = len(progress.prompt_token_ids), sum(progress.num_tokens)
+    return ResponseUsage(
+        num_prompt,
+        CachedTokens(progress.num_cached_tokens),
+        num_output,
+        ReasoningTokens(len(token_ids)),
+        num_prompt + num_output,
+    )
 
 
 def _begun(request: ResponsesRequest, model_name: str) -> ResponseAnswer:
