@@ -82,7 +82,8 @@ def _is_text(content: bytes) -> bool:
 async def test_usage_counts_from_nothing(server: HttpServer) -> None:
     server.stack.worker.step_seconds = 0.002
     both = {"include_usage": True, "continuous_usage_stats": True}
-    events = await server.events(PATH, messages=[QUESTION], max_tokens=5, logprobs=True, stream_options=both)
+    asked = {"messages": [QUESTION], "max_tokens": 5, "ignore_eos": True, "logprobs": True}
+    events = await server.events(PATH, **asked, stream_options=both)
     *counts, last = [event["usage"]["completion_tokens"] for event in events]
     assert (counts[0], counts[-1], last) == (0, 5, 5)
     assert counts == sorted(counts)

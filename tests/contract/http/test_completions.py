@@ -81,7 +81,7 @@ async def test_streamed_is_as_whole(server: HttpServer) -> None:
 
 async def test_usage_in_streams(server: HttpServer) -> None:
     server.stack.worker.step_seconds = 0.002
-    asked = {"prompt": PROMPT, "max_tokens": 8, "logprobs": 0}
+    asked = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
     assert not any("usage" in event for event in await server.events(PATH, **asked))
     *events, last = await server.events(PATH, **asked, stream_options={"include_usage": True})
     assert {event["usage"] for event in events} == {None}
