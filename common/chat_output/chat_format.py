@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pagewire.common.chat_output import glm, harmony, json_calls, llama, mistral, pythonic, xml_calls
 from pagewire.common.chat_output.call_forms import CallTag, LeadingCalls, TaggedCalls
 from pagewire.common.chat_output.output_parser import OutputParser
-from pagewire.common.chat_output.parts import Content, Reasoning
+from pagewire.common.chat_output.parts import Reasoning
 from pagewire.common.chat_output.unread import Reading, Unread
 
 _NEWLINES = "\n"
@@ -45,7 +45,7 @@ class ChatFormat(NamedTuple):
     def parser(self, prompt: str, functions: Functions) -> OutputParser:
         """Return what reads an output that goes on with a prompt, and may call functions, if there are any."""
         calls = self._read_in(functions)
-        read = partial(calls.read, functions) if calls else _read_content
+        read = partial(calls.read, functions) if calls else Unread.rest
         return OutputParser(partial(self._read, is_reasoning=self.is_reasoning(prompt), read=read))
 
     def _read_in(self, functions: Functions) -> CallFormat | None:
@@ -137,7 +137,3 @@ def format_of(template: str) -> ChatFormat:
     thinking = next((tags for tags in _THINKING if all(text in template for text in tags)), None)
     calls = next((calls for texts, calls in _CALLS if all(text in template for text in texts)), None)
     return ChatFormat(thinking, calls, is_in_channels=calls is _HARMONY)
-
-
-def _read_content(unread: Unread) -> Reading[None]:
-    yield from unread.until((), Content)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from pagewire.common.chat_output.parts import OutputPart
+from pagewire.common.chat_output.parts import Content, OutputPart
 
 _Result = TypeVar("_Result")
 # What reads something, tells parts of it, and returns the rest.
@@ -78,6 +78,15 @@ class Unread:
                 return found[1]
             if self._is_whole:
                 return ""
+            yield None
+
+    def rest(self) -> Reading[None]:
+        """Tell all that is left as content."""
+        while True:
+            if self._at < len(self._text):
+                yield Content(self._take(len(self._text)))
+            if self._is_whole:
+                return
             yield None
 
     def begins_with(self, *markers: str) -> Generator[None, None, str]:
@@ -198,8 +207,6 @@ class Unread:
     def _safe_end(self, markers: tuple[str, ...], trimmed: str) -> int:
         """Return up to where the text belongs to none of some markers, whatever comes."""
         end = len(self._text)
-        if not markers:
-            return end
         firsts = {marker[0] for marker in markers}
         for place in range(max(self._at, end + 1 - max(map(len, markers))), end):
             if self._text[place] in firsts and any(marker.startswith(self._text[place:]) for marker in markers):

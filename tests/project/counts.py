@@ -39,7 +39,7 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        6_208,
+        6_207,
         "29 architectures, each composed over its checkpoint's names, GGUF, transport, operators' sockets, tracing, "
         "limits, templates; calls of tools in thirteen formats and reasoning, read out of outputs",
     ),
