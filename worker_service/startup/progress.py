@@ -25,7 +25,8 @@ class LoadProgress:
         now = self._clock()
         if now - self._told_at >= _INTERVAL:
             self._told_at = now
-            logger.info("%s", doing)
+            # Whatever the log level is: who has started a server of their own waits for it.
+            logger.warning("%s", doing)
 
     def begin_tensors(self, quantization: str | None) -> None:
         """The tensors come now, and are quantised to that."""
