@@ -167,7 +167,10 @@ class Parser(argparse.ArgumentParser):
         if given == [DESCRIBE]:
             raise DescribedError(self)
         end = given.index("--") if "--" in given else len(given)
-        parsed, unknown = self.parse_known_args([*self._spelled(given[:end]), *given[end:]], namespace)
+        # Only so may several arguments stand on both sides of flags.
+        are_mixed = len(self._get_positional_actions()) > 1
+        parse = self.parse_known_intermixed_args if are_mixed else self.parse_known_args
+        parsed, unknown = parse([*self._spelled(given[:end]), *given[end:]], namespace)
         if unknown:
             self.error(f"unknown argument {unknown[0]}; what has spaces in it goes in quotes")
         return parsed
@@ -283,12 +286,15 @@ def add_flags(
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
-    """Adds the flags of other engines, which no help shows, after those of some options."""
+    """Adds the flags of other engines, which no help shows, after those of some options. A flag that is there stays."""
     flags: dict[str, list[str]] = {name: [flag_of(name)] for name in (*MAPPED, *FOREIGN)}
     for flag, name in SYNONYMS.items():
         flags.setdefault(name, []).append(flag)
-    for name, names in flags.items():
+    for name, all_names in flags.items():
+        names = [each for each in all_names if each not in parser._option_string_actions]
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if not names:
+            continue
         if name in SWITCHES:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, **settings)
         elif name in FOREIGN or name in MAPPED or name in options:
@@ -460,6 +466,17 @@ def _parse(value_type: type, given: Any) -> Any:
     return value_type(given)
 
 
+def spelled(given: Mapping[str, Any]) -> list[str]:
+    """Write the flags again that were parsed to these names and values."""
+    flags = []
+    for name, value in given.items():
+        if isinstance(value, bool):
+            flags.append(flag_of(name if value else f"no_{name}"))
+        else:
+            flags += [f"{flag_of(name)}={each}" for each in (value if isinstance(value, list) else [value])]
+    return flags
+
+
 def to_flags(config: Any) -> list[str]:
     """Write the flags for all values of a config that are not their defaults, and of the configs among its fields.
     Raises ValueError if there is none."""
@@ -473,8 +490,5 @@ def to_flags(config: Any) -> list[str]:
             continue
         if value is None:
             raise ValueError(f"no flag sets {option.name} to None")
-        if option.value_type is bool:
-            flags.append(flag_of(option.name if value else f"no_{option.name}"))
-        else:
-            flags.append(f"{option.flag}={value}")
+        flags += spelled({option.name: value})
     return flags

@@ -1,19 +1,23 @@
-"""`pagewire chat` holds a conversation on the terminal."""
+"""`pagewire chat` holds a conversation on the terminal; `pagewire run` serves the model for it."""
 
+import argparse
 import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
 
+from pagewire import options
 from pagewire.cli import client_flags, connection, request
-from pagewire.cli.chat_terminal import ChatTerminal, history_path
+from pagewire.cli.chat_terminal import ChatTerminal, history_path, read_input
 from pagewire.cli.command import tell
 from pagewire.client import Client
 from pagewire.compatibility import suggestion
 from pagewire.completion import Completion
 from pagewire.conversation import Session, template_of
 from pagewire.errors import CommandError, InvalidRequest, PagewireError
-from pagewire.options import Parser
+from pagewire.hosting import local_server
+from pagewire.hosting.model_source import MISSING
+from pagewire.options import DESCRIBE, Parser
 from pagewire.sampling_params import SamplingParams
 from pagewire.server import ServerInfo
 
@@ -68,37 +72,100 @@ class Conversation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        prog="pagewire chat",
-        usage="pagewire chat [flags]",
-        description="Chat with the model. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists what else "
+    """Chats with a model that a server has; one that is named first is served for it."""
+    if arguments and not arguments[0].startswith(("-", DESCRIBE)):
+        return run(arguments, "chat")
+    explained = {"--model": "`pagewire run MODEL` serves one and chats with it"}
+    parser = _parser(
+        "chat",
+        "[flags], or pagewire chat MODEL, which is pagewire run MODEL",
+        "Chat with the model that a server has. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists what else "
         "there is.",
+        explained,
     )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this message, print the answer, and end")
+    connection.add_flags(parser)
+    parsed = parser.parse_args(arguments)
+    with connection.client(parser, parsed, Client) as client:
+        _talk(client, parsed, parsed.quick)
+    return 0
+
+
+def run(arguments: Sequence[str], verb: str = "run") -> int:
+    """Serves a model on loopback, chats with it or prints one answer, and ends the server."""
+    from pagewire.cli import services  # with the services' options, which need not load for a chat with a server
+
+    known, groups = services.serve_options(), services.OWN_GROUPS
+    names = {name for names in groups.values() for name in names}
+    elsewhere = {option.flag: "`pagewire serve` has it" for option in known.values() if option.name not in names}
+    parser = _parser(
+        verb,
+        "MODEL [PROMPT] [flags]",
+        "Serve a model on this machine and chat with it: Ctrl-C stops an answer, Ctrl-D ends the chat and the server, "
+        "/help lists what else there is. With a prompt, print its answer and end.",
+        elsewhere | {"--url": "`pagewire chat` talks to a server that runs already"},
+    )
+    own = {action.dest for action in parser._actions} | {"prompt"}
+    taken = {name: option for name, option in known.items() if name in names}
+    options.add_flags(parser, taken, positional="model", groups=groups)
+    options.add_foreign_flags(parser, taken)
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="answer this alone; - or no terminal: what standard input holds"
+    )
+    parsed = parser.parse_args(arguments)
+    given = {name: value for name, value in vars(parsed).items() if name not in own}
+    try:
+        model = options.resolve(known, argparse.Namespace(**given), os.environ).values["model"]
+    except options.OptionError as error:
+        parser.error(str(error))
+    if not model:
+        parser.error(MISSING)
+    prompt = _given_prompt(parser, parsed.prompt)
+    flags = options.spelled({name: value for name, value in given.items() if name != "model" and value is not None})
+    with local_server.serving(model, flags) as url, Client(url) as client:
+        _talk(client, parsed, prompt)
+    return 0
+
+
+def _given_prompt(parser: Parser, text: str | None) -> str | None:
+    """Returns the one prompt to answer, or None for a chat. Ends the command for an empty one."""
+    if text is None and sys.stdin.isatty():
+        return None
+    prompt = read_input(sys.stdin.read).removesuffix("\n") if text in (None, "-") else text
+    if not prompt:
+        parser.error("the prompt is empty; to chat, run it on a terminal")
+    return prompt
+
+
+def _parser(verb: str, usage: str, description: str, explained: Mapping[str, str]) -> Parser:
+    """Returns a parser of the flags of a chat, wherever its server is."""
+    parser = Parser(
+        prog=f"pagewire {verb}", usage=f"pagewire {verb} {usage}", description=description, explained=explained
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
         "--chat-template", metavar="NAME", help="chat template to take where the model has several (default: its own)"
     )
     parser.add_argument("--stats", action="store_true", help="print statistics of each answer on standard error")
     parser.add_argument("--no-history", action="store_true", help="neither read nor keep the history of typed lines")
-    connection.add_flags(parser)
     client_flags.add_flags(parser)
-    parsed = parser.parse_args(arguments)
-    with connection.client(parser, parsed, Client) as client:
-        info = client.info()
-        template = template_of(info, parsed.chat_template)
-        conversation = Conversation(template, parsed.system, info.special_tokens)
-        sampling = client_flags.sampling(parsed)
-        if parsed.quick is not None:
-            prompt = conversation.ask(parsed.quick)
-            printer = request.SamplePrinter(1, sys.stdout)
-            completion = request.stream(client, prompt, sampling, printer, session=Session(will_return=False))
-            if parsed.stats:
-                tell(request.statistics(completion))
-        else:
-            terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
-            Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats).run()
-    return 0
+    return parser
+
+
+def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None) -> None:
+    """Prints the answer to a prompt, or chats."""
+    info = client.info()
+    conversation = Conversation(template_of(info, parsed.chat_template), parsed.system, info.special_tokens)
+    sampling = client_flags.sampling(parsed)
+    if prompt is None:
+        terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
+        Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats).run()
+        return
+    printer = request.SamplePrinter(1, sys.stdout)
+    session = Session(will_return=False)
+    completion = request.stream(client, conversation.ask(prompt), sampling, printer, session=session)
+    if parsed.stats:
+        tell(request.statistics(completion))
 
 
 class Chat:

@@ -29,13 +29,14 @@ _SERVICES = "pagewire.cli.services"
 _REQUEST = "pagewire.cli.request"
 VERBS = {
     "serve": Verb(_SERVICES, "serve", "serve a model: a scheduler and its worker on this machine", "serve"),
+    "run": Verb("pagewire.cli.chat", "run", "serve a model and chat with it, or answer one prompt", "serve"),
     "worker": Verb(_SERVICES, "worker", "run only a worker, for a scheduler elsewhere", "worker"),
     "scheduler": Verb(_SERVICES, "scheduler", "run only a scheduler, for a worker elsewhere", "scheduler"),
     "frontend": Verb(
         _SERVICES, "frontend", "run only a front end (tokenizing, streaming), for a scheduler elsewhere", "scheduler"
     ),
     "complete": Verb(_REQUEST, "complete", "complete a text"),
-    "chat": Verb("pagewire.cli.chat", "main", "chat with the model"),
+    "chat": Verb("pagewire.cli.chat", "main", "chat with the model that a server has"),
     "submit": Verb(_REQUEST, "submit", "queue a request that runs without a connection, and print its id"),
     "attach": Verb(_REQUEST, "attach", "stream the output of a submitted request, from any token on"),
     "result": Verb(_REQUEST, "result", "show the output of a submitted request so far"),
@@ -122,8 +123,11 @@ def dispatch(
         print(f"pagewire {__version__}")
         return SUCCESS
     if name not in verbs:
-        from pagewire.compatibility import suggestion
+        from pagewire.compatibility import FOREIGN_VERBS, suggestion
 
+        if instead := FOREIGN_VERBS.get(f"{program} {name}"):
+            tell(f"{program}: error: there is no {program} {name}: {instead}")
+            return USAGE
         near = suggestion(name, (*verbs, "--help", "--version"))
         tell(f"{usage(program, verbs)}\n\n{program}: error: unknown verb {name!r}{near}")
         return USAGE

@@ -145,6 +145,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "profile_dir",
     ),
 }
+# Those of a server that only the process talks to which has started it.
+OWN_GROUPS = {
+    title: tuple(name for name in GROUPS[title] if name not in ("host", "port", "http_port", "gateway"))
+    for title in (MOST_USED, "model", "memory and KV cache", "scheduling", "computing")
+}
 # `serve` connects the two by itself, over sockets that no other user can reach: these have no meaning there.
 LINK_OPTIONS = (
     "worker",

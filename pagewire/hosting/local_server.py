@@ -185,6 +185,8 @@ def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
         # handles Ctrl-C at this time, asyncio's handler inside `asyncio.run`, knows how to unwind.
         terminations.append(number)
         handler = signal.getsignal(signal.SIGINT)
+        if handler is signal.default_int_handler:  # no loop, but what asks a user may go on after Ctrl-C
+            sys.exit(128 + number)
         assert callable(handler)
         handler(signal.SIGINT, frame)
 

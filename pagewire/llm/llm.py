@@ -17,7 +17,6 @@ from pagewire.arguments import are_token_ids, as_list, check_text, is_integer, i
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
 from pagewire.client import UNARY_TIMEOUT_S, Client, one_each
-from pagewire.common.option_limits import flag
 from pagewire.compatibility import FOREIGN, IN_PYTHON, MAPPED, suggestion, translate
 from pagewire.completion import Completion
 from pagewire.conversation import Message
@@ -415,6 +414,7 @@ def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
     Raises TypeError for an unknown name, and ValueError for a value that cannot be.
     """
     from pagewire.cli.services import serve_options
+    from pagewire.options import spelled
 
     known = serve_options().keys() - {"model"}
     for name in given:
@@ -424,18 +424,14 @@ def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
     wanted = translate({"model": model} | {name: _in_gib(name, value) for name, value in given.items()}, IN_PYTHON)
     for line in wanted.ignored:
         warnings.warn(line, stacklevel=3)
-    return [_flag(name, value) for name, value in wanted.values.items() if name != "model" and value is not None]
+    values = {name: value for name, value in wanted.values.items() if name != "model" and value is not None}
+    for name, value in values.items():
+        if not isinstance(value, str | int | float):
+            raise ValueError(f"{name} must be a text, a number or a bool, got {value!r:.80}")
+        check_text(name, str(value))
+    return spelled(values)
 
 
 def _in_gib(name: str, value: Any) -> Any:
     """Returns the text of a number of GiB, which `swap_space` is in Python; 0 is none."""
     return f"{value}GiB" if name == "swap_space" and is_real(value) else value
-
-
-def _flag(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return flag(name if value else f"no_{name}")
-    if not isinstance(value, str | int | float):
-        raise ValueError(f"{name} must be a text, a number or a bool, got {value!r:.80}")
-    check_text(name, str(value))
-    return f"{flag(name)}={value}"

@@ -1,17 +1,13 @@
 """`pagewire chat` on a terminal: a real pseudo-terminal, a real process, a scripted server."""
 
 import os
-import pty
 import re
-import select
 import signal
 import stat
 import subprocess
 import sys
-import termios
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import grpc
@@ -20,86 +16,13 @@ import pytest
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, field_violation, serving
+from tests.contract.terminal import CTRL_A, CTRL_C, ROOT, STORY, TIMEOUT_S, UP, Terminal, on_terminal
 
-ROOT = Path(__file__).parents[2]
-STORY = "".join(scripted_scheduler.WORDS)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-# The new session's first terminal becomes the one whose Ctrl-C reaches it. Tests that run under nohup ignore SIGHUP.
-PROGRAM = """
-import os, signal, sys
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-terminal = os.open(sys.argv[1], os.O_RDWR)
-for number in range(3):
-    os.dup2(terminal, number)
-os.execv(sys.executable, [sys.executable, "-m", "pagewire", "chat", *sys.argv[2:]])
-"""
-CTRL_A, CTRL_C, CTRL_D, UP = "\x01", "\x03", "\x04", "\x1b[A"
-TIMEOUT_S = 30.0
 
 
-class Terminal:
-    """What a user at a terminal does and sees."""
-
-    def __init__(self, leader: int, process: "subprocess.Popen[bytes]") -> None:
-        self.process = process
-        self._leader = leader
-        self._shown = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._leader, text.encode())
-
-    def wait_for(self, text: str) -> str:
-        """What is shown up to this text, which later calls do not see again."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while text not in self._shown:
-            ready, _, _ = select.select([self._leader], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"{text!r} did not come, but {self._shown!r}"
-            try:
-                self._shown += re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", os.read(self._leader, 4096).decode())
-            except OSError:
-                raise AssertionError(f"{text!r} did not come before the end, but {self._shown!r}") from None
-        before, _, self._shown = self._shown.partition(text)
-        return before
-
-    def say(self, text: str) -> str:
-        """Types a message once it is asked for one; the answer, up to the next prompt."""
-        self.wait_for("> ")
-        self.type(text + "\r")
-        return self.wait_for(STORY)
-
-    def interrupt(self) -> None:
-        """Types Ctrl-C once the program waits for a key.
-
-        Python's line editing looks for signals only where one ends its wait: while it still draws the last key, a
-        Ctrl-C stays unnoticed until the next.
-        """
-        deadline = time.monotonic() + TIMEOUT_S
-        main_thread = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat")
-        while main_thread.read_text().rpartition(")")[2].split()[0] != "S":
-            assert time.monotonic() < deadline, "the program never waits"
-            os.sched_yield()
-        self.type(CTRL_C)
-
-    def end(self) -> int:
-        self.wait_for("> ")
-        self.type(CTRL_D)
-        return self.process.wait(TIMEOUT_S)
-
-
-@contextmanager
-def chatting(url: str, state: Path, *flags: str) -> Iterator[Terminal]:
-    leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (24, 120))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(state), "TERM": "xterm"}
-    command = [sys.executable, "-c", PROGRAM, os.ttyname(follower), "--url", url, *flags]
-    process = subprocess.Popen(command, env=environ, start_new_session=True)
-    try:
-        yield Terminal(leader, process)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(leader)
-        os.close(follower)
+def chatting(url: str, state: Path, *flags: str) -> AbstractContextManager[Terminal]:
+    return on_terminal(state, "chat", "--url", url, *flags)
 
 
 @pytest.fixture

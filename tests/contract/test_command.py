@@ -132,6 +132,16 @@ def test_an_error_stands_below_usage(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.endswith("\n\npagewire: error: unknown verb 'complet'; did you mean complete?\n")
 
 
+@pytest.mark.parametrize("arguments", [["ps"], ["list"], ["ls"], ["pull", "m"], ["stop", "m"], ["rm", "m"]])
+def test_verbs_of_other_commands_are_explained_in_a_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pagewire: error: there is no pagewire {arguments[0]}: ")
+    assert "`" in line or "Ctrl-C" in line
+
+
 class Writes(io.RawIOBase):
     """A standard error that keeps what each write brings, if anything."""
 
@@ -158,6 +168,67 @@ def test_a_line_on_standard_error_is_one_write(monkeypatch: pytest.MonkeyPatch) 
         told, starting, ready = writes.lines
     assert (told, starting) == (b"told\n", b"starting pagewire serve model\n")
     assert re.fullmatch(rb"ready on grpc://here after [0-9.]+ s\n", ready)
+
+
+@pytest.fixture
+def served(url: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The flags of each `pagewire serve` that a verb starts; the scripted scheduler stands in for it."""
+    started: list[list[str]] = []
+
+    def start(server: LocalServer) -> str:
+        words = server._command
+        started.append(words[words.index("serve") + 1 :])
+        return url
+
+    monkeypatch.setattr(LocalServer, "start", start)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ("m hi", ""),
+        ("m --dtype float32 hi", "--dtype=float32"),
+        ("--model m -- ", ""),
+        ("m hi -c 4096 -ngl 99 --no-mmap", "--ctx-size=4096 --n-gpu-layers=99 --no-mmap"),
+        ("m hi --served_model_name a b --no-enable-prefix-caching",
+         "--served-model-name=a --served-model-name=b --no-enable-prefix-caching"),
+        ("m --seed 4 --top-k 3 --chat-template rag --stop hi --system s hi -q int8 ", "--quantization=int8"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", ["run", "chat"])
+def test_run_serves_with_what_no_chat_takes(
+    served: list[list[str]],
+    scheduler: ScriptedScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+    given: str,
+    flags: str,
+) -> None:
+    if verb == "chat" and given.startswith("-"):
+        pytest.skip("a chat with a server has flags first")
+    scheduler.info.named_chat_templates.update({"rag": CHAT_TEMPLATE})
+    scheduler.info.chat_template = CHAT_TEMPLATE
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert main([verb, *given.split()]) == 0
+    assert capsys.readouterr().out == STORY + "\n"
+    (command,) = served
+    assert command == ["m", *local_server.SERVE_FLAGS, *flags.split()]
+    (request,) = scheduler.requests
+    assert request.text.endswith("<user>hi\n<assistant>")
+    assert request.sampling.seed == (4 if "--seed" in given else 0)
+
+
+def test_run_reads_the_prompt_where_it_is_told_to(
+    served: list[list[str]], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
+    assert main(["run", "m", "-"]) == 0
+    assert [request.text for request in scheduler.requests] == ["one\n\ntwo"]
+    assert main(["run", "m"]) == 2  # nothing is left
+    assert len(served) == 1
 
 
 def test_text_is_written_as_it_comes(scheduler: ScriptedScheduler) -> None:
@@ -341,6 +412,15 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "serve", "--top-p", "0"], "argument --top-p: top_p is 0.0, but must be above 0 and at most 1"),
         (["demo", "m", "n"], "unknown argument n"),
         (["complete", "two", "words"], "unknown argument words; what has spaces in it goes in quotes"),
+        (["run"], "MODEL is missing (also --model): give a checkpoint directory"),
+        (["run", "m", ""], "the prompt is empty; to chat, run it on a terminal"),
+        (["run", "m", "two", "words"], "unknown argument words; what has spaces in it goes in quotes"),
+        (["run", "m", "hi", "--dtype", "float31"], "--dtype: 'float31' is none of auto, float32"),
+        (["run", "m", "hi", "--http-port", "80"], "unknown flag --http-port: `pagewire serve` has it"),
+        (["run", "m", "hi", "--url", "a:1"], "unknown flag --url: `pagewire chat` talks to a server that runs already"),
+        (["run", "m", "hi", "--enable-lora"], "--enable-lora is not supported: Pagewire serves one model as it is"),
+        (["chat", "m", "--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
+        (["chat", "--model", "m"], "unknown flag --model: `pagewire run MODEL` serves one and chats with it"),
         (["--verison"], "did you mean --version?"),
         (["serve", "m", "--block-sise", "8"], "did you mean --block-size?"),
         (["serve", "m", "--port", "high"], "--port: 'high' is not an integer"),

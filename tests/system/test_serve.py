@@ -25,6 +25,7 @@ from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from testing.checkpoints.families import make_checkpoint
 from testing.services import Service
 from tests.contract import hub
+from tests.system.processes import command_line, wait_until_gone
 
 READY = "ready on grpc://"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -70,24 +71,6 @@ def status(url: str) -> str:
     """What `pagewire status` prints."""
     command = [sys.executable, "-m", "pagewire", "status", "--url", url]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def command_line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-
-
-def wait_until_gone(pid: int) -> None:
-    """Returns when the process has ended; a zombie that waits for its reaper has."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state == "Z":
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"process {pid} is still there")
 
 
 def test_a_stream_outlives_its_worker_and_a_signal_ends_both(model: Path) -> None:

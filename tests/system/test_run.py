@@ -1,0 +1,86 @@
+"""`pagewire run` as a user runs it: the bundled model, served for one chat or one answer."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.contract.terminal import CTRL_C, CTRL_D, ROOT, TIMEOUT_S, Terminal, on_terminal
+from tests.system.processes import command_line, wait_until_gone
+
+MODEL = str(ROOT / "models" / "storyteller")
+PROMPT = "Once upon a time"
+FLAGS = ("--num-threads=1", "--num-device-blocks=256", "--temperature=0", "--max-tokens=8")
+
+
+def run(*arguments: str, verb: str = "run", told: str = "") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pagewire", verb, *arguments]
+    return subprocess.run(command, input=told, capture_output=True, text=True, check=False)
+
+
+def server_of(terminal: Terminal) -> int:
+    """The process id of the server that serves the chat; the thread that has started it has it as a child."""
+    threads = Path(f"/proc/{terminal.process.pid}/task").iterdir()
+    (child,) = (child for thread in threads for child in (thread / "children").read_text().split())
+    assert f"pagewire serve {MODEL}" in command_line(int(child))
+    return int(child)
+
+
+def test_a_prompt_is_answered_and_the_server_ends() -> None:
+    given = run(MODEL, *FLAGS, "--dtype", "float32", PROMPT)
+    assert given.returncode == 0, given.stderr
+    assert len(given.stdout.split()) > 4
+    starting, ready = given.stderr.splitlines()
+    assert starting == f"starting pagewire serve {MODEL}"
+    assert ready.startswith("ready on grpc://127.0.0.1:")
+    piped = run(MODEL, *FLAGS, "--dtype", "float32", verb="chat", told=f"{PROMPT}\n")
+    assert (piped.returncode, piped.stdout) == (0, given.stdout)
+
+
+def test_a_chat_ends_with_its_server(tmp_path: Path) -> None:
+    with on_terminal(tmp_path, "run", MODEL, *FLAGS) as terminal:
+        terminal.wait_for("ready on ")
+        terminal.ask(PROMPT)
+        terminal.wait_for("> ")
+        terminal.type("more\r")
+        terminal.wait_for("> ")
+        server = server_of(terminal)
+        terminal.type(CTRL_D)
+        assert terminal.process.wait(TIMEOUT_S) == 0
+    wait_until_gone(server)
+    assert (tmp_path / "pagewire" / "chat_history").read_text() == f"{PROMPT}\nmore\n"
+
+
+@pytest.mark.parametrize("moment", ["loading", "asked", "answering"])
+def test_sigterm_ends_both(tmp_path: Path, moment: str) -> None:
+    with on_terminal(tmp_path, "run", MODEL, *FLAGS[:-1], "--max-tokens=2000", "--ignore-eos") as terminal:
+        terminal.wait_for("starting pagewire serve")
+        if moment != "loading":
+            terminal.wait_for("Ctrl-D ends.")
+            server = server_of(terminal)
+        if moment == "answering":
+            terminal.ask(PROMPT)
+            terminal.wait_for(" the ")
+        elif moment == "asked":
+            terminal.wait_for("> ")
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    if moment != "loading":
+        wait_until_gone(server)
+
+
+def test_ctrl_c_while_it_loads_ends_both(tmp_path: Path) -> None:
+    with on_terminal(tmp_path, "run", MODEL, *FLAGS) as terminal:
+        terminal.wait_for("starting pagewire serve")
+        terminal.type(CTRL_C)
+        assert terminal.process.wait(TIMEOUT_S) == 130
+
+
+def test_a_bad_model_is_told_of() -> None:
+    failed = run("/nowhere/at/all", PROMPT)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    starting, error = failed.stderr.splitlines()
+    assert starting == "starting pagewire serve /nowhere/at/all"
+    assert error.startswith("pagewire: error: pagewire serve /nowhere/at/all ended with exit code 78: the")
