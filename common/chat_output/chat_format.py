@@ -92,6 +92,7 @@ class ChatFormat(NamedTuple):
         return {"type": "structural_tag", "format": form, "special_tokens": list(self.tags(functions))}
 
 
+# A template may have one of the two: OLMo's begins reasoning, LFM's drops that of earlier answers.
 _THINKING = (
     ThinkingTags("<think>", "</think>"),
     ThinkingTags("<seed:think>", "</seed:think>"),
@@ -134,6 +135,6 @@ _CALLS = (
 @lru_cache(maxsize=16)
 def format_of(template: str) -> ChatFormat:
     """Return the format of what a chat template's model writes."""
-    thinking = next((tags for tags in _THINKING if all(text in template for text in tags)), None)
+    thinking = next((tags for tags in _THINKING if any(text in template for text in tags)), None)
     calls = next((calls for texts, calls in _CALLS if all(text in template for text in texts)), None)
     return ChatFormat(thinking, calls, is_in_channels=calls is _HARMONY)

@@ -107,6 +107,12 @@ def test_reasoning_goes_on_from_the_prompt_between_whatever_tags() -> None:
     hold(SPELLINGS["mistral"].chat_format, "[THINK]", "A[/THINK]\nB", [Reasoning("A"), Content("B")])
 
 
+@pytest.mark.parametrize("template", ["<think> <function_calls>", "</think> <|tool_call_start|>"])
+def test_reasoning_is_known_by_either_tag(template: str) -> None:
+    hold(format_of(template), "<think>", "A</think>B", [Reasoning("A"), Content("B")])
+    hold(format_of(template), "", "<think>A</think>B", [Reasoning("A"), Content("B")])
+
+
 def test_channels_are_read_where_there_are_no_functions() -> None:
     parser = SPELLINGS["harmony"].chat_format.parser("", {})
     assert parser.feed(f"{TO_F}1<|call|>") == [Content("1")]
