@@ -21,11 +21,11 @@ def children_of(pid: int) -> list[int]:
     """Of all its threads, but for the process in which a scheduler tries grammars."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return [child for child in children if b"pagewire.common.grammars.trial" not in _command_line(child)]
+    return [child for child in children if b"pagewire.common.grammars.trial" not in command_line(child)]
 
 
-def _command_line(pid: int) -> bytes:
-    """Nothing for a process that has just ended."""
+def command_line(pid: int) -> bytes:
+    """The command line of a process; nothing if it has just ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -5,16 +5,12 @@ import logging
 import os
 import signal
 import ssl
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import openai
 import pytest
@@ -22,31 +18,13 @@ import pytest
 from pagewire import installation
 from pagewire.cli import services
 from pagewire.cli.command import main
-from pagewire.hosting.supervisor import free_port
 from testing.parity import STORYTELLER
-from testing.services import children_of, is_alive
+from testing.services import children_of, command_line, is_alive
 from tests.contract.certificates import Authority
 from tests.contract.tenants import KEYS, write_tenants
+from tests.system.http_server import serving, with_tools
 
 PROMPT = {"prompt": "Once there was a brave turtle", "temperature": 0, "max_tokens": 16}
-
-
-@contextmanager
-def serving(
-    *flags: str, model: Path = STORYTELLER, stderr: IO[bytes] | None = None
-) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    port = free_port("127.0.0.1")
-    base = ("--port=0", "--metrics-port=0", "--num-device-blocks=512", "--num-threads=1", f"--http-port={port}")
-    command = [sys.executable, "-m", "pagewire", "serve", str(model), *base, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
-        try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(2)]
-            url = f"{'https' if any('tls' in flag for flag in flags) else 'http'}://127.0.0.1:{port}"
-            assert lines[1] == f"ready on {url}\n", lines
-            yield process, url
-        finally:
-            process.kill()
 
 
 def post(url: str, body: dict[str, Any], key: str = "", trusted: ssl.SSLContext | None = None) -> dict[str, Any]:
@@ -60,7 +38,7 @@ def test_a_front_end_that_dies_comes_back() -> None:
     with serving() as (process, url):
         text = post(url, PROMPT)["choices"][0]["text"]
         assert len(text) > 10
-        (front_end,) = [child for child in children_of(process.pid) if b"frontend" in _command_line(child)]
+        (front_end,) = [child for child in children_of(process.pid) if b"frontend" in command_line(child)]
         os.kill(front_end, signal.SIGKILL)
         deadline = time.monotonic() + 60
         while True:
@@ -103,7 +81,7 @@ def test_tls(tmp_path: Path) -> None:
 
 def test_a_front_end_ends_with_its_parent() -> None:
     with serving() as (process, _):
-        (front_end,) = [child for child in children_of(process.pid) if b"frontend" in _command_line(child)]
+        (front_end,) = [child for child in children_of(process.pid) if b"frontend" in command_line(child)]
         process.kill()
         process.wait(10)
         deadline = time.monotonic() + 10
@@ -147,11 +125,6 @@ def test_a_model_without_a_tokenizer_takes_tokens(tmp_path: Path) -> None:
         assert post(url, {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True})["usage"]["completion_tokens"] == 4
 
 
-TOOL_TEMPLATE = """{% for message in messages %}{{ message.content }}
-{% for call in message.tool_calls %}<tool_call>
-{{ call.function | tojson }}
-</tool_call>
-{% endfor %}{% endfor %}"""
 FORECAST = {
     "type": "object",
     "properties": {
@@ -181,10 +154,7 @@ def streamed_call(client: openai.OpenAI, seed: int) -> str:
 
 
 def test_calls_of_tools_are_the_same_through_deaths_of_the_worker(tmp_path: Path) -> None:
-    for path in STORYTELLER.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
-    with serving("--served-model-name=tooled", model=tmp_path) as (process, url):
+    with serving("--served-model-name=tooled", model=with_tools(tmp_path)) as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
         calm = [streamed_call(client, seed) for seed in range(20)]
         whole = [arguments for arguments in calm if arguments.endswith("}")]
@@ -195,11 +165,6 @@ def test_calls_of_tools_are_the_same_through_deaths_of_the_worker(tmp_path: Path
             streams = [pool.submit(streamed_call, client, seed) for seed in range(20)]
             for place in (2, 9, 15):
                 streams[place].result(60)
-                (worker,) = [child for child in children_of(process.pid) if b"worker" in _command_line(child)]
+                (worker,) = [child for child in children_of(process.pid) if b"worker" in command_line(child)]
                 os.kill(worker, signal.SIGKILL)
             assert [stream.result(60) for stream in streams] == calm
-
-
-def _command_line(pid: int) -> bytes:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()

@@ -1,0 +1,57 @@
+"""An agent of openai-agents, by one of OpenAI's APIs.
+
+`python -m tests.system.agents.openai_agent {chat,responses} URL {whole,streamed}`.
+"""
+
+import asyncio
+import sys
+
+from agents import (
+    Agent,
+    MaxTurnsExceeded,
+    Model,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+
+from tests.system.agents.tools import CALLS_A_CONVERSATION, NUM_CALLS, QUESTION, forecast, remember
+
+_MODELS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
+
+
+async def main(api: str, url: str, how: str) -> None:
+    set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+    model: Model = _MODELS[api]("tooled", client)
+    for seed in range(NUM_CALLS // CALLS_A_CONVERSATION):
+        agent = Agent(
+            "weather",
+            tools=[function_tool(forecast), function_tool(remember)],
+            model=model,
+            model_settings=ModelSettings(
+                temperature=1,
+                max_tokens=100,
+                tool_choice="required",
+                parallel_tool_calls=False,
+                extra_body={"seed": seed},
+            ),
+            reset_tool_choice=False,
+        )
+        try:
+            if how == "streamed":
+                async for _ in Runner.run_streamed(agent, QUESTION, max_turns=CALLS_A_CONVERSATION).stream_events():
+                    pass
+            else:
+                await Runner.run(agent, QUESTION, max_turns=CALLS_A_CONVERSATION)
+        except MaxTurnsExceeded:
+            continue
+        raise AssertionError("an answer came where a call is required")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

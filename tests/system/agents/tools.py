@@ -1,0 +1,26 @@
+"""The tools of the agents: what they answer depends on what they are asked."""
+
+import json
+from typing import Any, Literal
+
+City = Literal["Oslo", "Rome", "Lima"]
+NUM_CALLS = 50
+# A conversation of so many calls fits the model.
+CALLS_A_CONVERSATION = 10
+QUESTION = "Once there was a brave turtle who asked for the weather."
+
+
+def forecast(city: City, days: Literal[1, 2, 3]) -> str:
+    """Tell the weather of a city."""
+    _print("forecast", city=city, days=days)
+    return f"{len(city) * days} degrees"
+
+
+def remember(word: Literal["sun", "rain"]) -> str:
+    """Keep a word."""
+    _print("remember", word=word)
+    return word
+
+
+def _print(name: str, **arguments: Any) -> None:
+    print(json.dumps([name, arguments]), flush=True)
