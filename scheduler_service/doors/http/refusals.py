@@ -24,6 +24,11 @@ class Error(Struct, frozen=True):
     type: str
     param: str | None = None
     code: str | None = None
+    details: dict[str, str] | UnsetType = UNSET
+
+
+# By this Anthropic's client knows to go on by sending whole conversations.
+_NO_THREADS = {"error_code": "thread_unsupported_request"}
 
 
 class ErrorAnswer(Struct, frozen=True):
@@ -45,7 +50,9 @@ def error_answer(refusal: RefusedError | HttpRefusal, path: str) -> ErrorAnswer:
     if isinstance(refusal, HttpRefusal):
         return ErrorAnswer(Error(str(refusal), _type(refusal.status)), kind)
     code = "model_not_found" if refusal.field == "model" else _CODES.get(refusal.reason)
-    return ErrorAnswer(Error(str(refusal), _type(refusal.reason.http_status), refusal.field or None, code), kind)
+    details = _NO_THREADS if kind and refusal.field == "thread" else UNSET
+    error = Error(str(refusal), _type(refusal.reason.http_status), refusal.field or None, code, details)
+    return ErrorAnswer(error, kind)
 
 
 def error_response(refusal: RefusedError | HttpRefusal, path: str) -> Response:

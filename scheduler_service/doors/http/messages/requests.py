@@ -111,5 +111,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     top_p: Annotated[float, within(RANGES["top_p"])] | None = None
     top_k: Annotated[int, Meta(ge=0, le=UINT32.high)] | None = None
     seed: Annotated[int, within(INT64)] | None = None
+    thread: Annotated[None, why("conversations are not kept; send the whole one")] = None
     container: Annotated[None, why("no code is run")] = None
     inference_geo: Annotated[str, _INERT] | None = None
