@@ -56,10 +56,14 @@ class SchedulerConfig:
     max_prompt_bytes: int = option(*_PROMPT_BYTES)
     max_waiting_text_bytes: int = option(*_WAITING_TEXT_BYTES)
     detached_retention: float = option(
-        600.0, "how long the result of a detached request is kept after it ends, in seconds", at_least(0)
+        600.0,
+        "how long the result of a detached request, or a response, is kept after it ends, in seconds",
+        at_least(0),
     )
     max_detached_bytes: int = option(
-        268_435_456, "how many bytes of ended detached requests are kept; the oldest is dropped first", at_least(0)
+        268_435_456,
+        "how many bytes of ended detached requests and responses are kept; the oldest is dropped first",
+        at_least(0),
     )
     max_kv_event_bytes: int = option(
         67_108_864,

@@ -139,7 +139,7 @@ _METRICS_COUNTERS = {
 # Gauges that are told as they are: their texts, and their names in ServiceStats.
 _SERVICE_GAUGES = {
     "pagewire:waiting_text_bytes": ("Bytes of texts that wait to be tokenized.", "waiting_text_bytes"),
-    "pagewire:detached_bytes": ("Bytes of results that are kept of detached requests.", "detached_bytes"),
+    "pagewire:detached_bytes": ("Bytes that are kept of detached requests, and of responses.", "detached_bytes"),
     "pagewire:kv_event_bytes": ("Bytes of KV events that are kept for subscribers.", "kv_event_bytes"),
     "pagewire:unread_failures": (
         "Failed submissions that clients of GenerateMany have not been told of, since they do not read.",

@@ -21,10 +21,10 @@ from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.core.request import EndReason, OutputMode, SequenceEnd
+from scheduler_service.core.request import EndReason, OutputMode
 from scheduler_service.doors.entrance import passed_on, refusal_of
 from scheduler_service.doors.scheduler.generate_request import encode_request
-from scheduler_service.doors.scheduler.generate_response import FINISH_REASONS, decode_logprobs, encode_embedding
+from scheduler_service.doors.scheduler.generate_response import decode_end, decode_logprobs
 from scheduler_service.links.waiting import LINK_OPTIONS, Ended, Outdated, Waiting, ends
 from scheduler_service.serving.active_request import ActiveRequest
 from scheduler_service.serving.clock import Clock
@@ -48,7 +48,6 @@ _PORT = RightPort.of_link(
 )
 # Calls that are passed on at once: of one connection a scheduler serves little more, the link's own call among them.
 _MAX_FORWARDED_CALLS = 4_000
-_END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINISH_REASONS.items()}
 
 
 class SchedulerLink:
@@ -350,7 +349,7 @@ class SchedulerLink:
     def _take_delta(self, output: SampleRecord, request: ActiveRequest, delta: scheduler_pb2.GenerateResponse) -> None:
         end = cumulative_logprob = None
         if delta.HasField("usage"):
-            end = _decode_end(output.sequence_id, delta)
+            end = decode_end(output.sequence_id, delta)
             # That of a hypothesis; a sample's follows from its log-probabilities.
             cumulative_logprob = delta.cumulative_logprob if request.request.beam is not None else None
             self.num_ended[end.reason] += 1
@@ -396,19 +395,3 @@ class SchedulerLink:
             self._forget(request)
             self.num_failed += 1
             request.fail(RefusedError(Reason.UNAVAILABLE, message))
-
-
-def _decode_end(stream_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:
-    return SequenceEnd(
-        sequence_id=stream_id,
-        reason=_END_REASONS[delta.finish_reason],
-        num_prompt_tokens=delta.usage.prompt_tokens,
-        num_cached_tokens=delta.usage.cached_tokens,
-        num_output_tokens=delta.usage.completion_tokens,
-        stop_token_id=delta.stop_token_id if delta.WhichOneof("stop") == "stop_token_id" else None,
-        message="",
-        arrived_at=0.0,
-        first_scheduled_at=None,
-        first_token_at=None,
-        embedding=encode_embedding(delta.embedding),
-    )

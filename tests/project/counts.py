@@ -26,10 +26,10 @@ class Ceiling(NamedTuple):
 # Statements by ast; docstrings, comments and formatting do not count.
 MAX_STATEMENTS = {
     "scheduler_service": Ceiling(
-        11_626,
+        11_867,
         "a core that simulators drive, blocks given one by one, doors for gRPC, vLLM, front ends and tenants; the "
         "OpenAI API over HTTP, field by field, with tokens and texts that are ruled out; detached requests by any "
-        "door, HTTP's too, and records beside them; calls of tools in chats; Anthropic's form of them, and Responses",
+        "door, HTTP's too; calls of tools in chats; Anthropic's form of them, and Responses, kept and in background",
     ),
     "worker_service": Ceiling(
         6_133, "weights from three kinds of files, on CPUs and GPUs, by ranks, in graphs; compilers"
@@ -50,7 +50,7 @@ MAX_STATEMENTS = {
         "benchmarks; a front end for HTTP beside `serve`",
     ),
 }
-MAX_MODULES_IN_ALL = Ceiling(390, "a noun each, what reads calls between tags the last")
+MAX_MODULES_IN_ALL = Ceiling(392, "a noun each, what tells responses and what keeps them the last")
 MAX_TYPE_NAMES_TWICE = Ceiling(8, "`TWICE` of `test_counts.py` has the reason of each")
 MAX_FUNCTION_NAMES_TWICE = Ceiling(
     50,

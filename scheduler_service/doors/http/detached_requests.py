@@ -42,7 +42,7 @@ async def submit_detached(
         raise invalid("prompt", f"a detached request has one prompt, not {len(asked.requests)}; send each by itself")
     [parsed] = asked.requests
     with asked.names.in_refusals():
-        message = scheduler_pb2.SubmitRequest(request=await _encoded(parsed, intake))
+        message = scheduler_pb2.SubmitRequest(request=await encoded_request(parsed, intake))
         submitted = await answer_of(forward("Submit", message, call))
     return _encode(DetachedAnswer(submitted.request_id, "running"))
 
@@ -80,7 +80,7 @@ def _named(named: NamedRequest, call: Call) -> dict[str, str]:
     return {"request_id": named.request_id, "tenant": call.caller.tenant(named.tenant or "")}
 
 
-async def _encoded(parsed: ParsedRequest, intake: Intake) -> scheduler_pb2.GenerateRequest:
+async def encoded_request(parsed: ParsedRequest, intake: Intake) -> scheduler_pb2.GenerateRequest:
     """Return the request with its prompt as tokens. Its stop texts are for the scheduler to find."""
     token_ids = await intake.tokenize(parsed, OutputMode.DETACHED)
     limit = intake.engine.availability.max_sequence_tokens

@@ -31,11 +31,17 @@ from scheduler_service.doors.http.requests import (
     NamedRequest,
     TokenizeRequest,
 )
-from scheduler_service.doors.http.responses.answers import ResponseAnswer
-from scheduler_service.doors.http.responses.requests import ResponsesRequest
+from scheduler_service.doors.http.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
+from scheduler_service.doors.http.responses.requests import (
+    InputItemsQuery,
+    NamedResponse,
+    ResponseQuery,
+    ResponsesRequest,
+)
 
 _REFERENCE = "#/components/schemas/{name}"
 _JSON = "application/json"
+_RESPONSE = "/v1/responses/{response_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,11 @@ class TypedRoute:
     answer: Any
     summary: str
     method: str = "POST"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether path and query say all."""
+        return "{" in self.path
 
 
 POSTED = (
@@ -66,6 +77,11 @@ POSTED = (
 NAMED = (
     TypedRoute("/v1/requests/{request_id}", DetachedQuery, DetachedAnswer, "What came of a detached request", "GET"),
     TypedRoute("/v1/requests/{request_id}", NamedRequest, dict[str, str], "Ends a request, detached or not", "DELETE"),
+    # Ids may have any characters: the longest paths are first.
+    TypedRoute(f"{_RESPONSE}/cancel", NamedResponse, ResponseAnswer, "Ends a response in background", "POST"),
+    TypedRoute(f"{_RESPONSE}/input_items", InputItemsQuery, InputItemList, "What a response answers", "GET"),
+    TypedRoute(_RESPONSE, ResponseQuery, ResponseAnswer, "A response that is kept, or made in background", "GET"),
+    TypedRoute(_RESPONSE, NamedResponse, DeletedResponse, "Forgets a response, and ends it", "DELETE"),
 )
 _GOT = {
     "/v1/models": "The model that is served",
@@ -89,8 +105,8 @@ def document(as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
         if "stream" in route.request.__struct_fields__ and not route.path.endswith("/render"):
             content["text/event-stream"] = {"schema": answer}
         given: dict[str, Any] = {"requestBody": {"required": True, "content": {_JSON: {"schema": request}}}}
-        if route.method != "POST":
-            schema = components.pop(route.request.__name__)
+        if route.is_named:
+            schema = components[route.request.__name__]
             given = {
                 "parameters": [
                     {"name": name, "in": "query" if "default" in field else "path", "required": "default" not in field}
@@ -103,6 +119,8 @@ def document(as_read: Callable[[type[Struct]], Any]) -> dict[str, Any]:
             **given,
             "responses": {"200": {"description": "OK", "content": content}, **refused},
         }
+    for route in NAMED:
+        components.pop(route.request.__name__, None)
     for path, summary in _GOT.items():
         content = {_JSON: {"schema": models}} if path == "/v1/models" else {}
         paths[path] = {"get": {"summary": summary, "responses": {"200": {"description": "OK", "content": content}}}}

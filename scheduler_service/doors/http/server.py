@@ -51,8 +51,14 @@ from scheduler_service.doors.http.requests import (
     NamedRequest,
     TokenizeRequest,
 )
-from scheduler_service.doors.http.responses.requests import ResponsesRequest
+from scheduler_service.doors.http.responses.requests import (
+    InputItemsQuery,
+    NamedResponse,
+    ResponseQuery,
+    ResponsesRequest,
+)
 from scheduler_service.doors.http.responses.responses import answer_response
+from scheduler_service.doors.http.responses.stored_responses import StoredResponses
 from scheduler_service.doors.http.tokenization import detokenize, render, tokenize
 from scheduler_service.doors.scheduler.request_servicer import Forward
 from scheduler_service.serving.intake import Intake
@@ -190,7 +196,14 @@ class HttpDoor:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
-        named: Mapping[str, Serve] = {"GET": self._read_detached, "DELETE": self._abort}
+        named: Mapping[tuple[str, type[Struct]], Serve] = {
+            ("GET", DetachedQuery): self._read_detached,
+            ("DELETE", NamedRequest): self._abort,
+            ("GET", ResponseQuery): self._read_response,
+            ("GET", InputItemsQuery): self._input_items,
+            ("POST", NamedResponse): self._cancel_response,
+            ("DELETE", NamedResponse): self._delete_response,
+        }
         return [
             Route("/health", self._health, methods=["GET"]),
             Route("/ping", self._health, methods=["GET", "POST"]),
@@ -201,7 +214,7 @@ class HttpDoor:
             Route("/docs", self._docs, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
             *(self._typed(route, handlers[route.path]) for route in POSTED),
-            *(self._typed(route, named[route.method]) for route in NAMED),
+            *(self._typed(route, named[route.method, route.request]) for route in NAMED),
         ]
 
     # Routes
@@ -246,7 +259,24 @@ class HttpDoor:
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
 
     async def _answer_response(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes | None:
-        return await answer_response(request, call, self._intake, self._model_name(), stream)
+        stored = self._stored(request, call)
+        return await answer_response(request, call, self._intake, stored, self._model_name(), stream)
+
+    async def _read_response(self, query: ResponseQuery, call: Call, stream: EventStream) -> bytes | None:
+        stored = self._stored(query, call)
+        return await (stored.tell(query.response_id, stream) if query.stream else stored.read(query.response_id))
+
+    async def _cancel_response(self, named: NamedResponse, call: Call, stream: EventStream) -> bytes:
+        return await self._stored(named, call).cancel(named.response_id)
+
+    async def _delete_response(self, named: NamedResponse, call: Call, stream: EventStream) -> bytes:
+        return await self._stored(named, call).delete(named.response_id)
+
+    async def _input_items(self, query: InputItemsQuery, call: Call, stream: EventStream) -> bytes:
+        return await self._stored(query, call).input_items(query)
+
+    def _stored(self, request: ResponsesRequest | NamedResponse, call: Call) -> StoredResponses:
+        return StoredResponses(request.tenant, call, self._intake, self._forward)
 
     async def _answer_message(self, request: MessagesRequest, call: Call, stream: EventStream) -> bytes | None:
         return await answer_message(request, call, self._intake, self._model_name(), stream)
@@ -291,10 +321,10 @@ class HttpDoor:
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             call = self._call(scope)
-            if route.method == "POST":
-                request = decode_body(await self._read_body(scope, receive), kind)
-            else:
+            if route.is_named:
                 request = decode_query({**QueryParams(scope["query_string"]), **scope["path_params"]}, kind)
+            else:
+                request = decode_body(await self._read_body(scope, receive), kind)
             call = replace(call, time_remaining=getattr(request, "timeout", None))
             self._check_model(getattr(request, "model", None))
             try:

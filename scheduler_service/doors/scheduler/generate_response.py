@@ -21,6 +21,7 @@ FINISH_REASONS = {
     EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
     EndReason.ABORT: scheduler_pb2.FINISH_REASON_ABORT,
 }
+_END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINISH_REASONS.items()}
 
 
 def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateResponse:
@@ -44,6 +45,29 @@ def encode_delta(request_id: str, delta: Delta) -> scheduler_pb2.GenerateRespons
         elif delta.end.stop_token_id is not None:
             response.stop_token_id = delta.end.stop_token_id
     return response
+
+
+def decode_delta(response: scheduler_pb2.GenerateResponse) -> Delta:
+    """The inverse of `encode_delta`, but for log-probabilities and what stopped the output."""
+    end = decode_end(0, response) if response.HasField("usage") else None
+    return Delta(response.index, response.first_token, list(response.token_ids), response.text, end=end)
+
+
+def decode_end(sequence_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:
+    """Return the end that a last delta tells."""
+    return SequenceEnd(
+        sequence_id=sequence_id,
+        reason=_END_REASONS[delta.finish_reason],
+        num_prompt_tokens=delta.usage.prompt_tokens,
+        num_cached_tokens=delta.usage.cached_tokens,
+        num_output_tokens=delta.usage.completion_tokens,
+        stop_token_id=delta.stop_token_id if delta.WhichOneof("stop") == "stop_token_id" else None,
+        message="",
+        arrived_at=0.0,
+        first_scheduled_at=None,
+        first_token_at=None,
+        embedding=encode_embedding(delta.embedding),
+    )
 
 
 async def write_deltas(

@@ -20,7 +20,6 @@ from tests.contract.http.door import DONE, HttpServer, serve_http
 from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
 
 PATH = "/v1/completions"
-NAMED = "/v1/requests/{request_id}"
 
 
 async def test_what_is_served(server: HttpServer) -> None:
@@ -43,7 +42,7 @@ async def test_the_api_describes_itself(server: HttpServer) -> None:
     for path, methods in described["paths"].items():
         for method in methods:
             response = await server.client.request(method, path, json={} if method == "post" else None)
-            assert response.status_code in (200, 400) or (path, response.status_code) == (NAMED, 404), path
+            assert response.status_code in (200, 400) or ("{" in path and response.status_code == 404), path
     page = await server.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     for path in described["paths"]:

@@ -40,7 +40,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     RENDER: {"prompt": TEXT, "seed": 0, "request_id": "same"},
     RENDER_CHAT: {"messages": [QUESTION], "seed": 0, "request_id": "same"},
     MESSAGES: {"messages": [QUESTION], "seed": 0, "max_tokens": 4, "request_id": "same"},
-    RESPONSES: {"input": "hello", "seed": 0, "max_output_tokens": 4, "request_id": "same"},
+    RESPONSES: {"input": "hello", "seed": 0, "max_output_tokens": 4, "request_id": "same", "store": False},
     "/tokenize": {"prompt": TEXT},
     "/detokenize": {"tokens": [70, 71]},
 }
@@ -275,6 +275,9 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "parallel_tool_calls": Case(False, has_in_grammar('"stop_after_first": true'), True, {"tools": [CALLED]}),
         "metadata": answered(lambda answer: answer["metadata"], {"a": "b"}, {"a": "b"}),
         "truncation": Harmless("disabled", "auto"),
+        "store": answered(lambda answer: answer["store"], True, True, request_id="kept"),
+        "background": answered(lambda answer: answer["status"], True, "queued", store=True, request_id=None),
+        "previous_response_id": read("status", "resp_x", 404),
     },
     RENDER: PROMPTS
     | {"prompt": PROMPT, "request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")},
@@ -421,7 +424,7 @@ async def test_a_field_does_what_it_says(door: Door, path: str, row: FieldRow) -
 
 
 # What asks for something, where that is no list.
-NOT_SERVED = {"suffix": "x", "background": True, "top_logprobs": 1}
+NOT_SERVED = {"suffix": "x", "top_logprobs": 1}
 
 
 @cases(served=False)

@@ -8,36 +8,18 @@ import pytest
 from openai.types.responses import Response
 from tokenizers import Tokenizer
 
-from scheduler_service.doors.http.responses.conversation import chat_meant
+from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
 from scheduler_service.doors.http.responses.requests import ResponsesRequest
 from tests.contract.http.door import HttpServer
-from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
+from tests.contract.http.response_items import PATH, TOOLS, items
+from tests.contract.http.scripted import CALL, SECOND, Say, make_tool_checkpoint
 
-PATH = "/v1/responses"
-TOOLS = [
-    {"type": "function", "name": "weather", "description": "Tells.", "parameters": WEATHER, "strict": True},
-    {"type": "function", "name": "now"},
-]
 USED = ("function_call", "weather", '{"city": "Oslo"}')
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
-
-
-def items(response: Response) -> list[tuple[Any, ...]]:
-    """What a response holds, but for ids."""
-    told: list[tuple[Any, ...]] = []
-    for item in response.output:
-        match item.type:
-            case "message":
-                told.append(("message", "".join(getattr(part, "text", "") for part in item.content)))
-            case "reasoning":
-                told.append(("reasoning", "".join(part.text for part in item.content or ())))
-            case "function_call":
-                told.append(("function_call", item.name, item.arguments))
-    return told
 
 
 async def both(server: HttpServer, **asked: Any) -> Response:
@@ -130,7 +112,8 @@ def test_a_conversation_is_the_chat_that_it_means() -> None:
         [{"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}]
         for number, name in (("1", "f"), ("2", "g"))
     ]
-    assert list(chat_meant(msgspec.convert(given, ResponsesRequest)).messages) == [
+    request = msgspec.convert(given, ResponsesRequest)
+    assert list(chat_meant(request, items_of(request)).messages) == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls[0]},
@@ -148,8 +131,7 @@ def test_a_conversation_is_the_chat_that_it_means() -> None:
         ("input[0].role", {"input": [{"role": "robot", "content": "x"}]}),
         ("input[0].type", {"input": [{"type": "item_reference", "id": "1"}]}),
         ("max_output_tokens", {"max_output_tokens": 100_000}),
-        ("previous_response_id", {"previous_response_id": "resp_1"}),
-        ("background", {"background": True}),
+        ("background", {"background": True, "store": False}),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("text.format", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 1}}}}),

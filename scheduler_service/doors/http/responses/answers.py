@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from scheduler_service.doors.http.responses.requests import InputItem
+
 
 class AnswerText(Struct, tag_field="type", tag="output_text", frozen=True):
     text: str
@@ -62,16 +64,22 @@ class Incomplete(Struct, frozen=True):
     reason: str
 
 
+class ResponseError(Struct, frozen=True):
+    code: Literal["server_error"]
+    message: str
+
+
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
     """A response; what the request said stands in it again."""
 
     id: str
     created_at: int
     model: str
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     output: list[OutputItem]
     usage: ResponseUsage | None
     incomplete_details: Incomplete | None
+    error: ResponseError | None
     instructions: str | None
     max_output_tokens: int | None
     parallel_tool_calls: bool
@@ -82,11 +90,10 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     text: Any
     reasoning: Any
     metadata: dict[str, Any] | None
+    background: bool
+    previous_response_id: str | None
+    store: bool
     object: Literal["response"] = "response"
-    background: Literal[False] = False
-    error: None = None
-    previous_response_id: None = None
-    store: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     service_tier: Literal["default"] = "default"
 
@@ -107,3 +114,17 @@ class ResponseEvent(Struct, frozen=True, omit_defaults=True):
     arguments: str | None = None
     name: str | None = None
     logprobs: list[Any] | None = None
+
+
+class InputItemList(Struct, frozen=True):
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class DeletedResponse(Struct, frozen=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True

@@ -1,6 +1,6 @@
 """A request of the Responses API as the chat that it means."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -23,8 +23,10 @@ from scheduler_service.doors.http.responses.requests import (
     FunctionResultItem,
     InputItem,
     InputItems,
+    InputText,
     MessageItem,
     NamedFunction,
+    OutputText,
     ReasoningConfig,
     ReasoningItem,
     ResponsesRequest,
@@ -33,14 +35,35 @@ from scheduler_service.doors.http.responses.requests import (
 )
 
 _SAME = (*QueuedRequest.__struct_fields__, "stream", "temperature", "top_p", "seed", "parallel_tool_calls")
+# Before the ids of items that were sent without.
+_KINDS = {MessageItem: "msg", ReasoningItem: "rs", FunctionCallItem: "fc", FunctionResultItem: "fco"}
 
 
-def chat_meant(request: ResponsesRequest) -> ChatCompletionRequest:
-    """Return the chat that a request means. Raises RefusedError."""
+def items_of(request: ResponsesRequest) -> list[InputItem]:
+    """Return the input of a request as items, each whole as it is listed. Raises RefusedError."""
+    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    typed = [{"type": "message", **item} for item in given]
+    items = decode_body(msgspec.json.encode({"input": typed}), InputItems).input
+    return [_whole(item, f"{request.request_id}_input_{index}") for index, item in enumerate(items)]
+
+
+def _whole(item: InputItem, name: str) -> InputItem:
+    changes: dict[str, Any] = {
+        "id": item.id or f"{_KINDS[type(item)]}_{name}",
+        "status": item.status or "completed",
+    }
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        is_answer = item.role == "assistant"
+        changes["content"] = [OutputText(item.content, []) if is_answer else InputText(item.content)]
+    return msgspec.structs.replace(item, **changes)
+
+
+def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> ChatCompletionRequest:
+    """Return the chat that a request means, which goes on with a conversation."""
     choice = request.tool_choice
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     return ChatCompletionRequest(
-        messages=list(_messages(request)),
+        messages=list(_messages(request.instructions, conversation)),
         max_completion_tokens=request.max_output_tokens,
         tools=[ToolField(FunctionField(tool.name, tool.description, tool.parameters)) for tool in request.tools or ()],
         tool_choice=FunctionChoice(FunctionName(choice.name)) if isinstance(choice, NamedFunction) else choice,
@@ -59,15 +82,11 @@ def _format(given: Any) -> ResponseFormat | None:
     return None
 
 
-def _messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
-    if request.instructions is not None:
-        yield {"role": "system", "content": request.instructions}
-    if isinstance(request.input, str):
-        yield {"role": "user", "content": request.input}
-        return
-    typed = [{"type": "message", **item} for item in request.input]
+def _messages(instructions: str | None, conversation: Iterable[InputItem]) -> Iterator[dict[str, Any]]:
+    if instructions is not None:
+        yield {"role": "system", "content": instructions}
     answer: dict[str, Any] = {}  # what the model wrote in one turn is one message
-    for item in decode_body(msgspec.json.encode({"input": typed}), InputItems).input:
+    for item in conversation:
         if answer and not _goes_on(answer, item):
             yield answer
             answer = {}

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 from pagewire.common.sampling_ranges import RANGES, UINT32
 from scheduler_service.doors.http.requests import (
@@ -133,10 +133,32 @@ class ResponsesRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, 
     metadata: Annotated[dict[str, Any], why("stands in the answer")] | None = None
     include: Annotated[list[str], _INERT] | None = None
     truncation: Annotated[Literal["disabled"], why("prompts are cut by truncate_prompt_tokens")] | None = None
-    background: Annotated[Literal[False], why("responses are not stored")] | None = None
-    previous_response_id: Annotated[None, why("responses are not stored; send the conversation")] = None
+    store: Annotated[bool, why("kept for a while, for GET and previous_response_id, unless false")] | None = None
+    background: Annotated[bool, why("the answer comes at once, for GET")] | None = None
+    previous_response_id: Annotated[str, why("its conversation comes before the input")] | None = None
     conversation: Annotated[None, why("conversations are not stored; send it")] = None
     prompt: Annotated[None, why("prompts are not stored; send it")] = None
     max_tool_calls: Annotated[None, why("no tool is run here")] = None
     context_management: Annotated[Empty, why("a conversation is taken as it is sent")] | None = None
     top_logprobs: Annotated[Literal[0], why("use /v1/chat/completions")] | None = None
+
+
+class NamedResponse(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Which response is meant."""
+
+    response_id: str
+    tenant: str | None = None
+
+
+class ResponseQuery(NamedResponse, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    stream: Annotated[bool, why("events from its beginning, of one in background alone")] | None = None
+    starting_after: Annotated[None, why("events are cut anew each time; read them from the beginning")] = None
+    include: Annotated[str, _INERT] | None = field(default=None, name="include[]")
+    include_obfuscation: Annotated[bool, _INERT] | None = None
+
+
+class InputItemsQuery(NamedResponse, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    order: Annotated[Literal["asc", "desc"], why("desc unless set: the last first")] | None = None
+    limit: Annotated[int, Meta(ge=1, le=100), why("20 unless set")] | None = None
+    after: Annotated[str, why("the id of the item that comes before")] | None = None
+    include: Annotated[str, _INERT] | None = field(default=None, name="include[]")

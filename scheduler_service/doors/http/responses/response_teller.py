@@ -1,0 +1,167 @@
+"""The events of a response, made of what comes of its output."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
+from scheduler_service.core.request import EndReason, SequenceEnd
+from scheduler_service.doors.http.event_stream import EventStream
+from scheduler_service.doors.http.responses.answers import (
+    AnswerText,
+    CachedTokens,
+    FunctionCallOutput,
+    Incomplete,
+    MessageOutput,
+    OutputItem,
+    ReasoningOutput,
+    ReasoningTokens,
+    ResponseAnswer,
+    ResponseError,
+    ResponseEvent,
+    ResponseUsage,
+    ThoughtText,
+)
+from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
+from scheduler_service.serving.output import Delta
+from scheduler_service.serving.prompt_text import ANY_NUMBER
+
+ID_PREFIX = "resp_"  # of a response's id, before the request's
+_STATUSES = {EndReason.STOP: "completed", EndReason.LENGTH: "incomplete", EndReason.ABORT: "cancelled"}
+_encode = msgspec.json.Encoder().encode
+_LAST_EVENTS = {"cancelled": "incomplete"}  # which clients know no event of
+
+
+class ResponseTeller:
+    """Makes the events of a response of what comes of an output."""
+
+    def __init__(self, parser: OutputParser, begun: ResponseAnswer, tokenizer: Tokenizer) -> None:
+        """`begun` is the response as it begins."""
+        self._parser = parser
+        self._begun = begun
+        self._tokenizer = tokenizer
+        self._name = begun.id.removeprefix(ID_PREFIX)
+        self._num_events = 0
+        self._is_in_progress = False
+        self._items: list[OutputItem] = []  # that are whole
+        self._open: OutputItem | None = None
+        self._pieces: list[str] = []  # of what is open
+        self._reasoning: list[str] = []  # all that was told
+
+    def begin(self) -> Iterator[ResponseEvent]:
+        yield self._event("response.created", response=self._begun)
+        if self._begun.status == "queued":
+            yield self._event("response.queued", response=self._begun)
+
+    async def tell(self, delta: Delta) -> list[ResponseEvent]:
+        """Tell what is new. With the output's end comes the whole response."""
+        end, events = delta.end, []
+        if not self._is_in_progress:
+            self._is_in_progress = True
+            in_progress = msgspec.structs.replace(self._begun, status="in_progress")
+            events.append(self._event("response.in_progress", response=in_progress))
+        events += self._tell_text(delta.text, is_last=end is not None)
+        if end is not None:
+            status = _STATUSES[end.reason]
+            details = Incomplete("max_output_tokens") if status == "incomplete" else None
+            events += self._end(status, incomplete_details=details, usage=await self._usage(end))
+        return events
+
+    def fail(self, message: str) -> Iterator[ResponseEvent]:
+        """Tell that nothing more comes, and why."""
+        yield from self._tell_text("", is_last=True)
+        yield from self._end("failed", error=ResponseError("server_error", message))
+
+    def _end(self, status: str, **told: Any) -> Iterator[ResponseEvent]:
+        yield from self._close("completed" if status == "completed" else "incomplete")
+        response = msgspec.structs.replace(self._begun, status=status, output=self._items, **told)
+        yield self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)
+
+    def _tell_text(self, text: str, *, is_last: bool) -> Iterator[ResponseEvent]:
+        for part in self._parser.feed(text, is_last=is_last):
+            yield from self._tell_part(part)
+
+    def _tell_part(self, part: OutputPart) -> Iterator[ResponseEvent]:
+        match part:
+            case CallStart(name):
+                item_id, call_id = self._new_id("fc"), self._new_id("call")
+                yield from self._begin_item(FunctionCallOutput(item_id, call_id, name, "", "in_progress"))
+            case Arguments(text):
+                yield self._delta("response.function_call_arguments.delta", text)
+            case Reasoning(text):
+                if not isinstance(self._open, ReasoningOutput):
+                    yield from self._begin_item(ReasoningOutput(self._new_id("rs"), [], "in_progress"))
+                self._reasoning.append(text)
+                yield self._delta("response.reasoning_text.delta", text, content_index=0)
+            case Content(text) if text:
+                if not isinstance(self._open, MessageOutput):
+                    yield from self._begin_item(MessageOutput(self._new_id("msg"), [], "in_progress"))
+                yield self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
+
+    def _begin_item(self, item: OutputItem) -> Iterator[ResponseEvent]:
+        yield from self._close("completed")
+        self._open = item
+        yield self._of_item("response.output_item.added", item=item)
+        if not isinstance(item, FunctionCallOutput):
+            yield self._of_item("response.content_part.added", item_id=item.id, content_index=0, part=_part(item, ""))
+
+    def _close(self, status: str) -> Iterator[ResponseEvent]:
+        """End the item that is open, if one is."""
+        item, text = self._open, "".join(self._pieces)
+        if item is None:
+            return
+        place: dict[str, Any] = {"item_id": item.id}
+        match item:
+            case FunctionCallOutput():
+                whole: OutputItem = msgspec.structs.replace(item, arguments=text, status=status)
+                yield self._of_item("response.function_call_arguments.done", **place, arguments=text, name=item.name)
+            case _:
+                part = _part(item, text)
+                whole = msgspec.structs.replace(item, content=[part], status=status)
+                kind = "reasoning_text" if isinstance(item, ReasoningOutput) else "output_text"
+                logprobs: list[Any] | None = [] if isinstance(item, MessageOutput) else None
+                yield self._of_item(f"response.{kind}.done", **place, content_index=0, text=text, logprobs=logprobs)
+                yield self._of_item("response.content_part.done", **place, content_index=0, part=part)
+        yield self._of_item("response.output_item.done", item=whole)
+        self._items.append(whole)
+        self._open, self._pieces = None, []
+
+    def _delta(self, kind: str, text: str, **place: Any) -> ResponseEvent:
+        assert self._open is not None, "an item has begun"
+        self._pieces.append(text)
+        return self._of_item(kind, item_id=self._open.id, delta=text, **place)
+
+    def _of_item(self, kind: str, **told: Any) -> ResponseEvent:
+        return self._event(kind, output_index=len(self._items), **told)
+
+    def _event(self, kind: str, **told: Any) -> ResponseEvent:
+        self._num_events += 1
+        return ResponseEvent(kind, self._num_events - 1, **told)
+
+    def _new_id(self, kind: str) -> str:
+        """Return the id of the item that begins now, the same whenever this response is told."""
+        return f"{kind}_{self._name}_{len(self._items) + (self._open is not None)}"
+
+    async def _usage(self, end: SequenceEnd) -> ResponseUsage:
+        """Count the tokens of reasoning by its text: one token may end it and go on behind it."""
+        text = "".join(self._reasoning)
+        token_ids = await self._tokenizer.encode(text, ANY_NUMBER, add_special_tokens=False) if text else []
+        assert isinstance(token_ids, list), "any number of tokens is asked for"
+        return ResponseUsage(
+            end.num_prompt_tokens,
+            CachedTokens(end.num_cached_tokens),
+            end.num_output_tokens,
+            ReasoningTokens(len(token_ids)),
+            end.num_prompt_tokens + end.num_output_tokens,
+        )
+
+
+def _part(item: ReasoningOutput | MessageOutput, text: str) -> ThoughtText | AnswerText:
+    return ThoughtText(text) if isinstance(item, ReasoningOutput) else AnswerText(text)
+
+
+async def tell_events(events: Iterable[ResponseEvent], stream: EventStream) -> None:
+    stream.is_named = True
+    for event in events:
+        await stream.tell(_encode(event), event.type)

@@ -1,0 +1,27 @@
+"""What is asked for on `/v1/responses`, and what responses hold."""
+
+from typing import Any
+
+from openai.types.responses import Response
+
+from tests.contract.http.scripted import WEATHER
+
+PATH = "/v1/responses"
+TOOLS = [
+    {"type": "function", "name": "weather", "description": "Tells.", "parameters": WEATHER, "strict": True},
+    {"type": "function", "name": "now"},
+]
+
+
+def items(response: Response) -> list[tuple[Any, ...]]:
+    """What a response holds, but for ids."""
+    told: list[tuple[Any, ...]] = []
+    for item in response.output:
+        match item.type:
+            case "message":
+                told.append(("message", "".join(getattr(part, "text", "") for part in item.content)))
+            case "reasoning":
+                told.append(("reasoning", "".join(part.text for part in item.content or ())))
+            case "function_call":
+                told.append(("function_call", item.name, item.arguments))
+    return told

@@ -1,0 +1,431 @@
+"""Responses that are kept, gone on with, and made in background: by OpenAI's own client, at any door."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseItemList
+
+from pagewire.common.messages import RowStatus
+from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
+from pagewire.hosting.supervisor import free_port
+from scheduler_service.doors.http import prompts as http_prompts
+from tests.contract.detached import until as until_closed
+from tests.contract.front_end import DEADLINE, serve_front_end
+from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.response_items import PATH, TOOLS, items
+from tests.contract.http.scripted import CALL, WEATHER, Say, make_tool_checkpoint
+from tests.contract.tenants import KEYS, key_file, write_tenants
+
+THOUGHT = f"<think>\nhm\n</think>\n\nI look.\n{CALL}"
+LONG = "x" * 150
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tool_checkpoint(tmp_path_factory.mktemp("models") / "chatty")
+
+
+@asynccontextmanager
+async def another_door(server: HttpServer, model: Path, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Of the same scheduler."""
+    port = free_port("127.0.0.1")
+    async with (
+        serve_front_end(model, server.stack.url, http_port=port, **options),
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="EMPTY", max_retries=0) as client,
+    ):
+        yield client
+
+
+async def create(client: openai.AsyncOpenAI, **asked: Any) -> Any:
+    return await client.responses.create(**{"model": "chatty", "input": "hi"} | asked)
+
+
+async def until(client: openai.AsyncOpenAI, response_id: str, *statuses: str) -> Response:
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            response = await client.responses.retrieve(response_id)
+            if response.status in statuses:
+                return response
+            await asyncio.sleep(0.01)  # a client that only polls has no event to wait for
+
+
+async def ended(client: openai.AsyncOpenAI, response_id: str) -> Response:
+    response = await until(client, response_id, "completed", "incomplete", "failed", "cancelled")
+    Response.model_validate(response.model_dump(warnings="error", by_alias=True))
+    return response
+
+
+async def until_expired(client: openai.AsyncOpenAI, response_id: str) -> None:
+    with pytest.raises(openai.NotFoundError):
+        await until(client, response_id, "none")
+
+
+async def unknown(client: openai.AsyncOpenAI, response_id: str) -> str:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.responses.retrieve(response_id)
+    assert caught.value.param == "response_id"
+    return caught.value.message.replace(response_id, "ID")
+
+
+def noted_messages(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The messages of the chats that are rendered from now on."""
+    seen: list[Any] = []
+    render = http_prompts.render
+
+    def noted(template: str, messages: Any, **options: Any) -> str:
+        seen.append(messages)
+        return render(template, messages, **options)
+
+    monkeypatch.setattr(http_prompts, "render", noted)
+    return seen
+
+
+# Kept
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_response_is_kept_before_its_client_knows(
+    server: HttpServer, model: Path, say: Say, is_streamed: bool
+) -> None:
+    say(THOUGHT)
+    async with another_door(server, model) as other:
+        asked = {"tools": TOOLS, "metadata": {"a": "b"}, "instructions": "be kind", "stream": is_streamed}
+        created = await create(server.openai, **asked)
+        if is_streamed:
+            async for event in created:
+                if event.type == "response.completed":  # while the stream is open
+                    created = event.response
+                    assert (await other.responses.retrieve(created.id)).output == created.output
+        assert (created.store, created.background, created.previous_response_id) == (True, False, None)
+        assert [item.type for item in created.output] == ["reasoning", "message", "function_call"]
+        for client in (server.openai, other):
+            assert await client.responses.retrieve(created.id) == created
+        assert await unknown(server.openai, created.id.removeprefix("resp_"))
+
+
+async def test_ids_of_items_are_the_responses(server: HttpServer, say: Say) -> None:
+    say(THOUGHT)
+    response = await create(server.openai, tools=TOOLS, extra_body={"request_id": "mine"})
+    assert response.id == "resp_mine"
+    assert [item.id for item in response.output] == ["rs_mine_0", "msg_mine_1", "fc_mine_2"]
+    assert response.output[2].call_id == "call_mine_2"
+    with pytest.raises(openai.ConflictError):
+        await create(server.openai, extra_body={"request_id": "mine"})
+    await server.openai.responses.delete(response.id)
+    await create(server.openai, extra_body={"request_id": "mine"})
+
+
+async def test_what_is_not_kept_looks_as_what_never_was(model: Path, say: Say) -> None:
+    async with serve_http(model, detached_retention=0.2) as server:
+        say("hello")
+        never = await unknown(server.openai, "resp_never")
+        forgotten, expired = await create(server.openai), await create(server.openai)
+        await server.openai.responses.delete(forgotten.id)
+        unkept = await create(server.openai, store=False)
+        assert unkept.store is False
+        # What is kept there is no response.
+        completion = await server.post("/v1/completions", prompt="x", detached=True, request_id="completion")
+        assert completion.status_code == 200
+        for name in (forgotten.id, unkept.id, "resp_completion", "completion", "resp_", "a/b"):
+            assert await unknown(server.openai, name) == never
+        await until_expired(server.openai, expired.id)
+        assert await unknown(server.openai, expired.id) == never
+        with pytest.raises(openai.NotFoundError) as caught:
+            await create(server.openai, previous_response_id=expired.id)
+        assert caught.value.param == "previous_response_id"
+        for method, path in (("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items"), ("GET", "?stream=true")):
+            response = await server.client.request(method, f"{PATH}/{expired.id}{path}")
+            assert (response.status_code, response.json()["error"]["param"]) == (404, "response_id")
+
+
+async def test_a_response_that_is_too_large_is_refused_before_it_is_made(server: HttpServer) -> None:
+    large = {"metadata": {"a": "x" * (MAX_MESSAGE_BYTES - 200)}}
+    num_steps = server.stack.worker.num_steps
+    for body in ({"input": "hi"}, {"input": "hi", "background": True}):
+        error = await server.refusal(PATH, **body | large)
+        assert (error["param"], "store: false" in error["message"]) == ("store", True)
+    assert server.stack.worker.num_steps == num_steps
+    assert (await server.post(PATH, input="hi", store=False, **large)).status_code == 200
+
+
+async def test_input_items_come_in_pages(server: HttpServer, say: Say) -> None:
+    say("hello")
+    given = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"type": "function_call", "id": "fc_own", "call_id": "1", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "c"},
+    ]
+    first = await create(server.openai, input=given, extra_body={"request_id": "first"})
+    second = await create(server.openai, previous_response_id=first.id, extra_body={"request_id": "second"})
+    expected = ["msg_first_input_0", "msg_first_input_1", "fc_own", "fco_first_input_3", "msg_first_0"]
+    expected.append("msg_second_input_0")
+    listed = server.openai.responses.input_items.list
+    page = await listed(second.id, order="asc")
+    assert [item.id for item in page.data] == expected
+    ResponseItemList.model_validate(
+        {"object": "list", "first_id": "1", "last_id": "1", **page.model_dump(warnings="error")}
+    )
+    assert [getattr(item, "content", None) and item.content[0].text for item in page.data] == [
+        *("a", "b", None, None, "hello", "hi")
+    ]
+    assert [item.id for item in (await listed(second.id)).data] == expected[::-1]
+    assert [item.id async for item in await listed(second.id, limit=1)] == expected[::-1]
+    assert [item.id for item in (await listed(second.id, after="fc_own", order="asc", limit=2)).data] == expected[3:5]
+    for query, param in ({"after": "x"}, "after"), ({"limit": 0}, "limit"), ({"order": "up"}, "order"):
+        response = await server.client.get(f"{PATH}/{second.id}/input_items", params=query)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+# Gone on with
+
+
+async def test_a_conversation_goes_on(server: HttpServer, model: Path, say: Say, monkeypatch: Any) -> None:
+    seen = noted_messages(monkeypatch)
+    async with another_door(server, model) as other:
+        say(THOUGHT)
+        first = await create(server.openai, tools=TOOLS, instructions="be kind")
+        call = first.output[-1]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        say("hello")
+        second = await create(other, input=[output], previous_response_id=first.id, tools=TOOLS)
+        assert (second.previous_response_id, items(second)) == (first.id, [("message", "hello")])
+        third = await create(server.openai, input="and now?", previous_response_id=second.id, store=False)
+        assert third.previous_response_id == second.id
+        # As if its client had sent all of it.
+        spelled = [{"role": "user", "content": "hi"}, *(item.to_dict() for item in first.output), output]
+        spelled += [*(item.to_dict() for item in second.output), {"role": "user", "content": "and now?"}]
+        await create(server.openai, input=spelled, store=False)
+        assert seen[2] == seen[3]
+        assert [message["role"] for message in seen[2]] == ["user", "assistant", "tool", "assistant", "user"]
+        assert seen[2][1]["reasoning_content"] == "hm"
+        # One that forks.
+        again = await create(server.openai, input=[output], previous_response_id=first.id, tools=TOOLS)
+        assert items(again) == items(second)
+
+
+async def test_the_prefix_of_a_conversation_is_cached(server: HttpServer, say: Say) -> None:
+    say("hello")
+    first = await create(server.openai, input="once upon a time there was a little hello world")
+    assert first.usage.input_tokens_details.cached_tokens == 0
+    for _ in range(2):
+        second = await create(server.openai, input="go on", previous_response_id=first.id)
+        usage = second.usage
+        assert usage.input_tokens_details.cached_tokens >= first.usage.input_tokens // 4 * 4  # in blocks of 4
+        first = second
+
+
+async def test_only_what_has_ended_well_is_gone_on_with(server: HttpServer, say: Say) -> None:
+    say(LONG)
+    server.stack.worker.step_seconds = 0.02
+    running = await create(server.openai, background=True)
+    error = await server.refusal(PATH, input="x", previous_response_id=running.id)
+    assert error["param"] == "previous_response_id"
+    assert "queued" in error["message"] or "in_progress" in error["message"]
+    await server.openai.responses.cancel(running.id)
+    error = await server.refusal(PATH, input="x", previous_response_id=running.id)
+    assert "cancelled" in error["message"]
+    cut = await create(server.openai, background=True, max_output_tokens=3)
+    assert (await ended(server.openai, cut.id)).status == "incomplete"
+    await create(server.openai, previous_response_id=cut.id, max_output_tokens=3)
+
+
+# In background
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("hello", {}),
+        (THOUGHT, {"tools": TOOLS}),
+        (THOUGHT, {"tools": TOOLS, "max_output_tokens": 30}),
+        ("", {}),
+    ],
+    ids=str,
+)
+async def test_a_response_in_background_is_the_one_that_is_waited_for(
+    server: HttpServer, model: Path, say: Say, text: str, asked: dict[str, Any]
+) -> None:
+    say(text)
+    waited_for = await create(server.openai, **asked)
+    async with another_door(server, model) as other:
+        begun = await create(server.openai, background=True, **asked)
+        assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+        response = await ended(other, begun.id)
+        assert (items(response), response.status) == (items(waited_for), waited_for.status)
+        assert response.usage.total_tokens == waited_for.usage.total_tokens
+        assert response.incomplete_details == waited_for.incomplete_details
+        assert await server.openai.responses.retrieve(begun.id) == response
+        for client in (server.openai, other):
+            events = [event async for event in await client.responses.retrieve(begun.id, stream=True)]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            kinds = ["response.created", "response.queued", "response.in_progress"]
+            assert [event.type for event in events[:3]] == kinds
+            assert events[-1].type == f"response.{response.status}"
+            assert events[-1].response == response
+            added = [event.item.id for event in events if event.type == "response.output_item.added"]
+            assert added == [item.id for item in response.output]
+
+
+async def test_a_response_in_background_is_streamed_and_outlives_its_reader(
+    server: HttpServer, say: Say, open_attachments: list[object]
+) -> None:
+    say(LONG)
+    server.stack.worker.step_seconds = 0.01
+    async with await create(server.openai, background=True, stream=True) as stream:
+        async for event in stream:
+            if event.type == "response.created":
+                response_id = event.response.id
+            if event.type == "response.output_text.delta":
+                break
+    await until_closed(lambda: not open_attachments)
+    assert (await server.openai.responses.retrieve(response_id)).status == "in_progress"
+    events = [event async for event in await server.openai.responses.retrieve(response_id, stream=True)]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    response = await ended(server.openai, response_id)
+    assert text == response.output_text == LONG
+
+
+async def test_what_an_output_must_match_holds_in_background(server: HttpServer, say: Say) -> None:
+    say('{"city": "Oslo"}')
+    worker = server.stack.worker
+    for asked in ({"text": {"format": {"type": "json_schema", "name": "x", "schema": WEATHER}}}, {"tools": TOOLS}):
+        begun = await create(server.openai, background=True, **asked)
+        assert (await ended(server.openai, begun.id)).output_text == '{"city": "Oslo"}'
+        in_background = {grammar.text for grammar in worker.grammars}
+        await create(server.openai, **asked)
+        assert {grammar.text for grammar in worker.grammars} == in_background != set()
+        assert 0 not in worker.opened_grammar_ids[-2:]
+        worker.grammars.clear()
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+async def test_a_response_in_background_is_cancelled(model: Path, say: Say, is_waiting: bool) -> None:
+    async with serve_http(model, max_num_seqs=1) as server, another_door(server, model) as other:
+        say(LONG)
+        server.stack.worker.step_seconds = 0.01
+        begun = [await create(server.openai, background=True) for _ in range(2)][is_waiting]
+        if not is_waiting:
+            await until(other, begun.id, "in_progress")
+        cancelled = await other.responses.cancel(begun.id)
+        assert cancelled.status == "cancelled"
+        Response.model_validate(cancelled.model_dump(warnings="error"))
+        assert [item.status for item in cancelled.output] == ([] if is_waiting else ["incomplete"])
+        for client in (server.openai, other):
+            assert await client.responses.retrieve(begun.id) == cancelled
+            assert await client.responses.cancel(begun.id) == cancelled
+        events = [event async for event in await server.openai.responses.retrieve(begun.id, stream=True)]
+        assert (events[-1].type, events[-1].response) == ("response.incomplete", cancelled)
+
+
+async def test_a_response_that_is_waited_for_is_aborted(server: HttpServer, say: Say) -> None:
+    say(LONG)
+    server.stack.worker.step_seconds = 0.01
+    creating = asyncio.create_task(create(server.openai, extra_body={"request_id": "mine"}))
+    await server.stack.until(lambda loads: loads.num_running == 1)
+    assert (await server.client.delete("/v1/requests/mine")).status_code == 200
+    aborted = await creating
+    assert (aborted.status, aborted.incomplete_details) == ("cancelled", None)
+    assert await server.openai.responses.retrieve("resp_mine") == aborted
+
+
+async def test_one_that_has_ended_is_not_cancelled_any_more(server: HttpServer, say: Say) -> None:
+    say("hello")
+    begun = await create(server.openai, background=True)
+    response = await ended(server.openai, begun.id)
+    assert await server.openai.responses.cancel(begun.id) == response
+    with pytest.raises(openai.BadRequestError) as caught:
+        await server.openai.responses.cancel((await create(server.openai)).id)
+    assert (caught.value.param, "background" in caught.value.message) == ("response_id", True)
+
+
+async def test_a_response_that_is_deleted_ends(server: HttpServer, say: Say) -> None:
+    say(LONG)
+    server.stack.worker.step_seconds = 0.01
+    begun = await create(server.openai, background=True)
+    response = await server.client.delete(f"{PATH}/{begun.id}")
+    assert response.json() == {"id": begun.id, "object": "response", "deleted": True}
+    assert await unknown(server.openai, begun.id)
+    await server.stack.until_idle()
+
+
+async def test_a_response_in_background_that_fails_says_why(server: HttpServer, say: Say) -> None:
+    say(LONG)
+    server.stack.worker.step_seconds = 0.02
+    begun = await create(server.openai, background=True)
+    reading = asyncio.create_task(_all_of(server.openai, begun.id))
+    await server.stack.until(lambda loads: loads.num_running == 1)
+    server.stack.worker.bad_sequences[0] = RowStatus.NAN_LOGITS
+    response = await ended(server.openai, begun.id)
+    assert (response.status, response.error.code) == ("failed", "server_error")
+    assert "not numbers" in response.error.message
+    for events in (await reading, await _all_of(server.openai, begun.id)):
+        assert (events[-1].type, events[-1].response.error) == ("response.failed", response.error)
+    assert (await server.refusal(PATH, input="x", previous_response_id=begun.id))["param"] == "previous_response_id"
+
+
+async def _all_of(client: openai.AsyncOpenAI, response_id: str) -> list[Any]:
+    return [event async for event in await client.responses.retrieve(response_id, stream=True)]
+
+
+async def test_a_response_in_background_outlives_a_worker(server: HttpServer, say: Say) -> None:
+    say(LONG)
+    server.stack.worker.step_seconds = 0.01
+    begun = await create(server.openai, background=True)
+    reading = asyncio.create_task(_all_of(server.openai, begun.id))
+    await server.stack.until(lambda loads: loads.num_running == 1)
+    await server.stack.worker.kill()
+    await server.stack.worker.start()
+    assert (await ended(server.openai, begun.id)).output_text == LONG
+    assert (await reading)[-1].response.output_text == LONG
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("stream=true", "stream"), ("stream=true&starting_after=3", "starting_after"), ("streams=true", "streams")],
+)
+async def test_queries_that_are_not_served(server: HttpServer, say: Say, query: str, param: str) -> None:
+    say("hello")
+    response = await server.client.get(f"{PATH}/{(await create(server.openai)).id}?{query}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_each_tenant_has_its_own_responses(model: Path, tmp_path: Path, say: Say) -> None:
+    tenants = tmp_path / "tenants.yaml"
+    write_tenants(tenants)
+    front = {"tenants": str(tenants), "scheduler_api_key_file": key_file(tmp_path, "root")}
+    async with serve_http(model, front=front, key=KEYS["acme"], tenants=str(tenants)) as server:
+        say("hello")
+        acme, globex = server.openai, server.openai.with_options(api_key=KEYS["globex"])
+        kept = await create(acme)
+        background = await create(acme, background=True)
+        never = await unknown(globex, "resp_never")
+        for response in (kept, background):
+            assert await unknown(globex, response.id) == never
+            for call in (globex.responses.delete, globex.responses.cancel, globex.responses.input_items.list):
+                with pytest.raises(openai.NotFoundError):
+                    await call(response.id)
+            with pytest.raises(openai.NotFoundError):
+                await create(globex, previous_response_id=response.id)
+            assert (await ended(acme, response.id)).status == "completed"
+            root = {"authorization": f"Bearer {KEYS['root']}"}
+            for query, status in (("", 404), ("?tenant=acme", 200)):
+                response_of_root = await server.client.get(f"{PATH}/{response.id}{query}", headers=root)
+                assert response_of_root.status_code == status
+        await create(acme, previous_response_id=background.id)
+
+
+async def test_a_lost_scheduler_is_unavailable(server: HttpServer, say: Say) -> None:
+    say("hello")
+    response = await create(server.openai)
+    server.stack.stop_now.set()
+    server.stack.stop.set()
+    await server.front.until_ready(False)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await server.openai.responses.retrieve(response.id)
+    assert caught.value.status_code == 503
