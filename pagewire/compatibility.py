@@ -357,14 +357,21 @@ _VALUES = {
     ),
     "load_format": _refused("weights are read from safetensors, or a GGUF file", "auto", "safetensors", "dummy"),
 }
-# Verbs of other commands, and what does the same here.
+# Verbs and flags of other commands, and what does the same here.
 FOREIGN_VERBS = {
     "pagewire ps": "`pagewire status` shows what a server is doing",
     "pagewire pull": "`pagewire serve` and `pagewire run` download a model when they start; so does `hf download`",
     "pagewire list": "`hf cache ls` lists the models that were downloaded",
     "pagewire ls": "`hf cache ls` lists the models that were downloaded",
     "pagewire rm": "`hf cache rm` deletes models that were downloaded",
+    "pagewire bench serve": "`vllm bench serve` and `guidellm` measure the OpenAI API: see docs/benchmarks.md",
     "pagewire stop": "Ctrl-C or SIGTERM ends a server; `pagewire run` ends its own",
+}
+FOREIGN_BENCH_FLAGS = {
+    **dict.fromkeys(("--save-result", "--result-dir", "--result-filename"), "--output-json FILE writes the figures"),
+    **dict.fromkeys(
+        ("--chart", "--metadata", "--save-detailed"), "`vllm bench serve` and `guidellm` tell more: docs/benchmarks.md"
+    ),
 }
 _SECRETS = ("api_key", "hf_token")  # whose values no message shows
 # Which flags take no value, and which several.

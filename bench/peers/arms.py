@@ -184,7 +184,7 @@ class PagewireArm:
 
 async def _seconds(client: AsyncClient, batch: Batch) -> float:
     planned = [
-        PlannedRequest(tuple(prompt), length, 0.0, seed=0)
+        PlannedRequest(tuple(prompt), length, seed=0)
         for prompt, length in zip(batch.prompts, batch.output_lens, strict=True)
     ]
     ran = await run(client, planned, GREEDY, Progress(len(planned), None))

@@ -4,23 +4,10 @@ bench`.
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagewire.bench.statistics import OBJECTIVES
 from pagewire.cli import client_flags
-from pagewire.compatibility import suggestion
-from pagewire.options import Parser
 from pagewire.sampling_params import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
-
-
-def percents(text: str) -> list[float]:
-    """Parses "50,99": numbers from 0 to 100."""
-    values = [client_flags.number(part) for part in text.split(",")]
-    for value in values:
-        if not 0 <= value <= 100:
-            raise argparse.ArgumentTypeError(f"{value:g} is no percentile: they are 0 to 100, such as 50,99")
-    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +30,6 @@ def range_ratio(text: str) -> RangeRatio:
     if set(parts) != {"input", "output"}:
         raise argparse.ArgumentTypeError(f'{text} has other keys than {{"input": RATIO, "output": RATIO}}')
     return RangeRatio(_ratio(str(parts["input"])), _ratio(str(parts["output"])))
-
-
-def objectives(parser: Parser, pairs: Sequence[str]) -> dict[str, float]:
-    """Parses "ttft:200 tpot:50", milliseconds, to seconds by name. Ends the command for a text that is none."""
-    limits: dict[str, float] = {}
-    for pair in pairs:
-        name, colon, value = pair.partition(":")
-        if not colon:
-            parser.error(f"--goodput: {pair!r} is no NAME:MS, such as ttft:200")
-        if name not in OBJECTIVES:
-            parser.error(f"--goodput: {name!r} is none of {', '.join(OBJECTIVES)}{suggestion(name, OBJECTIVES)}")
-        if name in limits:
-            parser.error(f"--goodput: {name} is there twice")
-        try:
-            limits[name] = float(value) / 1e3
-        except ValueError:
-            parser.error(f"--goodput: {value!r} is no number of milliseconds")
-        if not limits[name] >= 0:
-            parser.error(f"--goodput: {pair}, but an objective must be at least 0 ms")
-    return limits
 
 
 def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
@@ -106,13 +73,13 @@ def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
     )
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, temperature: float | None) -> None:
-    default = "the server's" if temperature is None else f"{temperature:g}"
-    text = f"randomness; 0 always takes the most likely token (default: {default})"
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for name in BENCH_FIELDS:
-        is_defaulted = name == "temperature"
-        explained = text if is_defaulted else "as in `pagewire complete`"
-        client_flags.add_number_flag(parser, name, explained, temperature if is_defaulted else None)
+        if name == "temperature":
+            text = "randomness; 0 always takes the most likely token (default: 1)"
+            client_flags.add_number_flag(parser, name, text, 1.0)
+        else:
+            client_flags.add_number_flag(parser, name, "as in `pagewire complete`")
 
 
 def sampling(parsed: argparse.Namespace) -> SamplingParams:

@@ -16,6 +16,7 @@ from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
 from pagewire.cli import client_flags
 from pagewire.client import AsyncClient
+from pagewire.compatibility import FOREIGN_BENCH_FLAGS
 from pagewire.hosting import local_server
 from pagewire.hosting.supervisor import free_port
 from pagewire.options import Parser
@@ -41,8 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     parsed = parser.parse_args(own)
     _check(parser, parsed)
-    path = result.path_of(parser, parsed, "pagewire-latency")
-    result.check_chart(parser, parsed.chart)
+    path = result.path_of(parser, parsed)
     metrics_url, extra_flags = parsed.metrics_url, []
     if parsed.profile and parsed.url is None:
         port = free_port("127.0.0.1")
@@ -56,9 +56,6 @@ def main(arguments: Sequence[str]) -> int:
         print(report(measured.profile), flush=True)
     if path is not None:
         result.write(path, _figures(parsed, measured, summary))
-    if parsed.chart is not None and measured.latencies:
-        text = f"{parsed.batch_size} at a time, {parsed.input_len} tokens in, {parsed.output_len} out"
-        result.draw_latencies(parsed.chart, f"{measured.info.served_model_name}, {text}", measured.latencies)
     return exit_code(measured.run)
 
 
@@ -150,10 +147,11 @@ def _parser() -> Parser:
         prog="pagewire bench latency",
         usage="pagewire bench latency [flags]",
         description="Measure how long a batch of requests takes on an otherwise idle server.",
+        explained=FOREIGN_BENCH_FLAGS,
     )
     target.add_flags(parser)
     flags.add_length_flags(parser, input_len=32, output_len=128)
-    flags.add_sampling_flags(parser, temperature=1.0)
+    flags.add_sampling_flags(parser)
     parser.add_argument(
         "--batch-size",
         type=client_flags.count,
@@ -185,8 +183,7 @@ def _parser() -> Parser:
         metavar="URL",
         help="address of the server's metrics, http://HOST:9090/metrics; needed for --profile with --url",
     )
-    parser.add_argument("--disable-tqdm", action="store_true", help="show no progress")
-    result.add_flags(parser, with_output_json=True)
+    result.add_flags(parser)
     return parser
 
 
@@ -217,4 +214,4 @@ def _figures(parsed: argparse.Namespace, measured: Iterations, summary: Summary 
     }
     if measured.profile is not None:
         own["profile"] = asdict(measured.profile)
-    return result.figures("latency", result.Measured.pagewire(measured.info), parsed, measured.run, own)
+    return result.figures("latency", measured.info, measured.run, own)

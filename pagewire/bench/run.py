@@ -1,4 +1,4 @@
-"""Puts a workload on a server: sends requests at their times, and notes when tokens came.
+"""Puts a workload on a server: sends requests, and notes when tokens came.
 
 All times are in seconds from the start of the run.
 """
@@ -6,38 +6,21 @@ All times are in seconds from the start of the run.
 import asyncio
 import contextlib
 import itertools
-import math
 import sys
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 from pagewire.bench.workload import PlannedRequest, Workload
 from pagewire.cli import FAILURE, INTERRUPTED, SUCCESS
 from pagewire.client import AsyncClient
-from pagewire.completion import Usage
 from pagewire.errors import CommandError, PagewireError
 from pagewire.progress import Progress
 from pagewire.sampling_params import SamplingParams
 from pagewire.server import ServerInfo
 
 MAX_SHOWN_ERRORS = 10
-
-
-class Server(Protocol):
-    """A server that answers requests, in the way of `pagewire.AsyncClient`."""
-
-    def stream(
-        self,
-        prompt: str | None = None,
-        sampling: SamplingParams | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        cache_salt: str = "",
-    ) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +32,10 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A message of a server that counts tokens only at the end, in `usage`."""
-
-    has_text: bool
-    usage: Usage | None
-
-
-@dataclass(frozen=True, slots=True)
 class RequestRecord:
     """The times of a request. It has failed if there is an `error`; without one and `is_finished` it was cut off."""
 
     num_prompt_tokens: int
-    planned_at: float
     sent_at: float
     ended_at: float
     arrivals: tuple[Arrival, ...]
@@ -86,13 +60,6 @@ class RequestRecord:
     def latency(self) -> float:
         return self.ended_at - self.sent_at
 
-    @property
-    def tpot(self) -> float | None:
-        """The time per output token but the first, or None with fewer than two."""
-        if self.num_output_tokens < 2:
-            return None
-        return (self.latency - (self.ttft or 0.0)) / (self.num_output_tokens - 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -105,24 +72,22 @@ class Run:
 
 
 async def run(
-    server: Server,
+    client: AsyncClient,
     requests: Sequence[PlannedRequest],
     sampling: SamplingParams,
     progress: Progress,
     *,
-    request_id_prefix: str | None = None,
     max_concurrency: int | None = None,
 ) -> Run:
-    """Sends each request at its time, though never more than `max_concurrency` at once.
+    """Sends all requests, though never more than `max_concurrency` at once.
 
     Cancelling it, as Ctrl-C does, loses nothing: it returns what has been measured until then.
     """
-    sender = _Sender(server, sampling, progress, request_id_prefix, max_concurrency)
+    sender = _Sender(client, sampling, progress, max_concurrency)
     was_interrupted = False
     try:
         async with asyncio.TaskGroup() as group:
             for index, request in enumerate(requests):
-                await asyncio.sleep(max(0.0, request.send_at - sender.now()))
                 group.create_task(sender.send(index, request))
     except asyncio.CancelledError:
         was_interrupted = True
@@ -134,37 +99,19 @@ async def run(
     return Run(records, duration, was_interrupted)
 
 
-def counted(arrivals: Sequence[Arrival], num_tokens: int, ended_at: float) -> list[Arrival]:
-    """Returns the arrivals with that many tokens in all, shared out evenly where a message was taken for one token.
-
-    Where no message had any text, all tokens arrive with the end.
-    """
-    if sum(arrival.num_tokens for arrival in arrivals) == num_tokens:
-        return list(arrivals)
-    if not arrivals:
-        return [Arrival(ended_at, num_tokens)]
-    shares = [num_tokens * index // len(arrivals) for index in range(len(arrivals) + 1)]
-    return [
-        Arrival(arrival.at, after - before)
-        for arrival, (before, after) in zip(arrivals, itertools.pairwise(shares), strict=True)
-    ]
-
-
 class _Sender:
     """Sends the requests of one run, and keeps their records."""
 
     def __init__(
         self,
-        server: Server,
+        client: AsyncClient,
         sampling: SamplingParams,
         progress: Progress,
-        request_id_prefix: str | None,
         max_concurrency: int | None,
     ) -> None:
-        self._server = server
+        self._client = client
         self._sampling = sampling
         self._progress = progress
-        self._request_id_prefix = request_id_prefix
         self._slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         # Equal seeds give equal prompts, and without a salt of its own a run would find in the cache what an earlier
         # one has computed.
@@ -179,63 +126,25 @@ class _Sender:
         async with self._slots:
             sent_at = self.now()
             arrivals: list[Arrival] = []
-            record = RequestRecord(request.num_prompt_tokens, request.send_at, sent_at, sent_at, (), False)
-            usage: Usage | None = None
+            record = RequestRecord(len(request.prompt_token_ids), sent_at, sent_at, (), False)
+            stream = self._client.stream(
+                None,
+                replace(self._sampling, max_tokens=request.num_output_tokens, seed=request.seed),
+                prompt_token_ids=request.prompt_token_ids,
+                cache_salt=self._cache_salt,
+            )
             try:
-                async with contextlib.aclosing(self._stream(index, request)) as outputs:
+                async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
-                        usage = output.usage or usage
-                        num_tokens = int(output.has_text) if isinstance(output, Chunk) else len(output.token_ids)
-                        if num_tokens:
+                        if num_tokens := len(output.token_ids):
                             arrivals.append(Arrival(self.now(), num_tokens))
                             self._progress.add(num_tokens, has_ended=False)
                 record = replace(record, is_finished=True)
             except PagewireError as error:
                 record = replace(record, error=f"{error.code.name}: {error}")
             finally:
-                ended_at = self.now()
-                if usage is not None and request.text is not None:
-                    record = replace(record, num_prompt_tokens=usage.prompt_tokens)
-                    arrivals = counted(arrivals, usage.completion_tokens, ended_at)
-                self.records[index] = replace(record, ended_at=ended_at, arrivals=tuple(arrivals))
+                self.records[index] = replace(record, ended_at=self.now(), arrivals=tuple(arrivals))
                 self._progress.add(0, has_ended=True)
-
-    def _stream(self, index: int, request: PlannedRequest) -> Any:
-        prefix = self._request_id_prefix
-        return self._server.stream(
-            request.text,
-            replace(self._sampling, max_tokens=request.num_output_tokens, seed=request.seed),
-            prompt_token_ids=request.prompt_token_ids if request.text is None else None,
-            request_id=None if prefix is None else f"{prefix}{index}",
-            cache_salt=self._cache_salt,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTest:
-    """A workload and how it is sent. `num_warmups` requests of it go first, unmeasured."""
-
-    name: str
-    workload: Workload
-    sampling: SamplingParams
-    max_concurrency: int | None = None
-    num_warmups: int = 0
-    request_id_prefix: str | None = None
-    shows_progress: bool = True
-
-    @property
-    def warm_up(self) -> Workload:
-        return replace(self.workload, num_prompts=self.num_warmups, request_rate=math.inf)
-
-
-async def put(load: LoadTest, client: AsyncClient) -> tuple[ServerInfo, Run]:
-    """Runs a load test, and returns the server's description and the measurements. Raises CommandError if a request
-    cannot fit the server."""
-    async with client:
-        info = await client.info()
-        check_fits(load.workload, info)
-        requests, warm_ups = (part.requests(info.vocab_size) for part in (load.workload, load.warm_up))
-        return info, await send(load, client, requests, warm_ups)
 
 
 def check_fits(workload: Workload, info: ServerInfo) -> None:
@@ -246,31 +155,6 @@ def check_fits(workload: Workload, info: ServerInfo) -> None:
             f"{workload.max_prompt_len} + {workload.output_len.max} tokens, but max_model_len of the server is "
             f"{info.max_model_len}: lower them"
         )
-
-
-async def send(
-    load: LoadTest, server: Server, requests: Sequence[PlannedRequest], warm_ups: Sequence[PlannedRequest]
-) -> Run:
-    """Sends the warm-up requests, and then those that are measured."""
-    if warm_ups:
-        warmed = await _send(replace(load, name=f"{load.name} (warming up)", request_id_prefix=None), server, warm_ups)
-        if warmed.was_interrupted:
-            return Run((), 0.0, was_interrupted=True)
-    return await _send(load, server, requests)
-
-
-async def _send(load: LoadTest, server: Server, requests: Sequence[PlannedRequest]) -> Run:
-    line = Progress(len(requests), sys.stderr if load.shows_progress else None, title=load.name)
-    measured = await run(
-        server,
-        requests,
-        load.sampling,
-        line,
-        request_id_prefix=load.request_id_prefix,
-        max_concurrency=load.max_concurrency,
-    )
-    line.close()
-    return measured
 
 
 def exit_code(measured: Run) -> int:

@@ -41,7 +41,7 @@ VERBS = {
     "attach": Verb(_REQUEST, "attach", "stream the output of a submitted request, from any token on"),
     "result": Verb(_REQUEST, "result", "show the output of a submitted request so far"),
     "status": Verb("pagewire.cli.status", "main", "show what a server is doing"),
-    "bench": Verb("pagewire.cli.command", "bench", "measure throughput, latency or a running server", "bench"),
+    "bench": Verb("pagewire.cli.command", "bench", "measure throughput or latency", "bench"),
     "replay": Verb("pagewire.cli.replay", "main", "run a recording of a scheduler again and check it"),
     "simulate": Verb(
         "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
@@ -50,14 +50,9 @@ VERBS = {
     "demo": Verb(_REQUEST, "demo", "serve the bundled model, stream one completion, and end"),
 }
 BENCHES = {
-    "throughput": Verb("pagewire.bench.load", "throughput", "many requests at once: tokens per second"),
+    "throughput": Verb("pagewire.bench.throughput", "main", "many requests at once: tokens per second"),
     "latency": Verb(
         "pagewire.bench.latency", "main", "one request at a time: how long it takes, and where the time goes"
-    ),
-    "serve": Verb(
-        "pagewire.bench.load",
-        "serve",
-        "requests that arrive over time at a running server: TTFT, TPOT, ITL, goodput",
     ),
 }
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130

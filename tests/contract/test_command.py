@@ -409,7 +409,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "a", "--n", "17"], "argument --n: n is 17, but must be 1 to 16"),
         (["complete", "a", "--logit-bias", "5=101"], "logit_bias[5] is 101.0, but must be -100 to 100"),
         (["chat", "--temperature", "nan"], "argument --temperature: 'nan' is not a number"),
-        (["bench", "serve", "--top-p", "0"], "argument --top-p: top_p is 0.0, but must be above 0 and at most 1"),
+        (["bench", "latency", "--top-p", "0"], "argument --top-p: top_p is 0.0, but must be above 0 and at most 1"),
         (["demo", "m", "n"], "unknown argument n"),
         (["complete", "two", "words"], "unknown argument words; what has spaces in it goes in quotes"),
         (["run"], "MODEL is missing (also --model): give a checkpoint directory"),

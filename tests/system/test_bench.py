@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.hosting.model_source import BUNDLED
 from testing.checkpoints.families import make_checkpoint
-from testing.services import children_of, free_port
+from testing.services import children_of
 from tests.compiler import skip_without_compiler
 
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -108,37 +107,3 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "Traceback" not in printed.stderr
     assert "none ended with exit code 78" in printed.stderr.splitlines()[-1]
     assert "there is no directory" in printed.stderr.splitlines()[-1]
-
-
-def test_a_gateway_over_http(tmp_path: Path) -> None:
-    """Texts of the bundled model's tokenizer, over the OpenAI API of `pagewire serve --gateway`."""
-    port = free_port("127.0.0.1")
-    serve = [sys.executable, "-m", "pagewire", "serve", str(BUNDLED), "--port=0", "--metrics-port=0"]
-    serve += ["--gateway", f"--gateway-port={port}", "--num-threads=1", "--log-level=warning"]
-    with subprocess.Popen(serve, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(2)]
-            assert lines[1] == f"ready on http://127.0.0.1:{port}\n"
-            flags = [
-                "--backend",
-                "openai",
-                "--port",
-                str(port),
-                "--tokenizer",
-                str(BUNDLED),
-                "--num-prompts",
-                "8",
-            ]
-            saved = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
-            arguments = command("serve", *flags, *saved, "--random-input-len", "30", "--random-output-len", "12")
-            ended = subprocess.run(arguments, env=ENVIRON, capture_output=True, text=True, check=False, timeout=120)
-        finally:
-            process.terminate()
-        assert process.wait(60) == 0
-    assert ended.returncode == 0, ended.stderr
-    figures = json.loads((tmp_path / "r.json").read_text())
-    assert (figures["model_id"], figures["completed"], figures["failed"]) == ("storyteller", 8, 0)
-    assert figures["output_lens"] == [12] * 8
-    assert all(abs(length - 30) <= 3 for length in figures["input_lens"])
-    assert all(itls for itls in figures["itls"])

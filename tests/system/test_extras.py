@@ -100,9 +100,9 @@ def test_a_machine_of_ones_own_serves(environment_of: EnvironmentOf, extra: str)
 @INSTALLED
 def test_a_running_server_is_measured(environment_of: EnvironmentOf, system: System, tmp_path: Path) -> None:
     flags = ["--url", system.url, "--num-prompts", 2, "--input-len", 4, "--output-len", 2]
-    chart = tmp_path / "chart.png"
-    environment_of("bench").run("-m", "pagewire", "bench", "serve", *flags, "--chart", chart)
-    assert chart.stat().st_size
+    figures = tmp_path / "figures.json"
+    environment_of("bench").run("-m", "pagewire", "bench", "throughput", *flags, "--output-json", figures)
+    assert figures.stat().st_size
 
 
 @INSTALLED

@@ -1,0 +1,151 @@
+"""`pagewire bench throughput` measures how many tokens per second a server makes of requests that are all there at
+once."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pagewire.bench import flags, result, target
+from pagewire.bench.run import Run, check_fits, exit_code, run
+from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
+from pagewire.cli import client_flags
+from pagewire.client import AsyncClient
+from pagewire.compatibility import FOREIGN_BENCH_FLAGS
+from pagewire.hosting import local_server
+from pagewire.options import Parser
+from pagewire.progress import Progress
+from pagewire.server import ServerInfo
+
+# More than a step takes, fewer than a server lets wait.
+MAX_CONCURRENCY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a run came to. Requests that were cut off count with the tokens that they got, those that failed with
+    nothing."""
+
+    duration: float  # in seconds
+    completed: int
+    failed: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    def rate(self, count: int) -> float:
+        """Returns so many as a rate per second, which is 0 where nothing was measured."""
+        return count / self.duration if self.duration > 0 else 0.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    own, serve_flags = local_server.split_serve_flags(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(own)
+    path = result.path_of(parser, parsed)
+    with target.opened(parser, parsed, serve_flags) as client:
+        info, measured = asyncio.run(_measure(parsed, client))
+    totals = total(measured)
+    print(report(totals), flush=True)
+    if path is not None:
+        result.write(path, result.figures("throughput", info, measured, _figures(parsed, totals)))
+    return exit_code(measured)
+
+
+def total(measured: Run) -> Totals:
+    served = [record for record in measured.records if record.error is None]
+    return Totals(
+        duration=measured.duration,
+        completed=sum(record.is_finished for record in served),
+        failed=len(measured.records) - len(served),
+        num_prompt_tokens=sum(record.num_prompt_tokens for record in served if record.arrivals),
+        num_output_tokens=sum(record.num_output_tokens for record in served),
+    )
+
+
+def report(totals: Totals) -> str:
+    all_tokens = totals.num_prompt_tokens + totals.num_output_tokens
+    return (
+        f"Throughput: {totals.rate(totals.completed):.2f} requests/s, {totals.rate(all_tokens):.2f} total tokens/s, "
+        f"{totals.rate(totals.num_output_tokens):.2f} output tokens/s\n"
+        f"Total num prompt tokens:  {totals.num_prompt_tokens}\n"
+        f"Total num output tokens:  {totals.num_output_tokens}"
+    )
+
+
+def _figures(parsed: argparse.Namespace, totals: Totals) -> dict[str, Any]:
+    all_tokens = totals.num_prompt_tokens + totals.num_output_tokens
+    return {
+        "num_prompts": parsed.num_prompts,
+        "input_len": parsed.input_len,
+        "output_len": parsed.output_len,
+        "random_range_ratio": [parsed.random_range_ratio.input, parsed.random_range_ratio.output],
+        "random_prefix_len": parsed.random_prefix_len,
+        "seed": parsed.seed,
+        "elapsed_time": totals.duration,
+        "num_requests": totals.completed,
+        "failed": totals.failed,
+        "total_num_tokens": all_tokens,
+        "total_output_tokens": totals.num_output_tokens,
+        "requests_per_second": totals.rate(totals.completed),
+        "tokens_per_second": totals.rate(all_tokens),
+        "output_tokens_per_second": totals.rate(totals.num_output_tokens),
+    }
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pagewire bench throughput",
+        usage="pagewire bench throughput [flags]",
+        description="Measure the throughput for many requests that are sent at once.",
+        explained=FOREIGN_BENCH_FLAGS,
+    )
+    target.add_flags(parser)
+    flags.add_range_flags(parser, num_prompts=1000)
+    flags.add_length_flags(parser, input_len=1024, output_len=128)
+    flags.add_sampling_flags(parser)
+    parser.add_argument(
+        "--max-concurrency",
+        type=client_flags.count,
+        default=MAX_CONCURRENCY,
+        metavar="INT",
+        help=f"most requests at the same time (default: {MAX_CONCURRENCY})",
+    )
+    parser.add_argument(
+        "--num-warmups",
+        type=client_flags.count_or_zero,
+        default=0,
+        metavar="INT",
+        help="number of unmeasured requests to send first (default: 0)",
+    )
+    result.add_flags(parser)
+    return parser
+
+
+async def _measure(parsed: argparse.Namespace, client: AsyncClient) -> tuple[ServerInfo, Run]:
+    """Sends the warm-up requests, and then those that are measured. Raises CommandError if one cannot fit the
+    server."""
+    ratio: flags.RangeRatio = parsed.random_range_ratio
+    workload = Workload(
+        num_prompts=parsed.num_prompts,
+        input_len=LengthRange.around(parsed.input_len, ratio.input),
+        output_len=LengthRange.around(parsed.output_len, ratio.output),
+        prefix_len=parsed.random_prefix_len,
+        seed=parsed.seed,
+    )
+
+    async def send(requests: Sequence[PlannedRequest], title: str) -> Run:
+        line = Progress(len(requests), None if parsed.disable_tqdm else sys.stderr, title=title)
+        sent = await run(client, requests, flags.sampling(parsed), line, max_concurrency=parsed.max_concurrency)
+        line.close()
+        return sent
+
+    async with client:
+        info = await client.info()
+        check_fits(workload, info)
+        if parsed.num_warmups:
+            warm_ups = replace(workload, num_prompts=parsed.num_warmups).requests(info.vocab_size)
+            if (warmed := await send(warm_ups, "throughput (warming up)")).was_interrupted:
+                return info, replace(warmed, records=(), duration=0.0)
+        return info, await send(workload.requests(info.vocab_size), "throughput")
