@@ -1,1 +1,1 @@
-"""`pagewire bench`: what a server can do, seen by its clients. Flags, rows and JSON keys are those of `vllm bench`."""
+"""`pagewire bench`: what a server can do, seen by its clients. Flags and JSON keys are those of `vllm bench`."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from pagewire import options
+from pagewire.arguments import check_text
 from pagewire.cli import client_flags, connection, request
 from pagewire.cli.chat_terminal import ChatTerminal, history_path, read_input
 from pagewire.cli.command import tell
@@ -134,6 +135,7 @@ def _given_prompt(parser: Parser, text: str | None) -> str | None:
     prompt = read_input(sys.stdin.read).removesuffix("\n") if text in (None, "-") else text
     if not prompt:
         parser.error("the prompt is empty; to chat, run it on a terminal")
+    check_text("text", prompt)
     return prompt
 
 

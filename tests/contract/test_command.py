@@ -75,6 +75,7 @@ def test_complete_streams_text_and_tells_statistics(capsys: pytest.CaptureFixtur
     [
         ("complete -", "<&-", 1, "pagewire: error: cannot read standard input: Bad file descriptor\n"),
         ("chat", "<&-", 1, "pagewire: error: cannot read standard input: Bad file descriptor\n"),
+        ("run m", "<&-", 1, "pagewire: error: cannot read standard input: Bad file descriptor\n"),
         ("--version", ">&-", 1, "pagewire: error: cannot write the output: Bad file descriptor\n"),
         ("complete --help", ">&-", 1, "pagewire: error: cannot write the output: Bad file descriptor\n"),
         ("--help", ">/dev/full", 1, "pagewire: error: cannot write the output: No space left on device\n"),
@@ -104,6 +105,8 @@ def test_a_prompt_that_is_not_utf8(
         ["complete", "-"],
         ["complete", os.fsdecode(given)],
         ["chat", "-q", os.fsdecode(given)],
+        ["run", "m", os.fsdecode(given)],
+        ["run", "m"],
         ["chat"],
     ):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))

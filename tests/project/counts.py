@@ -44,7 +44,7 @@ MAX_STATEMENTS = {
         "limits, templates; calls of tools in thirteen formats and reasoning, read out of outputs",
     ),
     "pagewire": Ceiling(
-        5_311,
+        5_313,
         "client, commands, one of which serves a model for a chat, their completion, files that hide modules, `LLM` "
         "with vLLM's beam search, metrics, defaults, and embeddings under its other name, what runs services, "
         "benchmarks; a front end for HTTP beside `serve`",
