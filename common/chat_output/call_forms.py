@@ -1,11 +1,23 @@
 """What outputs with calls match, as formats of structural tags."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 Form = dict[str, Any]
 # Of a call of a function, by its parameters' schema.
 CallTag = Callable[[str, Any], Form]
+ANY_TEXT = "any_text"
+
+
+class Asked(NamedTuple):
+    """What a request asks of an output."""
+
+    functions: Mapping[str, Any]  # JSON Schemas of their parameters, by name
+    text: Form  # what is no call
+    thought: Form  # what reasoning is
+    is_required: bool  # a call is
+    is_parallel: bool
 
 
 def json_between(begin: str, schema: Any, end: str | list[str]) -> Form:
@@ -14,17 +26,19 @@ def json_between(begin: str, schema: Any, end: str | list[str]) -> Form:
 
 
 class TaggedCalls(NamedTuple):
-    """Calls between tags, anywhere in text."""
+    """Calls between tags, anywhere in text; instead of one that must match something."""
 
     tag: CallTag
     trigger: str  # what no text but a call has
     separator: str
 
-    def form(self, functions: Mapping[str, Any], *, is_required: bool, is_parallel: bool) -> Form:
-        ends = _tags(self.tag, functions, is_parallel=is_parallel)
-        if is_required:
-            return {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **ends}
-        return {"type": "triggered_tags", "triggers": [self.trigger], **ends}
+    def form(self, asked: Asked) -> Form:
+        ends = _tags(self.tag, asked)
+        if asked.text["type"] == ANY_TEXT and not asked.is_required:
+            excludes = asked.text.get("excludes", [])
+            return {"type": "triggered_tags", "triggers": [self.trigger], "excludes": excludes, **ends}
+        calls = {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **ends}
+        return calls if asked.is_required else {"type": "or", "elements": [calls, asked.text]}
 
 
 class LeadingCalls(NamedTuple):
@@ -36,16 +50,19 @@ class LeadingCalls(NamedTuple):
     closer: str
     first: str  # what no other output begins with
 
-    def form(self, functions: Mapping[str, Any], *, is_required: bool, is_parallel: bool) -> Form:
-        ends = _tags(self.tag, functions, is_parallel=is_parallel)
+    def form(self, asked: Asked) -> Form:
+        ends = _tags(self.tag, asked)
         calls = {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **ends}
         around = ({"type": "const_string", "value": text} for text in (self.opener, self.closer))
         opener, closer = around
         form = {"type": "sequence", "elements": [opener, calls, closer]}
-        text = {"type": "regex", "pattern": rf"([^\s\{self.first}](?s:.*))?"}
-        return form if is_required else {"type": "or", "elements": [form, text]}
+        text = asked.text
+        if text["type"] == ANY_TEXT:
+            firsts = re.escape(self.first + "".join(tag[0] for tag in text.get("excludes", ())))
+            text = {"type": "regex", "pattern": rf"([^\s{firsts}](?s:.*))?"}
+        return form if asked.is_required else {"type": "or", "elements": [form, text]}
 
 
-def _tags(tag: CallTag, functions: Mapping[str, Any], *, is_parallel: bool) -> Form:
-    tags = [tag(name, parameters) for name, parameters in functions.items()]
-    return {"tags": tags, "stop_after_first": not is_parallel}
+def _tags(tag: CallTag, asked: Asked) -> Form:
+    tags = [tag(name, parameters) for name, parameters in asked.functions.items()]
+    return {"tags": tags, "stop_after_first": not asked.is_parallel}

@@ -2,23 +2,24 @@
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pagewire.common.chat_output import glm, harmony, json_calls, llama, mistral, pythonic, xml_calls
-from pagewire.common.chat_output.call_forms import CallTag, LeadingCalls, TaggedCalls
+from pagewire.common.chat_output.call_forms import ANY_TEXT, Asked, CallTag, Form, LeadingCalls, TaggedCalls
 from pagewire.common.chat_output.output_parser import OutputParser
 from pagewire.common.chat_output.parts import Reasoning
 from pagewire.common.chat_output.unread import Reading, Unread
 
 _NEWLINES = "\n"
+# Behind reasoning. With as much as there may be, a model may go on with spaces for ever.
+_SPACE: Form = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 # The JSON Schemas of the parameters of functions, by name.
 Functions = Mapping[str, Any]
 
 
 class CallFormat(NamedTuple):
     read: Callable[[Functions, Unread], Reading[None]]
-    form: Callable[..., dict[str, Any]]  # what outputs match that call functions, as a format of a structural tag
+    form: Callable[[Asked], Form]  # what outputs match, as a format of a structural tag
     tags: tuple[str, ...]  # the texts that it reads
 
 
@@ -67,29 +68,38 @@ class ChatFormat(NamedTuple):
         functions: Functions,
         prompt: str,
         *,
-        is_required: bool,
-        is_parallel: bool,
-    ) -> dict[str, Any]:
-        """Return what outputs match that go on with a prompt, and call functions: one or several, or else any
-        number of them within text. Raises ValueError where the model calls none."""
-        if self.calls is None:
+        is_required: bool = False,
+        is_parallel: bool = True,
+        text: Form | None = None,
+        max_reasoning_tokens: int | None = None,
+    ) -> Form:
+        """Return what outputs match that go on with a prompt. They call functions, one or several, or else any number
+        of them within text, or instead of one that matches `text`; all that once they have ended their reasoning, if
+        they begin or go on with some. Where that has a limit, no other begins behind it. Raises ValueError for
+        functions where the model calls none."""
+        if functions and self.calls is None:
             raise ValueError("there are no calls in this format")
-        form = self.calls.form(functions, is_required=is_required, is_parallel=is_parallel)
-        return self.behind_reasoning(form, prompt, functions)
+        thought: Form = {"type": ANY_TEXT}
+        free: Form = {"type": ANY_TEXT}
+        if max_reasoning_tokens is not None:
+            thought["max_tokens"] = max_reasoning_tokens
+            free["excludes"] = [self.thinking.begin] if self.thinking else []
+        asked = Asked(functions, free if text is None else text, thought, is_required, is_parallel)
+        form = self.calls.form(asked) if self.calls and (functions or self.is_in_channels) else asked.text
+        return {
+            "type": "structural_tag",
+            "format": self._behind_reasoning(form, thought, prompt),
+            "special_tokens": list(self.tags(functions)),
+        }
 
-    def behind_reasoning(
-        self, form: dict[str, Any], prompt: str, functions: Functions = MappingProxyType({})
-    ) -> dict[str, Any]:
-        """Return the structural tag of outputs that go on with a prompt, and match a format once they have ended their
-        reasoning, if they begin or go on with some."""
-        if self.thinking:
-            is_within = self.is_reasoning(prompt)
-            begin, end = "" if is_within else self.thinking.begin, self.thinking.end
-            thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
-            space = {"type": "regex", "pattern": r"\s*"}
-            behind = {"type": "sequence", "elements": [thought, space, form]}
-            form = behind if is_within else {"type": "or", "elements": [form, behind]}
-        return {"type": "structural_tag", "format": form, "special_tokens": list(self.tags(functions))}
+    def _behind_reasoning(self, form: Form, thought: Form, prompt: str) -> Form:
+        if self.thinking is None:
+            return form
+        is_within = self.is_reasoning(prompt)
+        begin, end = "" if is_within else self.thinking.begin, self.thinking.end
+        reasoning = {"type": "tag", "begin": begin, "content": thought, "end": end}
+        behind = {"type": "sequence", "elements": [reasoning, _SPACE, form]}
+        return behind if is_within else {"type": "or", "elements": [form, behind]}
 
 
 # A template may have one of the two: OLMo's begins reasoning, LFM's drops that of earlier answers.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pagewire.common.chat_output.call_forms import json_between
+from pagewire.common.chat_output.call_forms import ANY_TEXT, Asked, Form, json_between
 from pagewire.common.chat_output.call_object import NO_ARGUMENTS
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content, Reasoning
 from pagewire.common.chat_output.unread import Reading, Unread, held, told
@@ -55,24 +55,24 @@ def _tell_call(unread: Unread, name: str) -> Reading[str]:
     return (yield from unread.until(_ENDS, Content if is_whole else Arguments))
 
 
-def form(functions: Mapping[str, Any], *, is_required: bool, is_parallel: bool) -> dict[str, Any]:
-    """Return what outputs match, as a format of a structural tag. A call ends an output, so there is one at most."""
-    del is_parallel
+def form(asked: Asked) -> Form:
+    """Return what outputs match, as a format of a structural tag. A call ends an output, so there is one at most. Where
+    reasoning has a budget, one message at most goes before the last."""
     calls = [
         json_between(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", parameters, ["", CALL])
-        for name, parameters in functions.items()
+        for name, parameters in asked.functions.items()
     ]
-    text = {"type": "any_text"}
     before = {
         "type": "tags_with_separator",
         "separator": f"{START}assistant",
         "tags": [
-            {"type": "tag", "begin": f"{CHANNEL}{channel}{MESSAGE}", "content": text, "end": END}
-            for channel in (_ANALYSIS, "commentary")
+            {"type": "tag", "begin": f"{CHANNEL}{channel}{MESSAGE}", "content": content, "end": END}
+            for channel, content in ((_ANALYSIS, asked.thought), ("commentary", {"type": ANY_TEXT}))
         ],
         "at_least_one": True,
+        "stop_after_first": "max_tokens" in asked.thought,
     }
-    final = {"type": "tag", "begin": f"{CHANNEL}final{MESSAGE}", "content": text, "end": ["", RETURN]}
-    last = {"type": "or", "elements": calls if is_required else [*calls, final]}
+    final = {"type": "tag", "begin": f"{CHANNEL}final{MESSAGE}", "content": asked.text, "end": ["", RETURN]}
+    last = {"type": "or", "elements": calls if asked.is_required else [*calls, final]}
     goes_on = {"type": "const_string", "value": f"{START}assistant"}
     return {"type": "or", "elements": [last, {"type": "sequence", "elements": [before, goes_on, last]}]}

@@ -16,13 +16,13 @@ _ANY_TEXT = r"/(?s:.*)/"
 _FIELDS = {
     "const_string": {"value"},
     "json_schema": {"json_schema"},
-    "any_text": set[str](),
+    "any_text": {"excludes", "max_tokens"},
     "regex": {"pattern"},
     "sequence": {"elements"},
     "or": {"elements"},
     "tag": {"begin", "content", "end"},
     "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
-    "triggered_tags": {"triggers", "tags", "at_least_one", "stop_after_first"},
+    "triggered_tags": {"triggers", "tags", "at_least_one", "stop_after_first", "excludes"},
 }
 
 
@@ -70,7 +70,8 @@ class _Rules:
             case "json_schema":
                 return self.rule(f"%json {json.dumps(for_library(_field(form, 'json_schema', kind)))}")
             case "any_text":
-                return self.rule(_ANY_TEXT)
+                most = _max_tokens(form)
+                return '""' if most == 0 else self.rule(self.text(form), "" if most is None else f"[max_tokens={most}]")
             case "regex":
                 return self.rule(_regex(_field(form, "pattern", kind)))
             case "sequence":
@@ -103,32 +104,53 @@ class _Rules:
         ends = [end] if isinstance(end, str) else list(end)
         if _kind(content) == "any_text" and all(ends):
             # The text goes up to the first end, and no further.
-            return self.sequence([self.literal(begin), self.either([self.up_to(one) for one in ends])])
+            return self.sequence([self.literal(begin), self.up_to(ends, content)])
         ending = self.either([self.literal(one) for one in ends])
         return self.sequence([self.literal(begin), self.expression(content), ending])
 
-    def literal(self, text: Any) -> str:
-        """A text. Tokens may stand for their names in it."""
+    def literal(self, text: Any, *, takes_tokens: bool = False) -> str:
+        """A text. Tokens may stand for their names in it, or must."""
         before, name, behind = self._cut(_checked(text))
         if not name:
             return _quoted(before)
         token = f"<[{self._token_names[name]}]>"
-        if name not in self._alone:
+        if name not in self._alone and not takes_tokens:
             token = f"({_quoted(name)} | {token})"
-        return self.sequence([_quoted(before), token, self.literal(behind)])
+        return self.sequence([_quoted(before), token, self.literal(behind, takes_tokens=takes_tokens)])
 
-    def up_to(self, end: Any) -> str:
-        """Any text up to the first of an end, and the end, in which tokens may stand for their names."""
-        return self.either([self.rule(_ANY_TEXT, f"[suffix={_quoted(_checked(end))}]"), *self.up_to_token(end)])
+    def text(self, form: Any, ends: Sequence[str] = ()) -> str:
+        """Any text without what a format excludes, nor one of some ends."""
+        excluded = [_quoted(_checked(text)) for text in (*(form.get("excludes") or ()), *ends)]
+        if not excluded:
+            return _ANY_TEXT
+        name = f"T{len(self.lines)}"
+        self.lines.append(f"{name}: {_ANY_TEXT} & ~({_ANY_TEXT} ({' | '.join(excluded)}) {_ANY_TEXT})")
+        return name
 
-    def up_to_token(self, end: str) -> list[str]:
-        """Any text up to the first of an end in which a token stands for its name, and the end; nothing where there is
-        no such token."""
+    def up_to(self, ends: Sequence[Any], form: Any) -> str:
+        """A format's text up to the first of some ends, and the end, in which tokens may stand for their names. Behind
+        as many tokens as the text may have, its end must follow."""
+        text, most = self.text(form), _max_tokens(form)
+        if most is None:
+            found = [self.rule(text, f"[suffix={_quoted(_checked(end))}]") for end in ends]
+            return self.either([*found, *(part for end in ends for part in self.up_to_token(end, text))])
+        if most == 0:
+            return self.either([self.literal(end, takes_tokens=True) for end in ends])
+        # The library ends a text that has reached its limit where no other can go on. So what looks for an end is given
+        # up a token before: it would be ended without one.
+        limited = self.rule(self.text(form, ends), f"[max_tokens={most}]")
+        found = [self.rule(text, f"[max_tokens={most - 1},suffix={_quoted(end)}]") for end in ends if most > 1]
+        forced = self.either([self.literal(end, takes_tokens=True) for end in ends])
+        return self.either([*found, self.sequence([limited, forced])])
+
+    def up_to_token(self, end: str, text: str) -> list[str]:
+        """Text up to the first of an end in which a token stands for its name, and the end; nothing where there is no
+        such token."""
         before, name, behind = self._cut(end)
         if not name:
             return []
         begun = f"T{len(self.lines)}"
-        self.lines.append(f"{begun}: {_ANY_TEXT} {_quoted(before) if before else ''}")
+        self.lines.append(f"{begun}: {text} {_quoted(before) if before else ''}")
         token = f"<[{self._token_names[name]}]>"
         return [self.sequence([begun, token, self.literal(behind)])]
 
@@ -155,22 +177,22 @@ class _Rules:
     def triggered(self, form: Any) -> str:
         """Free text in which a trigger begins one of the tags that begin with it."""
         triggers, tags = (_field(form, name, "triggered_tags") for name in ("triggers", "tags"))
-        parts = []
+        parts, text = [], self.text(form)
         for trigger in triggers:
             begun = [tag for tag in tags if _field(tag, "begin", "a tag").startswith(trigger)]
             if not trigger or not begun:
                 raise ValueError(f"no tag begins with the trigger {trigger!r}")
             rests = self.either([self.tag({**tag, "begin": tag["begin"][len(trigger) :]}) for tag in begun])
-            parts.append(self.sequence([self.up_to(trigger), rests]))
+            parts.append(self.sequence([self.up_to([trigger], form), rests]))
             parts += [
-                self.sequence([*self.up_to_token(tag["begin"]), self.tag({**tag, "begin": ""})])
+                self.sequence([*self.up_to_token(tag["begin"], text), self.tag({**tag, "begin": ""})])
                 for tag in begun
                 if self._is_within_token(len(trigger), tag["begin"])
             ]
         part = self.either(parts)
         if form.get("stop_after_first"):
-            return part if form.get("at_least_one") else self.rule(f"{part} | {_ANY_TEXT}")
-        return self.rule(f"{part}{'+' if form.get('at_least_one') else '*'} {_ANY_TEXT}")
+            return part if form.get("at_least_one") else self.rule(f"{part} | {text}")
+        return self.rule(f"{part}{'+' if form.get('at_least_one') else '*'} {text}")
 
 
 def _kind(form: Any) -> str:
@@ -186,6 +208,13 @@ def _field(form: Any, name: str, what: str) -> Any:
     if not isinstance(form, dict) or name not in form:
         raise ValueError(f"{what} in a structural tag has no {name!r}")
     return form[name]
+
+
+def _max_tokens(form: Any) -> int | None:
+    most: Any = form.get("max_tokens")
+    if most is not None and not (isinstance(most, int) and 0 <= most < 1 << 32):
+        raise ValueError(f"a structural tag has {most!r:.80} as max_tokens, which is a whole number")
+    return most
 
 
 def _checked(text: Any) -> str:

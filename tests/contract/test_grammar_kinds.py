@@ -155,6 +155,24 @@ KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
         ('<think>abc</think>ok {"x":1}', '<think></think>7/{"x":1}'),
         ("<think>a", 'ok {"x":1}', '<think>a</think>{"x":1}'),
     ),
+    "a text without some": (
+        "structural_tag",
+        of_format({"type": "any_text", "excludes": ["<b>", "c"]}),
+        ("", "a <b", "<<b"),
+        ("a<b>", "ca"),
+    ),
+    "tags behind triggers, in a text without one": (
+        "structural_tag",
+        of_format(json.loads(CALLS)["format"] | {"excludes": ["<b>"]}),
+        ("hello", 'hi <fn=a>{"x":1}</fn> <b'),
+        ('<b><fn=a>{"x":1}</fn>', '<fn=a>{"x":1}</fn><b>', '<b><fn=b>{"x":1}'),
+    ),
+    "a thought without a text": (
+        "structural_tag",
+        of_format(tag("<a>", "</a>") | {"content": {"type": "any_text", "excludes": ["b"]}}),
+        ("<a>x</a>", "<a></a>"),
+        ("<a>b</a>", "<a>x</a>b"),
+    ),
     "the older structural tag": ("structural_tag", OLDER, ("yo", 'yo <fn=a>{"x":1}</fn>'), ("<fn=b>",)),
 }
 
@@ -187,11 +205,13 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
         ("structural_tag", "[]", "a JSON object"),
         ("structural_tag", of_format({"type": "poem"}), "'poem' are not supported"),
         ("structural_tag", of_format({"type": "triggered_tags", "triggers": ["<x"], "tags": []}), "no tag begins"),
-        ("structural_tag", of_format({"type": "any_text", "excludes": ["a"]}), "'excludes' of .* 'any_text' is not"),
+        ("structural_tag", of_format({"type": "regex", "pattern": "a", "excludes": ["a"]}), "'excludes' of .* 'regex'"),
+        ("structural_tag", of_format({"type": "any_text", "max_tokens": -1}), "max_tokens, which is a whole number"),
+        ("structural_tag", of_format({"type": "any_text", "excludes": [1]}), "has 1 where a text should stand"),
         (
             "structural_tag",
-            of_format(tag("<a>", "</a>") | {"content": {"type": "any_text", "excludes": ["a"]}}),
-            "'exc",
+            of_format(tag("<a>", "</a>") | {"content": {"type": "any_text", "starts": ["a"]}}),
+            "'starts",
         ),
         ("structural_tag", of_format({"type": "json_schema", "json_schema": POINT, "style": "qwen_xml"}), "'style' of"),
         ("verse", "a", "no kind of grammar"),
@@ -226,6 +246,31 @@ def test_a_grammar_may_be_whole_with_an_end_token_that_it_names(compiler: Gramma
     early = compiler.compile("grammar", f"start: <[77]> <[{END}]> <[78]>", (END,))
     with pytest.raises(GrammarError):
         early.consume([77, END])
+
+
+@pytest.mark.parametrize("ends", [["</think>"], ["x"], ["</think>", "x"]], ids=str)
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
+def test_a_limit_of_tokens_forces_the_end_of_a_text(
+    most: int, ends: list[str], compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """And not before, whether the tokens are taken one by one or at once; behind it comes what must."""
+    thought = {"type": "tag", "begin": "<think>", "content": {"type": "any_text", "max_tokens": most}, "end": ends}
+    text = of_format({"type": "sequence", "elements": [thought, {"type": "const_string", "value": "ok"}]})
+    [letter], begin = ids(tokenizer, "o"), ids(tokenizer, "<think>")
+    matcher = compiler.compile("structural_tag", text, (END,))
+    matcher.consume(begin)
+    for num in range(most + 1):
+        at_once = compiler.compile("structural_tag", text, (END,))
+        at_once.consume([*begin, *[letter] * num])
+        assert allowed(at_once) == allowed(matcher.copy()) == allowed(matcher)
+        if num < most:
+            assert letter in allowed(matcher)
+            matcher.consume([letter])
+    assert {tokenizer.id_to_token(token)[0] for token in allowed(matcher)} == {end[0] for end in ends}
+    for end in ends:
+        matcher.copy().consume([*ids(tokenizer, f"{end}ok"), END])
+        with pytest.raises(GrammarError):
+            matcher.copy().consume([*ids(tokenizer, end), END])
 
 
 def test_padding_is_never_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

@@ -137,7 +137,7 @@ FORECAST = {
 
 
 def streamed_call(client: openai.OpenAI, seed: int) -> str:
-    """The arguments of a call that the model is made to write."""
+    """The arguments of a call that the model is made to write, behind reasoning that it would not end by itself."""
     function: Any = {"name": "forecast", "parameters": FORECAST}
     events = client.chat.completions.create(
         model="tooled",
@@ -147,14 +147,19 @@ def streamed_call(client: openai.OpenAI, seed: int) -> str:
         max_tokens=100,
         seed=seed,
         stream=True,
+        extra_body={"thinking_token_budget": 6},
     )
-    deltas = [call for event in events for call in event.choices[0].delta.tool_calls or ()]
+    told = [event.choices[0].delta for event in events]
+    assert any(getattr(delta, "reasoning", None) for delta in told)
+    deltas = [call for delta in told for call in delta.tool_calls or ()]
     assert {call.index for call in deltas} == {0}
     return "".join(call.function.arguments or "" for call in deltas if call.function)
 
 
 def test_calls_of_tools_are_the_same_through_deaths_of_the_worker(tmp_path: Path) -> None:
-    with serving("--served-model-name=tooled", model=with_tools(tmp_path)) as (process, url):
+    template = with_tools(tmp_path) / "chat_template.jinja"
+    template.write_text(f"{template.read_text()}<think>")
+    with serving("--served-model-name=tooled", model=tmp_path) as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
         calm = [streamed_call(client, seed) for seed in range(20)]
         whole = [arguments for arguments in calm if arguments.endswith("}")]

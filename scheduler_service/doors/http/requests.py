@@ -165,7 +165,6 @@ class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True
     kv_transfer_params: Annotated[None, why("no KV cache of another engine is taken")] = None
     ec_transfer_params: Annotated[None, why("no cache of another engine is taken")] = None
     vllm_xargs: Annotated[None, why("there are no extensions")] = None
-    thinking_token_budget: Annotated[None, why("reasoning has no budget of its own; use max_tokens")] = None
     repetition_detection: Annotated[None, why("outputs end by stop texts, tokens and lengths alone")] = None
     watermarking: Annotated[None, why("outputs have no watermark")] = None
     stream_interval: Annotated[None, why("tokens are sent as they come")] = None
@@ -202,6 +201,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     best_of: Annotated[int, within(Range(1, MAX_SAMPLES))] | None = None
     suffix: Annotated[Literal[""], why("nothing is filled in before a text")] | None = None
     prompt_embeds: Annotated[None, why("prompts are texts or token ids")] = None
+    thinking_token_budget: Annotated[None, why("reasoning is told apart in chats alone")] = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -222,6 +222,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
     functions: Annotated[Empty, why("the older form; use tools")] | None = None
     function_call: Annotated[Literal["none", "auto"], why("the older form; use tool_choice")] | None = None
+    thinking_token_budget: (
+        Annotated[int, Meta(ge=0, le=UINT32.high), why("reasoning ends behind so many tokens")] | None
+    ) = None
     include_reasoning: Annotated[bool, why("false: reasoning is left out")] | None = None
     modalities: Annotated[list[Literal["text"]], why("outputs are texts")] | None = None
     audio: Annotated[None, why("outputs are texts")] = None

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from msgspec import UNSET
@@ -45,29 +45,42 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str
 
 def chat_grammars(
     request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Any], prompt: str
-) -> Iterator[FoundGrammar]:
-    """Yield what holds an output's calls to their schemas, and to what the request asks for, if there are any, and what
-    it must match besides, once reasoning has ended that the prompt has begun. Raises RefusedError."""
-    if functions:
-        is_one = isinstance(request.tool_choice, FunctionChoice) or request.parallel_tool_calls is False
-        is_required = request.tool_choice not in (None, "auto")
-        tag = output.structural_tag(functions, prompt, is_required=is_required, is_parallel=not is_one)
-        yield "tools", "structural_tag", json.dumps(tag)
-    for found in structured(request):
-        is_behind = not functions and output.is_reasoning(prompt)
-        yield _behind_reasoning(found, output, prompt) if is_behind else found
-
-
-def _behind_reasoning(found: FoundGrammar, output: ChatFormat, prompt: str) -> FoundGrammar:
-    """Raises RefusedError for a grammar, which cannot be told where to begin."""
-    field, kind, value = found
-    if kind not in _FORMS:
-        raise invalid(field, f"{field} cannot begin behind the reasoning that the chat template begins; turn that off")
+) -> list[FoundGrammar]:
+    """Return what an output must match besides what is ruled out: calls as the request asks for them, or a text of some
+    form, once it has ended its reasoning. Raises RefusedError for a grammar, which cannot be told where to begin, and
+    for a budget where there is no reasoning."""
+    budget, choice = request.thinking_token_budget, request.tool_choice
+    if budget is not None and not output.has_reasoning:
+        raise invalid(
+            "thinking_token_budget",
+            "thinking_token_budget is set, but the model's chat template has reasoning in no form that is known; leave "
+            "it unset",
+        )
+    found = list(structured(request))
+    asks = "tools" if functions else "thinking_token_budget" if budget is not None else ""
+    if len(found) > 1 or not (asks or (found and (output.is_reasoning(prompt) or output.is_in_channels))):
+        return found
+    field, kind, value = found[0] if found else (asks, "", None)
+    if found and (functions or kind not in _FORMS):
+        if asks:
+            raise invalid(field, f"{asks} and {field} both say what the output must match; send one of them")
+        if not output.is_in_channels:
+            raise invalid(
+                field, f"{field} cannot begin behind the reasoning that the chat template begins; turn that off"
+            )
+        return found
     try:
-        form = _FORMS[kind](value)
+        tag = output.structural_tag(
+            functions,
+            prompt,
+            is_required=bool(functions) and choice not in (None, "auto"),
+            is_parallel=not isinstance(choice, FunctionChoice) and request.parallel_tool_calls is not False,
+            text=_FORMS[kind](value) if found else None,
+            max_reasoning_tokens=budget,
+        )
     except (ValueError, LookupError, TypeError):
         return found  # it is refused for what it is
-    return field, "structural_tag", json.dumps(output.behind_reasoning(form, prompt))
+    return [(field, "structural_tag", json.dumps(tag))]
 
 
 _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {

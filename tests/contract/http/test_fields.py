@@ -217,6 +217,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "tools": Case(TOOLED["tools"], has_in_grammar("triggered_tags"), True, {"chat_template": "tooled"}),
         "tool_choice": Case("required", has_in_grammar("tags_with_separator"), True, TOOLED),
         "parallel_tool_calls": Case(False, has_in_grammar('"stop_after_first": true'), True, TOOLED),
+        "thinking_token_budget": Case(7, has_in_grammar('"max_tokens": 7'), True, {"chat_template": "thoughtful"}),
         "max_completion_tokens": read("request.max_tokens", 3),
         "logprobs": sampled("num_logprobs", True, 0),
         "top_logprobs": Case(2, attrgetter("request.sampling.num_logprobs"), 2, {"logprobs": True}),
@@ -370,6 +371,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     named = {
         "short": "{{ messages[0].content }}",
         "tooled": "{{ messages[0].content }}{# <tool_call> #}",
+        "thoughtful": "{{ messages[0].content }}{# <think> </think> #}",
         "told": "{% if documents %}{{ documents[0].text }}{% endif %},{{ reasoning_effort }}"
         "{% if tools %}{{ tools[0].type }}{% endif %}",
     }

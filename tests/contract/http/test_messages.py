@@ -106,6 +106,15 @@ async def test_why_it_ends(client: anthropic.AsyncAnthropic, model: Path, say: S
     assert "".join(delta.partial_json for delta in deltas) == told
 
 
+async def test_reasoning_has_a_budget(server: HttpServer, client: anthropic.AsyncAnthropic, say: Say) -> None:
+    say("<think>hm</think>hello")
+    for kind, has_budget in (("enabled", True), ("disabled", False)):
+        message = await both(client, thinking={"type": kind, "budget_tokens": 1024})
+        assert blocks(message) == [("thinking", "hm"), ("text", "hello")]
+        assert has_budget == any('"max_tokens": 1024' in grammar.text for grammar in server.stack.worker.grammars[-1:])
+        server.stack.worker.grammars.clear()
+
+
 async def test_the_tokens_of_a_prompt(client: anthropic.AsyncAnthropic, say: Say) -> None:
     say("x")
     asked = {"model": "chatty", "messages": [QUESTION], "system": "be kind", "tools": TOOLS}
@@ -154,6 +163,7 @@ async def test_a_conversation_is_the_chat_that_it_means(server: HttpServer, mode
         ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
         ("stop_sequences[0]", {"stop_sequences": [""]}),
         ("tool_choice", {"tool_choice": {"type": "any"}}),
+        ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": -1}}),
         ("top_q", {"top_q": 1}),
     ],
     ids=str,

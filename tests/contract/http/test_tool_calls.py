@@ -59,6 +59,11 @@ def told(answer: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]], str]:
     )
 
 
+def last_format(server: HttpServer) -> Any:
+    """What the last grammar's structural tag says."""
+    return json.loads(server.stack.worker.grammars[-1].text)["format"]
+
+
 async def both(server: HttpServer, **asked: Any) -> tuple[str, str, list[tuple[str, str]], str]:
     """What comes of a chat, whole and streamed."""
     whole = told(await server.chat("hi", **asked))
@@ -126,7 +131,7 @@ async def test_what_an_output_must_match_begins_behind_reasoning(
     say("hm</think>{}")
     thinks: dict[str, Any] = {"chat_template_kwargs": {"thinks": True}, "max_tokens": 50}
     assert await both(server, **thinks, **{field: value}) == ("{}", "hm", [], "stop")
-    elements = json.loads(server.stack.worker.grammars[-1].text)["format"]["elements"]
+    elements = last_format(server)["elements"]
     assert (elements[0]["end"], elements[-1]) == ("</think>", form)
     say("{}")
     assert await both(server, max_tokens=50, **{field: value}) == ("{}", "", [], "stop")
@@ -134,6 +139,23 @@ async def test_what_an_output_must_match_begins_behind_reasoning(
         "guided_grammar"
     )
     assert (await both(server, **thinks, bad_words=["cat"]))[1] == "{}"
+
+
+async def test_reasoning_has_a_budget(server: HttpServer, say: Say) -> None:
+    say("hm</think>hello")
+    thinks: dict[str, Any] = {"chat_template_kwargs": {"thinks": True}, "max_tokens": 150}
+    assert await both(server, **thinks, thinking_token_budget=3) == ("hello", "hm", [], "stop")
+    thought = {"type": "tag", "begin": "", "content": {"type": "any_text", "max_tokens": 3}, "end": "</think>"}
+    space, free = {"type": "regex", "pattern": r"[ \n]{0,2}"}, {"type": "any_text", "excludes": ["<think>"]}
+    assert last_format(server) == {"type": "sequence", "elements": [thought, space, free]}
+    await server.chat("hi", **thinks, thinking_token_budget=0, guided_regex="a+")
+    [thought["content"]["max_tokens"], free] = 0, {"type": "regex", "pattern": "a+"}
+    assert last_format(server) == {"type": "sequence", "elements": [thought, space, free]}
+    say(f"hm</think>{CALL}")
+    assert await both(server, **thinks, thinking_token_budget=3, tools=TOOLS) == ("", "hm", [MADE], "tool_calls")
+    assert last_format(server)["elements"][-1]["excludes"] == ["<think>"]
+    await server.chat("hi", thinking_token_budget=3)
+    assert last_format(server)["type"] == "or"
 
 
 async def test_what_the_template_is_given(server: HttpServer, model: Path, say: Say) -> None:
@@ -155,7 +177,7 @@ async def test_grammars_hold_calls_to_what_is_asked(server: HttpServer, say: Say
         ({"tool_choice": named}, "tags_with_separator", ["weather"]),
     ):
         await server.chat("hi", tools=TOOLS, max_tokens=100, **asked)
-        [calls, _] = json.loads(server.stack.worker.grammars[-1].text)["format"]["elements"]
+        [calls, _] = last_format(server)["elements"]
         assert (calls["type"], calls["stop_after_first"]) == (kind, asked.get("tool_choice") is named)
         assert [json.loads(tag["begin"].partition("\n")[2] + "0}")["name"] for tag in calls["tags"]] == names
         assert calls["tags"][0]["content"]["json_schema"] == WEATHER
@@ -171,6 +193,10 @@ async def test_grammars_hold_calls_to_what_is_asked(server: HttpServer, say: Say
         ("tools", {"tools": TOOLS, "chat_template": "plain"}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+        ("thinking_token_budget", {"thinking_token_budget": -1}),
+        ("thinking_token_budget", {"thinking_token_budget": 1, "chat_template": "plain"}),
+        ("bad_words", {"thinking_token_budget": 1, "bad_words": ["cat"]}),
+        ("guided_grammar", {"tools": TOOLS, "guided_grammar": 'start: "a"'}),
         ("response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
     ],
     ids=str,

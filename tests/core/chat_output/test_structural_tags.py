@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -41,8 +42,12 @@ SEED = 5
 
 
 class Constraint:
-    def __init__(self, name: str, functions: Functions = FUNCTIONS, **wish: bool) -> None:
-        chat_format = SPELLINGS[name].chat_format._replace(thinking=None)
+    def __init__(
+        self, name: str, functions: Functions = FUNCTIONS, *, prompt: str = "", thinks: bool = False, **wish: Any
+    ) -> None:
+        chat_format = SPELLINGS[name].chat_format
+        if not thinks:
+            chat_format = chat_format._replace(thinking=None)
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         self.tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,16 +57,24 @@ class Constraint:
         self.num_tokens = self.tokenizer.get_vocab_size()
         compiler = GrammarCompiler(self.tokenizer.to_str(), self.num_tokens)
         self.matcher = compiler.compile(
-            "structural_tag", json.dumps(chat_format.structural_tag(functions, "", **wish)), (END,)
+            "structural_tag", json.dumps(chat_format.structural_tag(functions, prompt, **wish)), (END,)
         )
 
     def allows(self, text: str) -> bool:
-        matcher = self.matcher.copy()
+        return self.allows_tokens([*self.tokenizer.encode(text).ids, END])
+
+    def allows_tokens(self, token_ids: list[int]) -> bool:
         try:
-            matcher.consume([*self.tokenizer.encode(text).ids, END])
+            self.matcher.copy().consume(token_ids)
         except GrammarError:
             return False
         return True
+
+    def follows(self, text: str) -> set[str]:
+        """What tokens may come next."""
+        matcher = self.matcher.copy()
+        matcher.consume(self.tokenizer.encode(text).ids)
+        return {self.tokenizer.id_to_token(token_id) for token_id in allowed_tokens(matcher, self.num_tokens)}
 
     def draw(self, drawn: random.Random) -> str:
         """Draw an output, which ends where it can."""
@@ -133,3 +146,32 @@ def test_schemas_that_are_none_are_left_to_who_reads_the_grammar(name: str) -> N
         assert parts[0] == CallStart("f")
         assert isinstance(parts[1], Arguments)
         assert json.loads(parts[1].text).keys() == call.arguments.keys()
+
+
+THOUGHTS = {name: spelling.thinking for name, spelling in SPELLINGS.items() if spelling.thinking} | {
+    "harmony": ("<|channel|>analysis<|message|>", "<|end|>")
+}
+
+
+@pytest.mark.parametrize("has_functions", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4])
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_reasoning_ends_behind_its_budget(name: str, num_tokens: int, has_functions: bool) -> None:
+    """By the token of its end, if there is one; and no other begins, not in spelled tags either."""
+    begin, end = THOUGHTS[name]
+    functions = FUNCTIONS if has_functions else {}
+    for prompt in ("", begin) if name != "harmony" else ("",):
+        constraint = Constraint(name, functions, prompt=prompt, thinks=True, max_reasoning_tokens=num_tokens)
+        thought = f"{'' if prompt else begin}{'x' * num_tokens}"
+        assert constraint.follows(thought) == {end}
+        assert not num_tokens or "x" in constraint.follows(thought[:-1])
+        rest = "<|start|>assistant<|channel|>final<|message|>Hi" if name == "harmony" else "\n\nHi"
+        assert constraint.allows(f"{thought}{end}{rest}")
+        assert not constraint.allows(f"{thought}x{end}{rest}")
+        if name != "harmony":
+            assert not constraint.allows(f"{thought}{end}{rest}{begin}x{end}")
+            spelled_out = [piece for letter in begin for piece in constraint.tokenizer.encode(letter).ids]
+            assert not constraint.allows_tokens([*constraint.tokenizer.encode(f"{thought}{end}Hi").ids, *spelled_out])
+        if has_functions:
+            call = spelled(name, CALLS[:1])
+            assert constraint.allows(f"{thought}{end}{'<|start|>assistant' if name == 'harmony' else ''}{call}")

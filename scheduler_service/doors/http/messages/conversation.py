@@ -46,6 +46,7 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
         parallel_tool_calls=not getattr(choice, "disable_parallel_tool_use", None),
         reasoning_effort=config.effort,
         chat_template_kwargs=None if thinking is None else {"enable_thinking": thinking.type != "disabled"},
+        thinking_token_budget=thinking.budget_tokens if thinking and thinking.type == "enabled" else None,
         response_format=None if output is None else JsonSchemaFormat(json_schema=NamedSchema(output.schema)),
         stop=request.stop_sequences if isinstance(request, MessagesRequest) else None,
         **same,

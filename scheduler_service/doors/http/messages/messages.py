@@ -43,7 +43,12 @@ _STOP_REASONS = {EndReason.STOP: "end_turn", EndReason.LENGTH: "max_tokens", End
 # What Anthropic's documentation wraps a call's input in that is no JSON.
 _INVALID = "INVALID_JSON"
 # What a request calls the fields of the chat that it means.
-_NAMES = RequestNames("messages", stop="stop_sequences", response_format="output_config.format")
+_NAMES = RequestNames(
+    "messages",
+    stop="stop_sequences",
+    response_format="output_config.format",
+    thinking_token_budget="thinking.budget_tokens",
+)
 _encode = msgspec.json.Encoder().encode
 
 

@@ -78,7 +78,7 @@ class Thinking(Struct, forbid_unknown_fields=True, frozen=True):
     """Whether the template is asked for reasoning, by its variable `enable_thinking`."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Meta(ge=1), _INERT] | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("reasoning ends behind so many")] | None = None
     display: Annotated[str, _INERT] | None = None
 
 
