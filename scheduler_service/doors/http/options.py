@@ -21,7 +21,7 @@ from scheduler_service.serving.parsed_request import Options, ParsedRequest, Tru
 from scheduler_service.serving.refusal import RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
-_SAME = tuple(SampledRequest.__annotations__)
+_SAME = (*SampledRequest.__annotations__, "n", "prompt_logprobs", "beam_width", "length_penalty")
 _NULL = b"null"
 _PARENT = "sampling."  # of the paths of fields that stand in a request itself here
 _LISTS_OF_TOKENS = "token_ids.ids"

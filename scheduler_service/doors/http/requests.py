@@ -119,9 +119,8 @@ class QueuedRequest(Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
 
 
 class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Options of sampling by the names, and with the meaning, that they have in the public proto."""
+    """Options of the sampling of one output by the names that they have in the public proto."""
 
-    n: Annotated[int, within(RANGES["n"])] | None = None
     temperature: Annotated[float, within(RANGES["temperature"])] | None = None
     top_p: Annotated[float, within(RANGES["top_p"])] | None = None
     min_p: Annotated[float, within(RANGES["min_p"])] | None = None
@@ -134,17 +133,18 @@ class SampledRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, fr
     logit_bias: dict[TokenId, Annotated[float, within(LOGIT_BIAS)]] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, within(RANGES["prompt_logprobs"])] | None = None
-    beam_width: Annotated[int, within(RANGES["beam_width"])] | None = None
-    length_penalty: float | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")] | None = None
+    seed: Annotated[int, within(INT64)] | None = None
+    stop: Texts | None = None
 
 
 class GenerationRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """The other fields that completions and chat completions share, as vLLM has them."""
 
-    top_k: Annotated[int, Meta(ge=-1, le=UINT32.high), why("-1 and 0 are off")] | None = None
-    seed: Annotated[int, within(INT64)] | None = None
-    stop: Texts | None = None
+    n: Annotated[int, within(RANGES["n"])] | None = None
+    prompt_logprobs: Annotated[int, within(RANGES["prompt_logprobs"])] | None = None
+    beam_width: Annotated[int, within(RANGES["beam_width"])] | None = None
+    length_penalty: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     detached: Annotated[bool, why("the answer is the id of what runs on, for /v1/requests")] | None = None

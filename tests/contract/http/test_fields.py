@@ -198,6 +198,10 @@ NEUTRAL = {
     "function_call": Harmless("none", "sometimes"),
     "modalities": Harmless(["text"], ["audio"]),
 }
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "ignore_eos", "stop_token_ids", "logit_bias", "include_stop_str_in_output", "skip_special_tokens"),
+)
 CASES: dict[str, dict[str, Case | Harmless]] = {
     COMPLETIONS: PROMPTS
     | GENERATION
@@ -263,7 +267,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
     },
     RESPONSES: PROMPTS
     | QUEUED
-    | {name: GENERATION[name] for name in ("request_id", "temperature", "top_p", "seed", "stream")}
+    | {name: GENERATION[name] for name in (*SAMPLING, "request_id", "stop", "stream", "structured_outputs")}
     | {name: CHAT_PROMPTS[name] for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")}
     | {
         "input": prompted([{"role": "assistant", "content": "once "}], "<assistant>once \n<assistant>"),
@@ -279,6 +283,7 @@ CASES: dict[str, dict[str, Case | Harmless]] = {
         "store": answered(lambda answer: answer["store"], True, True, request_id="kept"),
         "background": answered(lambda answer: answer["status"], True, "queued", store=True, request_id=None),
         "previous_response_id": read("status", "resp_x", 404),
+        "chat_template_kwargs": CHAT_PROMPTS["chat_template_kwargs"],
     },
     RENDER: PROMPTS
     | {"prompt": PROMPT, "request_id": answered(lambda answer: answer[0]["request_id"], "mine", "mine")},

@@ -14,8 +14,8 @@ from scheduler_service.doors.http.requests import (
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedSchema,
-    QueuedRequest,
     ResponseFormat,
+    SampledRequest,
     ToolField,
 )
 from scheduler_service.doors.http.responses.requests import (
@@ -34,7 +34,10 @@ from scheduler_service.doors.http.responses.requests import (
     TextField,
 )
 
-_SAME = (*QueuedRequest.__struct_fields__, "stream", "temperature", "top_p", "seed", "parallel_tool_calls")
+_SAME = (
+    *SampledRequest.__struct_fields__,
+    *("stream", "structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
+)
 # Before the ids of items that were sent without.
 _KINDS = {MessageItem: "msg", ReasoningItem: "rs", FunctionCallItem: "fc", FunctionResultItem: "fco"}
 

@@ -4,16 +4,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct, field
 
-from pagewire.common.sampling_ranges import RANGES, UINT32
+from pagewire.common.sampling_ranges import UINT32
 from scheduler_service.doors.http.requests import (
     INERT,
-    INT64,
     Empty,
     JsonObjectFormat,
-    QueuedRequest,
+    SampledRequest,
+    StructuredOutputsField,
     TextFormat,
     why,
-    within,
 )
 
 _INERT = Meta(description=INERT)
@@ -116,15 +115,14 @@ class ReasoningConfig(Struct, forbid_unknown_fields=True, frozen=True):
     generate_summary: Annotated[str, _INERT] | None = None
 
 
-class ResponsesRequest(QueuedRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
+class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=UINT32.high)] | None = None
     stream: bool | None = None
     stream_options: Annotated[dict[str, Any], _INERT] | None = None
-    temperature: Annotated[float, within(RANGES["temperature"])] | None = None
-    top_p: Annotated[float, within(RANGES["top_p"])] | None = None
-    seed: Annotated[int, within(INT64)] | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
