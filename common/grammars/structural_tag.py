@@ -30,18 +30,18 @@ def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Con
     """Raises ValueError for what is no structural tag, or asks for something that is not supported. A token of
     `token_names` may stand for its name: a model that has one for a tag's beginning has learnt to take it. It must
     stand for a name of `alone`, which no other tokens spell."""
-    tag = json.loads(text)
-    if not isinstance(tag, dict):
-        raise ValueError("a structural tag is a JSON object")
-    if "structures" in tag:
-        tag = {"format": _of_structures(tag)}
     rules = _Rules(token_names, alone)
-    start = rules.expression(_field(tag, "format", "a structural tag"))
+    start = rules.expression(format_in(text))
     return "\n".join([f"start: {start}", *rules.lines])
 
 
-def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
-    """The older form as one of today's."""
+def format_in(text: str) -> Any:
+    """Return the format that a structural tag has, or means in its older form. Raises ValueError."""
+    tag = json.loads(text)
+    if not isinstance(tag, dict):
+        raise ValueError("a structural tag is a JSON object")
+    if "structures" not in tag:
+        return _field(tag, "format", "a structural tag")
     tags = [
         {
             "begin": _field(structure, "begin", "a structure"),

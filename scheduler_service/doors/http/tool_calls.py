@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from msgspec import UNSET
 
 from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, OutputParser, Reasoning
+from pagewire.common.grammars.structural_tag import format_in
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
 from scheduler_service.doors.http.options import FoundGrammar, structured
 from scheduler_service.doors.http.requests import ChatCompletionRequest, FunctionChoice
@@ -46,9 +47,9 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str
 def chat_grammars(
     request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Any], prompt: str
 ) -> list[FoundGrammar]:
-    """Return what an output must match besides what is ruled out: calls as the request asks for them, or a text of some
-    form, once it has ended its reasoning. Raises RefusedError for a grammar, which cannot be told where to begin, and
-    for a budget where there is no reasoning."""
+    """Return what an output must match besides what is ruled out: calls as the request asks for them, or else a text of
+    the form that it asks for, once it has ended its reasoning. Raises RefusedError for a grammar, which cannot be told
+    where to begin, and for a budget where there is no reasoning."""
     budget, choice = request.thinking_token_budget, request.tool_choice
     if budget is not None and not output.has_reasoning:
         raise invalid(
@@ -61,7 +62,7 @@ def chat_grammars(
     if len(found) > 1 or not (asks or (found and (output.is_reasoning(prompt) or output.is_in_channels))):
         return found
     field, kind, value = found[0] if found else (asks, "", None)
-    if found and (functions or kind not in _FORMS):
+    if found and kind not in _FORMS:
         if asks:
             raise invalid(field, f"{asks} and {field} both say what the output must match; send one of them")
         if not output.is_in_channels:
@@ -88,7 +89,7 @@ _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "json_object": lambda _: {"type": "json_schema", "json_schema": {"type": "object"}},
     "regex": lambda pattern: {"type": "regex", "pattern": pattern},
     "choice": lambda texts: {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]},
-    "structural_tag": lambda text: json.loads(text)["format"],
+    "structural_tag": format_in,
 }
 
 

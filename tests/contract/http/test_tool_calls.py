@@ -121,6 +121,15 @@ async def test_reasoning_that_the_template_begins(server: HttpServer, say: Say) 
         ("response_format", {"type": "json_object"}, {"type": "json_schema", "json_schema": {"type": "object"}}),
         ("guided_json", WEATHER, {"type": "json_schema", "json_schema": WEATHER}),
         ("guided_regex", "a+", {"type": "regex", "pattern": "a+"}),
+        (
+            "response_format",
+            {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": {}}], "triggers": ["<a"]},
+            {
+                "type": "triggered_tags",
+                "triggers": ["<a"],
+                "tags": [{"begin": "<a>", "content": {"type": "json_schema", "json_schema": {}}, "end": ""}],
+            },
+        ),
         ("guided_choice", ["a", "b"], {"type": "or", "elements": [{"type": "const_string", "value": v} for v in "ab"]}),
     ],
     ids=str,
@@ -139,6 +148,24 @@ async def test_what_an_output_must_match_begins_behind_reasoning(
         "guided_grammar"
     )
     assert (await both(server, **thinks, bad_words=["cat"]))[1] == "{}"
+
+
+async def test_what_is_no_call_keeps_to_its_format(server: HttpServer, say: Say) -> None:
+    asked: dict[str, Any] = {"tools": TOOLS, "guided_json": {"type": "array"}, "max_tokens": 150}
+    text = {"type": "json_schema", "json_schema": {"type": "array"}}
+    for output, expected in ((CALL, ("", "", [MADE], "tool_calls")), ("[1]", ("[1]", "", [], "stop"))):
+        say(output)
+        assert await both(server, **asked) == expected
+        [either, _] = last_format(server)["elements"]  # without reasoning, or behind some
+        assert [form["type"] for form in either["elements"]] == ["tags_with_separator", "json_schema"]
+        assert either["elements"][1] == text
+    say(CALL)
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        assert (await both(server, **asked, tool_choice=choice))[2] == [MADE]
+        assert '"array"' not in server.stack.worker.grammars[-1].text
+    say("[1]")
+    await server.chat("hi", **asked, tool_choice="none")
+    assert server.stack.worker.grammars[-1].text == '{"type":"array"}'
 
 
 async def test_reasoning_has_a_budget(server: HttpServer, say: Say) -> None:
@@ -197,7 +224,8 @@ async def test_grammars_hold_calls_to_what_is_asked(server: HttpServer, say: Say
         ("thinking_token_budget", {"thinking_token_budget": 1, "chat_template": "plain"}),
         ("bad_words", {"thinking_token_budget": 1, "bad_words": ["cat"]}),
         ("guided_grammar", {"tools": TOOLS, "guided_grammar": 'start: "a"'}),
-        ("response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
+        ("response_format", {"tools": TOOLS, "response_format": {"type": "json_object", "schema": []}}),
+        ("guided_regex", {"tools": TOOLS, "response_format": {"type": "json_object"}, "guided_regex": "a"}),
     ],
     ids=str,
 )

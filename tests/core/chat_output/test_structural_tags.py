@@ -108,6 +108,26 @@ def test_calls_are_allowed_as_models_spell_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
+def test_what_is_no_call_matches_what_is_asked(name: str) -> None:
+    text = {"type": "json_schema", "json_schema": {"type": "array", "items": {"enum": [1, 2]}}}
+    begin = "<|channel|>final<|message|>" if name == "harmony" else ""
+    constraint = Constraint(name, text=text)
+    for call in CALLS:
+        assert constraint.allows(spelled(name, [call])), call
+    for call in BAD_CALLS:
+        assert not constraint.allows(spelled(name, [call])), call
+    assert constraint.allows(f"{begin}[1, 2]")
+    for bad in ("[3]", "Hi", f"[1]{spelled(name, CALLS[:1])}"):
+        assert not constraint.allows(f"{begin}{bad}"), bad
+    required = Constraint(name, text=text, is_required=True)
+    assert required.allows(spelled(name, CALLS[:1]))
+    assert not required.allows(f"{begin}[1]")
+    alone = Constraint(name, {}, text=text)
+    assert alone.allows(f"{begin}[1]")
+    assert not alone.allows(f"{begin}[3]")
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
 def test_what_is_allowed_is_a_valid_call(name: str) -> None:
     constraint, drawn = Constraint(name, SHORT, is_required=True, is_parallel=False), random.Random(SEED)
     for _ in range(5):
