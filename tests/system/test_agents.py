@@ -12,7 +12,7 @@ from testing.services import children_of, command_line
 from tests.system.agents.tools import NUM_CALLS
 from tests.system.http_server import serving, with_tools
 
-AGENTS = (("openai_agent", "chat"), ("openai_agent", "responses"), ("anthropic_agent",))
+AGENTS = (("openai_agent", "chat"), ("openai_agent", "responses"), ("openai_agent", "stored"), ("anthropic_agent",))
 DEATHS = (5, 23, 41)  # behind so many calls of the first
 _FOLDER = Path(__file__).parents[2]
 
@@ -48,6 +48,7 @@ def test_agents_make_the_same_calls_through_deaths_of_the_worker(tmp_path: Path)
 
         calm = list(pool.map(lambda agent: calls_of(agent, url, "whole"), AGENTS))
         assert [len(calls) for calls in calm] == [NUM_CALLS] * len(AGENTS)
+        assert calm[1] == calm[2]  # whoever keeps the conversation
         assert min(len(set(calls)) for calls in calm) > 3, calm
         streams = [pool.submit(calls_of, agent, url, "streamed") for agent in AGENTS[1:]]
         assert [calls_of(AGENTS[0], url, "streamed", kill), *(stream.result() for stream in streams)] == calm

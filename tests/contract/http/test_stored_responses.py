@@ -13,6 +13,7 @@ from openai.types.responses import Response, ResponseItemList
 from pagewire.common.messages import RowStatus
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.hosting.supervisor import free_port
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.doors.http import prompts as http_prompts
 from tests.contract.detached import until as until_closed
 from tests.contract.front_end import DEADLINE, serve_front_end
@@ -121,26 +122,30 @@ async def test_ids_of_items_are_the_responses(server: HttpServer, say: Say) -> N
 
 
 async def test_what_is_not_kept_looks_as_what_never_was(model: Path, say: Say) -> None:
-    async with serve_http(model, detached_retention=0.2) as server:
-        say("hello")
+    say("hello")
+    async with serve_http(model) as server:
         never = await unknown(server.openai, "resp_never")
-        forgotten, expired = await create(server.openai), await create(server.openai)
+        forgotten = await create(server.openai)
         await server.openai.responses.delete(forgotten.id)
         unkept = await create(server.openai, store=False)
         assert unkept.store is False
         # What is kept there is no response.
         completion = await server.post("/v1/completions", prompt="x", detached=True, request_id="completion")
         assert completion.status_code == 200
-        for name in (forgotten.id, unkept.id, "resp_completion", "completion", "resp_", "a/b"):
+        record = pb.KeepRecordRequest(request_id="record", record=b'{"input": []}')
+        await server.stack.stub.KeepRecord(record)
+        for name in (forgotten.id, unkept.id, "resp_completion", "completion", "resp_record", "resp_", "a/b"):
             assert await unknown(server.openai, name) == never
-        await until_expired(server.openai, expired.id)
-        assert await unknown(server.openai, expired.id) == never
         with pytest.raises(openai.NotFoundError) as caught:
-            await create(server.openai, previous_response_id=expired.id)
+            await create(server.openai, previous_response_id=forgotten.id)
         assert caught.value.param == "previous_response_id"
         for method, path in (("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items"), ("GET", "?stream=true")):
-            response = await server.client.request(method, f"{PATH}/{expired.id}{path}")
+            response = await server.client.request(method, f"{PATH}/{forgotten.id}{path}")
             assert (response.status_code, response.json()["error"]["param"]) == (404, "response_id")
+    async with serve_http(model, detached_retention=0.1) as server:
+        expired = await create(server.openai)
+        await until_expired(server.openai, expired.id)
+        assert await unknown(server.openai, expired.id) == never
 
 
 async def test_a_response_that_is_too_large_is_refused_before_it_is_made(server: HttpServer) -> None:
@@ -222,7 +227,7 @@ async def test_the_prefix_of_a_conversation_is_cached(server: HttpServer, say: S
 
 async def test_only_what_has_ended_well_is_gone_on_with(server: HttpServer, say: Say) -> None:
     say(LONG)
-    server.stack.worker.step_seconds = 0.02
+    server.stack.worker.step_seconds = 0.05
     running = await create(server.openai, background=True)
     error = await server.refusal(PATH, input="x", previous_response_id=running.id)
     assert error["param"] == "previous_response_id"
@@ -230,6 +235,7 @@ async def test_only_what_has_ended_well_is_gone_on_with(server: HttpServer, say:
     await server.openai.responses.cancel(running.id)
     error = await server.refusal(PATH, input="x", previous_response_id=running.id)
     assert "cancelled" in error["message"]
+    server.stack.worker.step_seconds = 0
     cut = await create(server.openai, background=True, max_output_tokens=3)
     assert (await ended(server.openai, cut.id)).status == "incomplete"
     await create(server.openai, previous_response_id=cut.id, max_output_tokens=3)
@@ -276,7 +282,7 @@ async def test_a_response_in_background_is_streamed_and_outlives_its_reader(
     server: HttpServer, say: Say, open_attachments: list[object]
 ) -> None:
     say(LONG)
-    server.stack.worker.step_seconds = 0.01
+    server.stack.worker.step_seconds = 0.05
     async with await create(server.openai, background=True, stream=True) as stream:
         async for event in stream:
             if event.type == "response.created":
@@ -285,6 +291,7 @@ async def test_a_response_in_background_is_streamed_and_outlives_its_reader(
                 break
     await until_closed(lambda: not open_attachments)
     assert (await server.openai.responses.retrieve(response_id)).status == "in_progress"
+    server.stack.worker.step_seconds = 0
     events = [event async for event in await server.openai.responses.retrieve(response_id, stream=True)]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     response = await ended(server.openai, response_id)
@@ -308,7 +315,7 @@ async def test_what_an_output_must_match_holds_in_background(server: HttpServer,
 async def test_a_response_in_background_is_cancelled(model: Path, say: Say, is_waiting: bool) -> None:
     async with serve_http(model, max_num_seqs=1) as server, another_door(server, model) as other:
         say(LONG)
-        server.stack.worker.step_seconds = 0.01
+        server.stack.worker.step_seconds = 0.05
         begun = [await create(server.openai, background=True) for _ in range(2)][is_waiting]
         if not is_waiting:
             await until(other, begun.id, "in_progress")
@@ -325,7 +332,7 @@ async def test_a_response_in_background_is_cancelled(model: Path, say: Say, is_w
 
 async def test_a_response_that_is_waited_for_is_aborted(server: HttpServer, say: Say) -> None:
     say(LONG)
-    server.stack.worker.step_seconds = 0.01
+    server.stack.worker.step_seconds = 0.05
     creating = asyncio.create_task(create(server.openai, extra_body={"request_id": "mine"}))
     await server.stack.until(lambda loads: loads.num_running == 1)
     assert (await server.client.delete("/v1/requests/mine")).status_code == 200
@@ -346,17 +353,20 @@ async def test_one_that_has_ended_is_not_cancelled_any_more(server: HttpServer, 
 
 async def test_a_response_that_is_deleted_ends(server: HttpServer, say: Say) -> None:
     say(LONG)
-    server.stack.worker.step_seconds = 0.01
+    server.stack.worker.step_seconds = 0.05
     begun = await create(server.openai, background=True)
+    reading = asyncio.create_task(_all_of(server.openai, begun.id))
+    await until(server.openai, begun.id, "in_progress")
     response = await server.client.delete(f"{PATH}/{begun.id}")
     assert response.json() == {"id": begun.id, "object": "response", "deleted": True}
     assert await unknown(server.openai, begun.id)
+    assert (await reading)[-1].response.status == "cancelled"
     await server.stack.until_idle()
 
 
 async def test_a_response_in_background_that_fails_says_why(server: HttpServer, say: Say) -> None:
     say(LONG)
-    server.stack.worker.step_seconds = 0.02
+    server.stack.worker.step_seconds = 0.05
     begun = await create(server.openai, background=True)
     reading = asyncio.create_task(_all_of(server.openai, begun.id))
     await server.stack.until(lambda loads: loads.num_running == 1)
@@ -375,11 +385,12 @@ async def _all_of(client: openai.AsyncOpenAI, response_id: str) -> list[Any]:
 
 async def test_a_response_in_background_outlives_a_worker(server: HttpServer, say: Say) -> None:
     say(LONG)
-    server.stack.worker.step_seconds = 0.01
+    server.stack.worker.step_seconds = 0.05
     begun = await create(server.openai, background=True)
     reading = asyncio.create_task(_all_of(server.openai, begun.id))
     await server.stack.until(lambda loads: loads.num_running == 1)
     await server.stack.worker.kill()
+    server.stack.worker.step_seconds = 0
     await server.stack.worker.start()
     assert (await ended(server.openai, begun.id)).output_text == LONG
     assert (await reading)[-1].response.output_text == LONG

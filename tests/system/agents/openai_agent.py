@@ -1,10 +1,11 @@
-"""An agent of openai-agents, by one of OpenAI's APIs.
+"""An agent of openai-agents, by one of OpenAI's APIs; `stored`: by responses, of which it sends the newest alone.
 
-`python -m tests.system.agents.openai_agent {chat,responses} URL {whole,streamed}`.
+`python -m tests.system.agents.openai_agent {chat,responses,stored} URL {whole,streamed}`.
 """
 
 import asyncio
 import sys
+from typing import Any
 
 from agents import (
     Agent,
@@ -21,7 +22,7 @@ from openai import AsyncOpenAI
 
 from tests.system.agents.tools import CALLS_A_CONVERSATION, NUM_CALLS, QUESTION, forecast, remember
 
-_MODELS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
+_MODELS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel, "stored": OpenAIResponsesModel}
 
 
 async def main(api: str, url: str, how: str) -> None:
@@ -38,16 +39,18 @@ async def main(api: str, url: str, how: str) -> None:
                 max_tokens=100,
                 tool_choice="required",
                 parallel_tool_calls=False,
+                store=api == "stored",
                 extra_body={"seed": seed},
             ),
             reset_tool_choice=False,
         )
+        options: dict[str, Any] = {"max_turns": CALLS_A_CONVERSATION, "auto_previous_response_id": api == "stored"}
         try:
             if how == "streamed":
-                async for _ in Runner.run_streamed(agent, QUESTION, max_turns=CALLS_A_CONVERSATION).stream_events():
+                async for _ in Runner.run_streamed(agent, QUESTION, **options).stream_events():
                     pass
             else:
-                await Runner.run(agent, QUESTION, max_turns=CALLS_A_CONVERSATION)
+                await Runner.run(agent, QUESTION, **options)
         except MaxTurnsExceeded:
             continue
         raise AssertionError("an answer came where a call is required")
