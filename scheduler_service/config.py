@@ -155,6 +155,10 @@ class HttpOptions:
         None, "origins of the web pages that may call --http-port, separated by commas, or * (default: none)", ORIGINS
     )
     lenient: bool = option(False, "ignore fields of HTTP requests that are not known, instead of refusing them")
+    strict_tools: bool = option(
+        True,
+        "hold all calls of tools to their schemas, also where chats leave it to the model to make some",
+    )
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,18 @@ does follows from the text alone and not from where the text was cut, so that an
 a whole one. Text that turns out to be no call stays content, character for character, but for newlines beside tags.
 """
 
-from pagewire.common.chat_output.chat_format import ChatFormat, format_of
+from pagewire.common.chat_output.chat_format import ChatFormat, ChatRules, format_of
 from pagewire.common.chat_output.output_parser import OutputParser
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content, OutputPart, Reasoning
 
-__all__ = ["Arguments", "CallStart", "ChatFormat", "Content", "OutputParser", "OutputPart", "Reasoning", "format_of"]
+__all__ = [
+    "Arguments",
+    "CallStart",
+    "ChatFormat",
+    "ChatRules",
+    "Content",
+    "OutputParser",
+    "OutputPart",
+    "Reasoning",
+    "format_of",
+]

@@ -23,6 +23,12 @@ class CallFormat(NamedTuple):
     tags: tuple[str, ...]  # the texts that it reads
 
 
+class ChatRules(NamedTuple):
+    """What a server says of all chats."""
+
+    strict_tools: bool = True  # calls that a model makes as it likes match their schemas, not only those it is made to
+
+
 class ThinkingTags(NamedTuple):
     begin: str
     end: str

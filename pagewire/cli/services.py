@@ -110,7 +110,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_detached_bytes",
         "max_kv_event_bytes",
     ),
-    "OpenAI API": ("http_host", "allowed_origins", "lenient", "gateway_host", "gateway_port", "gateway_metrics_port"),
+    "OpenAI API": (
+        "http_host",
+        "allowed_origins",
+        "lenient",
+        "strict_tools",
+        "gateway_host",
+        "gateway_port",
+        "gateway_metrics_port",
+    ),
     "tenants and TLS": (
         "tenants",
         "scheduler_api_key_file",

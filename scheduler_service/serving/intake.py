@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from pagewire.common.chat_output import ChatRules
 from scheduler_service.core.request import AdmissionError, OutputMode, Request, SequenceEnd
 from scheduler_service.serving.active_request import ActiveRequest, RequestEngine
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
@@ -17,6 +18,8 @@ from scheduler_service.serving.prompt_text import ANY_NUMBER, PromptTexts, TextL
 from scheduler_service.serving.refusal import OF_ADMISSION, Reason, RefusedError, invalid, unknown
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
+
+_NO_RULES = ChatRules()
 
 
 class Intake:
@@ -33,10 +36,12 @@ class Intake:
         grammars: GrammarChecks | None = None,
         retention_limit: Callable[[str], int] | None = None,
         abort_elsewhere: Callable[[str, str, Call], Awaitable[None]] | None = None,
+        chats: ChatRules = _NO_RULES,
     ) -> None:
         """The names of `detached` requests are taken as long as those are kept. Without `quotas` tenants are held to
         none. Without `grammars` those of requests are checked behind the engine, and without `retention_limit`, a
         tenant's in seconds, their hints are bounded there. `abort_elsewhere` ends what came by another door."""
+        self.chats = chats
         self.engine = engine
         self.model = model
         self.tokenizer = tokenizer

@@ -139,7 +139,9 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
     prompt = await render_messages(intake.model, request)
     output = format_of(chosen_template(intake.model, request.chat_template))
     functions = functions_of(request, output)
-    options, names = sampling_options(request, intake.model, chat_grammars(request, output, functions, prompt))
+    options, names = sampling_options(
+        request, intake.model, chat_grammars(request, output, functions, prompt, intake.chats)
+    )
     make_parser = partial(output.parser, prompt, functions)
     special_texts = frozenset[str]() if intake.tokenizer is None else intake.tokenizer.special_texts
     if not special_texts.isdisjoint(output.tags(functions)):

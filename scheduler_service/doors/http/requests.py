@@ -176,7 +176,7 @@ class FunctionField(Struct, forbid_unknown_fields=True, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     parameters: Annotated[dict[str, Any], why("a JSON Schema; without one there are none")] | None = None
-    strict: Annotated[bool, why("no effect: the schema is always kept to")] | None = None
+    strict: Annotated[bool, why("no effect: --strict-tools of the server says it for all")] | None = None
 
 
 class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):

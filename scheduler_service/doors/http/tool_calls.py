@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
-from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, OutputParser, Reasoning
+from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, ChatRules, Content, OutputParser, Reasoning
 from pagewire.common.grammars.structural_tag import format_in
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
 from scheduler_service.doors.http.options import FoundGrammar, structured
@@ -45,7 +45,7 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str
 
 
 def chat_grammars(
-    request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Any], prompt: str
+    request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Any], prompt: str, rules: ChatRules
 ) -> list[FoundGrammar]:
     """Return what an output must match besides what is ruled out: calls as the request asks for them, or else a text of
     the form that it asks for, once it has ended its reasoning. Raises RefusedError for a grammar, which cannot be told
@@ -58,7 +58,10 @@ def chat_grammars(
             "it unset",
         )
     found = list(structured(request))
-    asks = "tools" if functions else "thinking_token_budget" if budget is not None else ""
+    is_required = bool(functions) and choice not in (None, "auto")
+    asks = "thinking_token_budget" if budget is not None else ""
+    if functions and (is_required or rules.strict_tools or found):
+        asks = "tools"
     if len(found) > 1 or not (asks or (found and (output.is_reasoning(prompt) or output.is_in_channels))):
         return found
     field, kind, value = found[0] if found else (asks, "", None)
@@ -74,7 +77,7 @@ def chat_grammars(
         tag = output.structural_tag(
             functions,
             prompt,
-            is_required=bool(functions) and choice not in (None, "auto"),
+            is_required=is_required,
             is_parallel=not isinstance(choice, FunctionChoice) and request.parallel_tool_calls is not False,
             text=_FORMS[kind](value) if found else None,
             max_reasoning_tokens=budget,

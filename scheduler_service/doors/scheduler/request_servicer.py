@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from pagewire.common.chat_output import ChatRules
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.doors.entrance import Entrance
 from scheduler_service.doors.scheduler.generate_request import read_request, value_or
@@ -169,6 +170,7 @@ class FrontEndServicer(RequestServicer):
         tokenizer: Tokenizer | None,
         *,
         text_limits: TextLimits,
+        chats: ChatRules,
     ) -> None:
         """`server_info` has what the scheduler told of itself last. `forward` passes calls on to it, and `address` is
         its own, for messages."""
@@ -179,6 +181,7 @@ class FrontEndServicer(RequestServicer):
             max_pending_calls=_MAX_PENDING_CALLS,
             text_limits=text_limits,
             abort_elsewhere=self._abort_elsewhere,
+            chats=chats,
         )
         super().__init__(intake, entrance, server_info)
         self._server_info = server_info

@@ -8,7 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
-from tests.contract.http.door import HttpServer
+from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 
 PATH = "/v1/chat/completions"
@@ -17,6 +17,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
+JSON = {"type": "json_object"}
 MADE = ("weather", '{"city": "Oslo"}')
 
 
@@ -208,6 +209,16 @@ async def test_grammars_hold_calls_to_what_is_asked(server: HttpServer, say: Say
         assert (calls["type"], calls["stop_after_first"]) == (kind, asked.get("tool_choice") is named)
         assert [json.loads(tag["begin"].partition("\n")[2] + "0}")["name"] for tag in calls["tags"]] == names
         assert calls["tags"][0]["content"]["json_schema"] == WEATHER
+
+
+async def test_calls_that_are_left_to_the_model_may_be_free(model: Path, say: Say) -> None:
+    async with serve_http(model, front={"strict_tools": False}) as server:
+        say(CALL)
+        assert await both(server, tools=TOOLS, max_tokens=150) == ("", "", [MADE], "tool_calls")
+        assert not server.stack.worker.grammars
+        for asked in ({"tool_choice": "required"}, {"thinking_token_budget": 2}, {"response_format": JSON}):
+            assert (await both(server, tools=TOOLS, max_tokens=150, **asked))[2] == [MADE]
+            assert '"weather' in json.dumps(last_format(server)).replace("\\", "")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 from weakref import WeakValueDictionary
 
+from pagewire.common.chat_output import ChatRules
 from pagewire.common.messages import Pooling, SamplingParams
 from scheduler_service.core.request import EndReason, Request, SequenceEnd
 from scheduler_service.core.scheduler import Scheduler
@@ -179,6 +180,7 @@ class World:
             MODEL,
             ToyTokenizer(Random(f"front end {seed}")),
             text_limits=limits,
+            chats=ChatRules(),
         )
         self.front_end = Service(front_end, self.link, entrance, on_error)
         self.before = Network(self.front_end.port, scenario.client_weather, f"front end {seed}")
