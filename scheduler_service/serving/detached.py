@@ -2,7 +2,9 @@
 others."""
 
 import asyncio
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -35,8 +37,10 @@ class DetachedRequests:
         self.num_bytes = 0  # of all that have ended
         self._num_running_bytes = 0  # of the records of the others
 
-    def check_room(self, record: bytes) -> None:
-        """Raises RefusedError if those of requests that run leave no room for another record. One alone has room."""
+    @contextlib.contextmanager
+    def room(self, record: bytes) -> Iterator[None]:
+        """Hold room for a record inside the block, which ends with `add` or with nothing. Raises RefusedError if the
+        records of others that run, or may, leave none. One alone has room."""
         num_bytes = self._num_running_bytes
         if num_bytes and num_bytes + len(record) > self._max_bytes:
             raise RefusedError(
@@ -44,6 +48,11 @@ class DetachedRequests:
                 f"the records of detached requests that run have {num_bytes} bytes, with this one they would have more "
                 f"than {self._max_bytes} (--max-detached-bytes); try again later",
             )
+        self._num_running_bytes += len(record)
+        try:
+            yield
+        finally:
+            self._num_running_bytes -= len(record)
 
     def check_free(self, tenant: str, request_id: str) -> None:
         """Raises RefusedError if something of that name is here."""

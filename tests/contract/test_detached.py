@@ -368,6 +368,20 @@ async def test_records_of_requests_that_run_are_bounded(checkpoint: Path) -> Non
         await submit_with(6000)
 
 
+async def test_records_of_requests_that_are_made_ready_are_bounded(checkpoint: Path) -> None:
+    """Those that are refused in the end give their room back."""
+    async with serve(checkpoint, max_detached_bytes=10_000) as stack:
+        stack.worker.step_seconds = 0.01
+
+        async def submit_with(**sampling: int) -> grpc.StatusCode | None:
+            message = pb.SubmitRequest(request=request("once upon a time", **sampling), record=bytes(6000))
+            return await code_of(stack.stub.Submit(message))
+
+        assert await submit_with(max_tokens=100_000) is grpc.StatusCode.INVALID_ARGUMENT
+        codes = await asyncio.gather(*(submit_with(max_tokens=200) for _ in range(4)))
+        assert sorted(codes, key=str) == [None, *[grpc.StatusCode.RESOURCE_EXHAUSTED] * 3]
+
+
 async def test_a_large_result_is_made_between_the_turns_of_others() -> None:
     rng = random.Random(1)
     output = SampleRecord(0, with_logprobs=True, is_kept=True)
