@@ -124,6 +124,20 @@ def test_a_conversation_is_the_chat_that_it_means() -> None:
     ]
 
 
+async def test_no_two_items_have_one_id(server: HttpServer, say: Say) -> None:
+    """Else pages of them, each behind the last one's id, would have no end."""
+    say("hello")
+    given = [{"role": "user", "content": text, "id": "same"} for text in "abc"]
+    first = await server.openai.responses.create(model="chatty", input=given)
+    again = [*(item.model_dump() for item in first.output), *given]
+    second = await server.openai.responses.create(model="chatty", input=again, previous_response_id=first.id)
+    for response, texts in ((first, "abc"), (second, [*"abc", "hello", "hello", *"abc"])):
+        pages = server.openai.responses.input_items.list(response.id, limit=1, order="asc")
+        listed = [item async for item in pages]
+        assert [item.content[0].text for item in listed] == [*texts]
+        assert (listed[0].id, len({item.id for item in listed})) == ("same", len(texts))
+
+
 @pytest.mark.parametrize(
     ("param", "asked"),
     [

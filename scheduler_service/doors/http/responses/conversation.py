@@ -42,17 +42,21 @@ _SAME = (
 _KINDS = {MessageItem: "msg", ReasoningItem: "rs", FunctionCallItem: "fc", FunctionResultItem: "fco"}
 
 
-def items_of(request: ResponsesRequest) -> list[InputItem]:
-    """Return the input of a request as items, each whole as it is listed. Raises RefusedError."""
+def items_of(request: ResponsesRequest, before: Iterable[InputItem] = ()) -> list[InputItem]:
+    """Return the input of a request as items, each whole as it is listed, with an id that no other has, be it of what
+    comes before. Raises RefusedError."""
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     typed = [{"type": "message", **item} for item in given]
     items = decode_body(msgspec.json.encode({"input": typed}), InputItems).input
-    return [_whole(item, f"{request.request_id}_input_{index}") for index, item in enumerate(items)]
+    taken = {item.id for item in before}
+    return [_whole(item, f"{request.request_id}_input_{index}", taken) for index, item in enumerate(items)]
 
 
-def _whole(item: InputItem, name: str) -> InputItem:
+def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
+    item_id = f"{_KINDS[type(item)]}_{name}" if not item.id or item.id in taken else item.id
+    taken.add(item_id)
     changes: dict[str, Any] = {
-        "id": item.id or f"{_KINDS[type(item)]}_{name}",
+        "id": item_id,
         "status": item.status or "completed",
     }
     if isinstance(item, MessageItem) and isinstance(item.content, str):

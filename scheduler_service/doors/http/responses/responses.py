@@ -39,7 +39,7 @@ async def answer_response(
     request = msgspec.structs.replace(request, request_id=request.request_id or secrets.token_hex(24))
     with _NAMES.in_refusals():
         conversation = await stored.conversation(request.previous_response_id) if request.previous_response_id else []
-        conversation += items_of(request)
+        conversation += items_of(request, conversation)
         asked, make_parser = await read_chat(chat_meant(request, conversation), call, intake)
         record = ResponseRecord(conversation, _begun(request, model_name))
         if request.background:
