@@ -5,7 +5,8 @@
 Rate: a worker with the 54M shape, a scheduler, a front end with both doors, and smg before the scheduler, as processes.
 In turns, this process reads 32 streams of one kind, for which the CPU time of every process is told, and then some
 alone. Many: a front end before a worker of 100 ms a step, which computes nothing; 1,000 streams of one kind at a time,
-and the gaps between what each tells. Clients over HTTP are plain sockets, those over gRPC are grpcio's. Raw numbers go
+and the gaps between what each tells. Parsers: 32 chats of a template whose outputs are read for reasoning and calls,
+and of one whose outputs are not. Clients over HTTP are plain sockets, those over gRPC are grpcio's. Raw numbers go
 to bench/results/http_rate.json.
 """
 
@@ -43,17 +44,27 @@ from testing.services import HOST, Service, running
 NUM_STREAMS, NUM_ALONE, OUTPUT_LEN, PROMPT_CHARS = 32, 5, 200, 200
 NUM_MANY, MANY_OUTPUT_LEN, MANY_STEP_MS = 1000, 200, 100
 STORYTELLER = Path("models/storyteller")  # whose tokens the scripted worker draws
-GOAL_RATE, GOAL_ADDED_MS, GOAL_GAPS, GOAL_OVER_SMG = 0.97, 2.0, 1.2, 1.0
+GOAL_RATE, GOAL_ADDED_MS, GOAL_GAPS, GOAL_OVER_SMG, GOAL_PARSED = 0.97, 2.0, 1.2, 1.0, 0.98
+PARTS = ("rate", "many", "parsers")
+_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+_TAGS = "{# <think> </think> <tool_call> #}"
 # Reads one stream of so many tokens behind a prompt, and returns when each message came.
 Read = Callable[[str, int], Awaitable[list[float]]]
 
 
-def over_http(port: int, model: str) -> Read:
+def over_http(port: int, model: str, template: str | None = None) -> Read:
+    """With a template's name, in chats."""
+
     async def read(prompt: str, num_tokens: int) -> list[float]:
-        asked = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
-        content = json.dumps(asked | {"stream": True}).encode()
+        asked: dict[str, Any] = {"model": model, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+        if template is None:
+            path, asked["prompt"] = "/v1/completions", prompt
+        else:
+            path, asked["chat_template"] = "/v1/chat/completions", template
+            asked["messages"] = [{"role": "user", "content": prompt}]
         reader, writer = await asyncio.open_connection(HOST, port)
-        writer.write(posted("/v1/completions", content, "content-type: application/json", "connection: close"))
+        content = json.dumps(asked).encode()
+        writer.write(posted(path, content, "content-type: application/json", "connection: close"))
         times = []
         async for line in reader:
             if line.startswith(b"data: {"):
@@ -75,15 +86,15 @@ def over_grpc(stub: pb_grpc.SchedulerServiceStub) -> Read:
 
 
 @contextlib.asynccontextmanager
-async def doors(model: Path, scheduler: str) -> AsyncIterator[tuple[dict[str, Read], int]]:
-    """Yields what reads through each door of a front end, and its process."""
+async def doors(model: Path, scheduler: str) -> AsyncIterator[tuple[dict[str, Read], int, int]]:
+    """Yields what reads through each door of a front end, its process, and its port for HTTP."""
     port = free_port(HOST)
     flags = ["--model", model, "--scheduler", scheduler, "--port", 0, "--http-port", port, "--metrics-port", 0]
     service = Service("frontend", [*flags, "--log-level", "error"])
     try:
         async with grpc.aio.insecure_channel(service.wait_until_ready()) as channel:
             stub = pb_grpc.SchedulerServiceStub(channel)
-            yield {"grpc": over_grpc(stub), "http": over_http(port, model.name)}, service.pid
+            yield {"grpc": over_grpc(stub), "http": over_http(port, model.name)}, service.pid, port
     finally:
         service.stop()
 
@@ -106,19 +117,32 @@ async def in_rounds(
     return rounds
 
 
-async def rates(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]]]:
+async def rates(model: Path, num_rounds: int, num_alone: int) -> dict[str, list[dict[str, float]]]:
     with (
         running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system,
         Gateway([system.url], "--policy=round_robin") as smg,
     ):
-        async with doors(model, system.url) as (arms, front_end):
+        async with doors(model, system.url) as (arms, front_end, _):
             processes = {"client": os.getpid(), "front_end": front_end, "smg": smg.pid}
             processes |= {"scheduler": system.scheduler.pid, "worker": system.worker.pid}
             arms["smg"] = over_http(smg.port, model.name)
-            return await in_rounds(arms, partial(rate, processes), num_rounds)
+            return await in_rounds(arms, partial(rate, processes, num_alone), num_rounds)
 
 
-async def rate(processes: Mapping[str, int], read: Read, rng: random.Random) -> dict[str, float]:
+async def parser_rates(model: Path, num_rounds: int) -> dict[str, list[dict[str, float]]]:
+    """`model` gets two chat templates."""
+    templates = model / "additional_chat_templates"
+    templates.mkdir()
+    for name, tags in (("content", ""), ("parsed", _TAGS)):
+        (templates / f"{name}.jinja").write_text(_TEMPLATE + tags)
+    (model / "chat_template.jinja").write_text(_TEMPLATE)
+    with running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system:
+        async with doors(model, system.url) as (_, front_end, port):
+            arms = {name: over_http(port, model.name, name) for name in ("content", "parsed")}
+            return await in_rounds(arms, partial(rate, {"front_end": front_end}, NUM_ALONE), num_rounds)
+
+
+async def rate(processes: Mapping[str, int], num_alone: int, read: Read, rng: random.Random) -> dict[str, float]:
     before = {name: cpu_seconds(pid) for name, pid in processes.items()}
     start = time.perf_counter()
     together = await asyncio.gather(*(read(prompt, OUTPUT_LEN) for prompt in prompts(rng, NUM_STREAMS)))
@@ -127,7 +151,7 @@ async def rate(processes: Mapping[str, int], read: Read, rng: random.Random) -> 
     num_tokens = NUM_STREAMS * OUTPUT_LEN
     assert all(together)
     alone = []
-    for prompt in prompts(rng, NUM_ALONE):
+    for prompt in prompts(rng, num_alone):
         asked_at = time.perf_counter()
         alone.append((await read(prompt, 2))[0] - asked_at)
     return {
@@ -143,7 +167,7 @@ async def many_gaps(model: Path, num_rounds: int) -> dict[str, list[dict[str, fl
     flags = ["--model", model, "--worker", worker.address, "--port", 0, "--metrics-port", 0, "--log-level", "error"]
     scheduler = Service("scheduler", [*flags, "--max-num-seqs", NUM_MANY])
     try:
-        async with doors(model, scheduler.wait_until_ready()) as (arms, _):
+        async with doors(model, scheduler.wait_until_ready()) as (arms, _, _):
             return await in_rounds(arms, gaps, num_rounds)
     finally:
         scheduler.stop()
@@ -173,9 +197,11 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         model = tokenized_checkpoint("54M", trained_tokenizer(SHAPES["54M"]["vocab_size"]), Path(made) / "model")
         figures: dict[str, Any] = {"load": {"model": "54M", "rounds": arguments.rounds}}
         if arguments.only in "rate":
-            figures["rate"] = await rates(model, arguments.rounds)
+            figures["rate"] = await rates(model, arguments.rounds, arguments.alone)
         if arguments.only in "many":
             figures["many"] = await many_gaps(STORYTELLER, arguments.rounds)
+        if arguments.only in "parsers":
+            figures["parsers"] = await parser_rates(model, arguments.rounds)
     return figures
 
 
@@ -191,7 +217,7 @@ def line(of_arm: Sequence[dict[str, float]]) -> str:
 
 
 def report(figures: dict[str, Any]) -> None:
-    for part in ("rate", "many"):
+    for part in PARTS:
         for arm, of_arm in figures.get(part, {}).items():
             print(f"  {part} {arm}: {line(of_arm)}")
     if rounds := figures.get("rate"):
@@ -207,8 +233,13 @@ def report(figures: dict[str, Any]) -> None:
     if rounds := figures.get("many"):
         wider = ratio(rounds, "p99", "http", "grpc")
         print(f"{NUM_MANY} streams, p99 of the gaps: {wider:.2f} of gRPC's {verdict(wider, GOAL_GAPS, at_least=False)}")
+    if rounds := figures.get("parsers"):
+        parsed = ratio(rounds, "tokens_per_s", "parsed", "content")
+        print(f"{NUM_STREAMS} chats, tokens a second with parsers: {parsed:.3f}", end=" ")
+        print(f"of those without {verdict(parsed, GOAL_PARSED, at_least=True)}")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each arm (default: 5)")
-    parser.add_argument("--only", default="", choices=("", "rate", "many"), help="one of both (default: both)")
+    parser.add_argument("--alone", type=int, default=NUM_ALONE, help="streams alone in a round (default: %(default)s)")
+    parser.add_argument("--only", default="", choices=("", *PARTS), help="one part (default: all)")
