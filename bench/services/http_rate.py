@@ -48,20 +48,21 @@ GOAL_RATE, GOAL_ADDED_MS, GOAL_GAPS, GOAL_OVER_SMG, GOAL_PARSED = 0.97, 2.0, 1.2
 PARTS = ("rate", "many", "parsers")
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _TAGS = "{# <think> </think> <tool_call> #}"
+_TOOL = {"type": "function", "function": {"name": "look"}}
 # Reads one stream of so many tokens behind a prompt, and returns when each message came.
 Read = Callable[[str, int], Awaitable[list[float]]]
 
 
-def over_http(port: int, model: str, template: str | None = None) -> Read:
-    """With a template's name, in chats."""
+def over_http(port: int, model: str, template: str | None = None, **more: Any) -> Read:
+    """With a template's name, in chats; `more` are fields of theirs."""
 
     async def read(prompt: str, num_tokens: int) -> list[float]:
         asked: dict[str, Any] = {"model": model, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
         if template is None:
             path, asked["prompt"] = "/v1/completions", prompt
         else:
-            path, asked["chat_template"] = "/v1/chat/completions", template
-            asked["messages"] = [{"role": "user", "content": prompt}]
+            path, messages = "/v1/chat/completions", [{"role": "user", "content": prompt}]
+            asked |= {"chat_template": template, "messages": messages, **more}
         reader, writer = await asyncio.open_connection(HOST, port)
         content = json.dumps(asked).encode()
         writer.write(posted(path, content, "content-type: application/json", "connection: close"))
@@ -86,11 +87,11 @@ def over_grpc(stub: pb_grpc.SchedulerServiceStub) -> Read:
 
 
 @contextlib.asynccontextmanager
-async def doors(model: Path, scheduler: str) -> AsyncIterator[tuple[dict[str, Read], int, int]]:
+async def doors(model: Path, scheduler: str, *more_flags: str) -> AsyncIterator[tuple[dict[str, Read], int, int]]:
     """Yields what reads through each door of a front end, its process, and its port for HTTP."""
     port = free_port(HOST)
     flags = ["--model", model, "--scheduler", scheduler, "--port", 0, "--http-port", port, "--metrics-port", 0]
-    service = Service("frontend", [*flags, "--log-level", "error"])
+    service = Service("frontend", [*flags, *more_flags, "--log-level", "error"])
     try:
         async with grpc.aio.insecure_channel(service.wait_until_ready()) as channel:
             stub = pb_grpc.SchedulerServiceStub(channel)
@@ -137,8 +138,12 @@ async def parser_rates(model: Path, num_rounds: int) -> dict[str, list[dict[str,
         (templates / f"{name}.jinja").write_text(_TEMPLATE + tags)
     (model / "chat_template.jinja").write_text(_TEMPLATE)
     with running(model, worker=["--num-device-blocks", 4096, "--num-threads", 1]) as system:
-        async with doors(model, system.url) as (_, front_end, port):
-            arms = {name: over_http(port, model.name, name) for name in ("content", "parsed")}
+        # A grammar of calls would end these outputs.
+        async with doors(model, system.url, "--no-strict-tools") as (_, front_end, port):
+            arms = {
+                "content": over_http(port, model.name, "content"),
+                "parsed": over_http(port, model.name, "parsed", tools=[_TOOL]),
+            }
             return await in_rounds(arms, partial(rate, {"front_end": front_end}, NUM_ALONE), num_rounds)
 
 
