@@ -45,7 +45,7 @@ _RANKS = "models are shared out by `tensor_parallel_size` only"
 _ON_THIS_MACHINE = "ranks are processes on this machine, which meet over NCCL, or gloo on CPUs"
 _MORE_SERVERS = "make an LLM for each, or put a gateway before several servers"
 _ON_DEVICE = "all weights are on the device; `swap_space` is for the KV cache"
-_PARSERS = "how calls of tools and reasoning are written follows from the chat template"
+_PARSERS = "calls and reasoning are read as the chat template says, or `tool_call_parser` and `reasoning_parser`"
 _TEMPLATE = "the chat template is the checkpoint's own: put another chat_template.jinja into a copy of its directory"
 _GUIDANCE = "grammars are read by llguidance"
 _STATES = "no architecture that keeps a state is served"
@@ -134,7 +134,7 @@ _FOREIGN: tuple[tuple[str, Foreign], ...] = (
         Foreign("requests say it themselves, as parameters of theirs"),
     ),
     (
-        "enable_auto_tool_choice! tool_call_parser tool_parser_plugin reasoning_parser reasoning_parser_plugin "
+        "enable_auto_tool_choice! tool_parser_plugin reasoning_parser_plugin "
         "reasoning_config exclude_tools_when_tool_choice_none! jinja! reasoning_format",
         Foreign(_PARSERS, (None, False, True)),
     ),

@@ -4,6 +4,7 @@ those of the core among them."""
 import os
 from dataclasses import dataclass, field
 
+from pagewire.common.chat_output import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatRules
 from pagewire.common.option_limits import ORIGINS, PORT, URL, at_least, between, check_options, flag, option
 from pagewire.common.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
@@ -159,6 +160,16 @@ class HttpOptions:
         True,
         "hold all calls of tools to their schemas, also where chats leave it to the model to make some",
     )
+    tool_call_parser: str | None = option(
+        None, "how the model writes calls of tools (default: as its chat template tells)", choices=TOOL_CALL_PARSERS
+    )
+    reasoning_parser: str | None = option(
+        None, "how the model writes reasoning (default: as its chat template tells)", choices=REASONING_PARSERS
+    )
+
+    @property
+    def chats(self) -> ChatRules:
+        return ChatRules(self.strict_tools, self.tool_call_parser, self.reasoning_parser)
 
 
 @dataclass(frozen=True)

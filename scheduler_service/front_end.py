@@ -7,7 +7,6 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pagewire.common.chat_output import ChatRules
 from pagewire.common.process import EXIT_ERROR
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.tls import Life, link_files
@@ -73,7 +72,7 @@ async def run(
             service.model,
             service.tokenizer,
             text_limits=service.text_limits,
-            chats=ChatRules(config.http.strict_tools),
+            chats=config.http.chats,
         )
         service.listen(servicer, partial(_make_vllm, link, servicer, service.entrance))
         read_stats = partial(_stats, link, servicer, service.certificate_lives, num_log_lines_dropped)

@@ -5,11 +5,19 @@ does follows from the text alone and not from where the text was cut, so that an
 a whole one. Text that turns out to be no call stays content, character for character, but for newlines beside tags.
 """
 
-from pagewire.common.chat_output.chat_format import ChatFormat, ChatRules, format_of
+from pagewire.common.chat_output.chat_format import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    ChatFormat,
+    ChatRules,
+    format_of,
+)
 from pagewire.common.chat_output.output_parser import OutputParser
 from pagewire.common.chat_output.parts import Arguments, CallStart, Content, OutputPart, Reasoning
 
 __all__ = [
+    "REASONING_PARSERS",
+    "TOOL_CALL_PARSERS",
     "Arguments",
     "CallStart",
     "ChatFormat",

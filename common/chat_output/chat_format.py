@@ -1,8 +1,8 @@
 """In which format a model writes reasoning and calls of tools, by its chat template."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pagewire.common.chat_output import glm, harmony, json_calls, llama, mistral, pythonic, xml_calls
 from pagewire.common.chat_output.call_forms import ANY_TEXT, Asked, CallTag, Form, LeadingCalls, TaggedCalls
@@ -11,22 +11,18 @@ from pagewire.common.chat_output.parts import Reasoning
 from pagewire.common.chat_output.unread import Reading, Unread
 
 _NEWLINES = "\n"
+_OPENAI, _GPT_OSS, _NONE = "openai", "openai_gptoss", "none"
 # Behind reasoning. With as much as there may be, a model may go on with spaces for ever.
 _SPACE: Form = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 # The JSON Schemas of the parameters of functions, by name.
 Functions = Mapping[str, Any]
+_Format = TypeVar("_Format")
 
 
 class CallFormat(NamedTuple):
     read: Callable[[Functions, Unread], Reading[None]]
     form: Callable[[Asked], Form]  # what outputs match, as a format of a structural tag
     tags: tuple[str, ...]  # the texts that it reads
-
-
-class ChatRules(NamedTuple):
-    """What a server says of all chats."""
-
-    strict_tools: bool = True  # calls that a model makes as it likes match their schemas, not only those it is made to
 
 
 class ThinkingTags(NamedTuple):
@@ -108,11 +104,19 @@ class ChatFormat(NamedTuple):
         return behind if is_within else {"type": "or", "elements": [form, behind]}
 
 
-# A template may have one of the two: OLMo's begins reasoning, LFM's drops that of earlier answers.
-_THINKING = (
-    ThinkingTags("<think>", "</think>"),
-    ThinkingTags("<seed:think>", "</seed:think>"),
-    ThinkingTags("[THINK]", "[/THINK]"),
+_THINKING = ThinkingTags("<think>", "</think>")
+_SEED_THINKING = ThinkingTags("<seed:think>", "</seed:think>")
+_MISTRAL_THINKING = ThinkingTags("[THINK]", "[/THINK]")
+# By the names that vLLM has for who reads them, with the texts of which a template has one: OLMo's begins reasoning,
+# LFM's drops that of earlier answers.
+_REASONING: tuple[tuple[tuple[str, ...], tuple[str, ...], ThinkingTags], ...] = (
+    (
+        ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "glm47", "mimo", "nemotron_v3", "olmo3", "qwen3", "step3"),
+        _THINKING,
+        _THINKING,
+    ),
+    (("seed_oss",), _SEED_THINKING, _SEED_THINKING),
+    (("mistral",), _MISTRAL_THINKING, _MISTRAL_THINKING),
 )
 
 
@@ -130,27 +134,55 @@ _LLAMA = CallFormat(llama.read_calls, LeadingCalls(llama.call_tag, "", "; ", "",
 _LLAMA_PYTHONIC = CallFormat(
     pythonic.LLAMA.read_calls, LeadingCalls(pythonic.bare_call_tag, "[", ", ", "]", "[").form, pythonic.LLAMA.tags
 )
-# By texts that a template has that tells of them, of which the first that are found count.
-_CALLS = (
-    (("<|channel|>", "<|message|>"), _HARMONY),
-    (("[TOOL_CALLS]", "[ARGS]"), _mistral(mistral.named_call_tag)),
-    (("[TOOL_CALLS]",), _mistral(mistral.listed_call_tag)),
-    (("<seed:tool_call>",), _between_tags(xml_calls.SEED)),
-    (("<|tool_call_start|>",), _between_tags(pythonic.LFM)),
-    (("<function_calls>",), _between_tags(pythonic.OLMO)),
-    (("<|tool_call|>",), _between_tags(json_calls.GRANITE)),
-    (("<TOOLCALL>",), _between_tags(json_calls.NEMOTRON)),
-    (("<tool_call>", "<arg_key>"), _GLM),
-    (("<tool_call>", "<function="), _between_tags(xml_calls.QWEN)),
-    (("<tool_call>",), _between_tags(json_calls.HERMES)),
-    (('"parameters": dictionary of argument name',), _LLAMA),
-    (("[func_name",), _LLAMA_PYTHONIC),
+# By names, vLLM's where it has some, and the texts that a template has that tells of them, of which the first that are
+# found count.
+_CALLS: tuple[tuple[tuple[str, ...], tuple[str, ...], CallFormat], ...] = (
+    ((_OPENAI,), ("<|channel|>", "<|message|>"), _HARMONY),
+    (("mistral",), ("[TOOL_CALLS]", "[ARGS]"), _mistral(mistral.named_call_tag)),
+    (("mistral",), ("[TOOL_CALLS]",), _mistral(mistral.listed_call_tag)),
+    (("seed_oss",), ("<seed:tool_call>",), _between_tags(xml_calls.SEED)),
+    (("lfm2",), ("<|tool_call_start|>",), _between_tags(pythonic.LFM)),
+    (("olmo3",), ("<function_calls>",), _between_tags(pythonic.OLMO)),
+    (("granite", "phi4_mini_json"), ("<|tool_call|>",), _between_tags(json_calls.GRANITE)),
+    (("nemotron",), ("<TOOLCALL>",), _between_tags(json_calls.NEMOTRON)),
+    (("glm45", "glm47"), ("<tool_call>", "<arg_key>"), _GLM),
+    (("qwen3_coder", "qwen3_xml", "mimo"), ("<tool_call>", "<function="), _between_tags(xml_calls.QWEN)),
+    (("hermes", "granite4"), ("<tool_call>",), _between_tags(json_calls.HERMES)),
+    (("llama3_json", "llama4_json"), ('"parameters": dictionary of argument name',), _LLAMA),
+    (("llama4_pythonic", "pythonic"), ("[func_name",), _LLAMA_PYTHONIC),
 )
+TOOL_CALL_PARSERS = (*dict.fromkeys(name for names, *_ in _CALLS for name in names), _NONE)
+REASONING_PARSERS = (*(name for names, *_ in _REASONING for name in names), _GPT_OSS, _NONE)
+
+
+class ChatRules(NamedTuple):
+    """What a server says of all chats."""
+
+    strict_tools: bool = True  # calls that a model makes as it likes match their schemas, not only those it is made to
+    tool_call_parser: str | None = None  # None: as the chat template tells
+    reasoning_parser: str | None = None
+
+    def format_of(self, template: str) -> ChatFormat:
+        return format_of(template, self.tool_call_parser, self.reasoning_parser)
 
 
 @lru_cache(maxsize=16)
-def format_of(template: str) -> ChatFormat:
-    """Return the format of what a chat template's model writes."""
-    thinking = next((tags for tags in _THINKING if any(text in template for text in tags)), None)
-    calls = next((calls for texts, calls in _CALLS if all(text in template for text in texts)), None)
+def format_of(template: str, tool_call_parser: str | None = None, reasoning_parser: str | None = None) -> ChatFormat:
+    """Return the format of what a chat template's model writes, as names say or else the template tells."""
+    if reasoning_parser == _GPT_OSS:
+        tool_call_parser, reasoning_parser = _OPENAI, _NONE
+    thinking = _chosen(_REASONING, reasoning_parser, lambda texts: any(text in template for text in texts))
+    calls = _chosen(_CALLS, tool_call_parser, lambda texts: all(text in template for text in texts))
     return ChatFormat(thinking, calls, is_in_channels=calls is _HARMONY)
+
+
+def _chosen(
+    table: Sequence[tuple[tuple[str, ...], tuple[str, ...], _Format]],
+    name: str | None,
+    is_told: Callable[[tuple[str, ...]], bool],
+) -> _Format | None:
+    """Return the first format of a name that a template tells of, or the first; without a name the one that it tells
+    of, if there is one."""
+    found = [(texts, each) for names, texts, each in table if name is None or name in names]
+    first = found[0][1] if found and name is not None else None
+    return next((each for texts, each in found if is_told(texts)), first)

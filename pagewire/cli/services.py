@@ -115,6 +115,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "allowed_origins",
         "lenient",
         "strict_tools",
+        "tool_call_parser",
+        "reasoning_parser",
         "gateway_host",
         "gateway_port",
         "gateway_metrics_port",

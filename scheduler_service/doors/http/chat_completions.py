@@ -6,7 +6,6 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from pagewire.common.chat_output import format_of
 from scheduler_service.doors.http.answering import (
     PromptProgress,
     answer_call,
@@ -137,7 +136,7 @@ async def complete_chat(
 async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
     """Return the requests of a chat, and what reads their outputs. Raises RefusedError."""
     prompt = await render_messages(intake.model, request)
-    output = format_of(chosen_template(intake.model, request.chat_template))
+    output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
     functions = functions_of(request, output)
     options, names = sampling_options(
         request, intake.model, chat_grammars(request, output, functions, prompt, intake.chats)

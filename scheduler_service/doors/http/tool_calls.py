@@ -39,7 +39,9 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str
         )
     if output.calls is None:
         raise invalid(
-            "tools", "the model's chat template has calls of tools in no form that is known; leave tools unset"
+            "tools",
+            "calls of tools are in no form that is known, by the model's chat template or --tool-call-parser; leave "
+            "tools unset",
         )
     return functions
 
@@ -54,8 +56,8 @@ def chat_grammars(
     if budget is not None and not output.has_reasoning:
         raise invalid(
             "thinking_token_budget",
-            "thinking_token_budget is set, but the model's chat template has reasoning in no form that is known; leave "
-            "it unset",
+            "thinking_token_budget is set, but reasoning is in no form that is known, by the model's chat template or "
+            "--reasoning-parser; leave it unset",
         )
     found = list(structured(request))
     is_required = bool(functions) and choice not in (None, "auto")

@@ -8,6 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
+from scheduler_service.config import FrontEndConfig, HttpOptions
 from tests.contract.http.door import HttpServer, serve_http
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 
@@ -209,6 +210,22 @@ async def test_grammars_hold_calls_to_what_is_asked(server: HttpServer, say: Say
         assert (calls["type"], calls["stop_after_first"]) == (kind, asked.get("tool_choice") is named)
         assert [json.loads(tag["begin"].partition("\n")[2] + "0}")["name"] for tag in calls["tags"]] == names
         assert calls["tags"][0]["content"]["json_schema"] == WEATHER
+
+
+async def test_formats_may_be_named(model: Path, say: Say) -> None:
+    say(f"[THINK]hm[/THINK]{CALL}")
+    front = {"tool_call_parser": "hermes", "reasoning_parser": "mistral"}
+    async with serve_http(model, front=front) as server:
+        for asked in ({}, {"chat_template": "plain"}):
+            assert await both(server, tools=TOOLS, max_tokens=150, **asked) == ("", "hm", [MADE], "tool_calls")
+    say("<think>hm</think>hello")
+    async with serve_http(model, front={"tool_call_parser": "none", "reasoning_parser": "none"}) as server:
+        assert (await both(server, max_tokens=150))[:2] == ("<think>hm</think>hello", "")
+        for field, asked in (("tools", {"tools": TOOLS}), ("thinking_token_budget", {"thinking_token_budget": 1})):
+            assert (await server.refusal(PATH, messages=[QUESTION], **asked))["param"] == field
+    for flag in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ValueError, match=rf"^--{flag.replace('_', '-')} is 'poem', but must be one of .*none$"):
+            FrontEndConfig(model="m", http=HttpOptions(**{flag: "poem"})).validate()
 
 
 async def test_calls_that_are_left_to_the_model_may_be_free(model: Path, say: Say) -> None:

@@ -2,7 +2,16 @@
 
 import pytest
 
-from pagewire.common.chat_output import Arguments, CallStart, Content, OutputPart, Reasoning, format_of
+from pagewire.common.chat_output import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    Arguments,
+    CallStart,
+    Content,
+    OutputPart,
+    Reasoning,
+    format_of,
+)
 from tests.core.chat_output.spellings import SPELLINGS
 from tests.core.chat_output.table import hold
 
@@ -116,6 +125,40 @@ def test_reasoning_is_known_by_either_tag(template: str) -> None:
 def test_channels_are_read_where_there_are_no_functions() -> None:
     parser = SPELLINGS["harmony"].chat_format.parser("", {})
     assert parser.feed(f"{TO_F}1<|call|>") == [Content("1")]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_names_of_formats_go_before_what_a_template_tells(name: str) -> None:
+    """Of several of a name, as Mistral's, that one is meant which the template tells of."""
+    own, others = SPELLINGS[name], {other.template for other in SPELLINGS.values()}
+    found = {parser for parser in TOOL_CALL_PARSERS if format_of(own.template, parser).calls == own.chat_format.calls}
+    assert found
+    for template in {"", *others}:
+        named = {format_of(template, parser).calls for parser in found}
+        assert len(named) == 1, template
+        assert own.chat_format.calls in named or name.startswith("mistral")
+    assert format_of(own.template, "none").calls is None
+
+
+@pytest.mark.parametrize(
+    ("name", "thinking"),
+    [
+        ("qwen3", ("<think>", "</think>")),
+        ("seed_oss", ("<seed:think>", "</seed:think>")),
+        ("mistral", ("[THINK]", "[/THINK]")),
+        ("none", None),
+        ("openai_gptoss", None),
+    ],
+)
+def test_names_of_reasoning_go_before_what_a_template_tells(name: str, thinking: tuple[str, str] | None) -> None:
+    for template in ("", *(spelling.template for spelling in SPELLINGS.values())):
+        chat_format = format_of(template, None, name)
+        assert chat_format.thinking == thinking
+        if name == "openai_gptoss":
+            assert chat_format == format_of(SPELLINGS["harmony"].template)
+        else:
+            assert chat_format.calls == format_of(template).calls
+    assert name in REASONING_PARSERS
 
 
 def test_a_template_without_calls_has_none() -> None:
