@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from scheduler_service.doors.http.messages.conversation import chat_of
 from scheduler_service.doors.http.messages.requests import CountTokensRequest
-from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.door import HttpServer, make_chat_checkpoint, serve_http
 from tests.contract.http.scripted import CALL, SECOND, WEATHER, Say, make_tool_checkpoint
 from tests.contract.tenants import KEYS, key_file, write_tenants
 
@@ -113,6 +113,15 @@ async def test_reasoning_has_a_budget(server: HttpServer, client: anthropic.Asyn
         assert blocks(message) == [("thinking", "hm"), ("text", "hello")]
         assert has_budget == any('"max_tokens": 1024' in grammar.text for grammar in server.stack.worker.grammars[-1:])
         server.stack.worker.grammars.clear()
+
+
+async def test_a_model_without_reasoning_takes_any_budget(tmp_path: Path) -> None:
+    asked = {"messages": [QUESTION], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    async with serve_http(make_chat_checkpoint(tmp_path / "plain")) as server:
+        counted = await server.post("/v1/messages/count_tokens", **asked)
+        answered = await server.post("/v1/messages", max_tokens=5, **asked)
+        assert answered.json()["usage"]["input_tokens"] == counted.json()["input_tokens"]
+        assert not server.stack.worker.grammars
 
 
 async def test_the_tokens_of_a_prompt(client: anthropic.AsyncAnthropic, say: Say) -> None:

@@ -35,6 +35,8 @@ from scheduler_service.doors.http.messages.answers import (
 from scheduler_service.doors.http.messages.conversation import chat_of
 from scheduler_service.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from scheduler_service.doors.http.options import RequestNames
+from scheduler_service.doors.http.prompts import chosen_template
+from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
 from scheduler_service.serving.tenants.caller import Call
@@ -111,7 +113,7 @@ async def answer_message(
 ) -> bytes | None:
     """Return the message, unless it is streamed. Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, make_parser = await read_chat(chat_of(request), call, intake)
+        asked, make_parser = await read_chat(_chat(request, intake), call, intake)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
             message_id = f"msg_{request.request_id or secrets.token_hex(12)}"
             head = MessageAnswer(
@@ -133,8 +135,17 @@ async def answer_message(
 async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake) -> bytes:
     """Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, _ = await read_chat(chat_of(request), call, intake)
+        asked, _ = await read_chat(_chat(request, intake), call, intake)
         return _encode(TokenCount(len(await intake.tokenize(asked.requests[0]))))
+
+
+def _chat(request: CountTokensRequest, intake: Intake) -> ChatCompletionRequest:
+    """Return the chat that a request means. Clients give a budget to any model: one that has no reasoning keeps to it.
+    Raises RefusedError."""
+    chat = chat_of(request)
+    if intake.chats.format_of(chosen_template(intake.model, None)).has_reasoning:
+        return chat
+    return msgspec.structs.replace(chat, thinking_token_budget=None)
 
 
 def message_usage(progress: PromptProgress) -> MessageUsage:
