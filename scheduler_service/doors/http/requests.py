@@ -193,6 +193,17 @@ class FunctionChoice(Struct, tag_field="type", tag="function", forbid_unknown_fi
     function: FunctionName
 
 
+class AllowedTools(Struct, forbid_unknown_fields=True, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Meta(min_length=1)]
+
+
+class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):
+    """Calls of some of the tools; the template is given all."""
+
+    allowed_tools: AllowedTools
+
+
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True, frozen=True):
     prompt: PromptField
     max_tokens: Annotated[int, Meta(ge=0, le=UINT32.high), why("16 unless set; 0 with echo alone")] | None = None
@@ -218,7 +229,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Annotated[str, why("a variable of the template")] | None = None
     tools: list[ToolField] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
     functions: Annotated[Empty, why("the older form; use tools")] | None = None
     function_call: Annotated[Literal["none", "auto"], why("the older form; use tool_choice")] | None = None

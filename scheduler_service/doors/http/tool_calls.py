@@ -11,7 +11,7 @@ from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, ChatRu
 from pagewire.common.grammars.structural_tag import format_in
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
 from scheduler_service.doors.http.options import FoundGrammar, structured
-from scheduler_service.doors.http.requests import ChatCompletionRequest, FunctionChoice
+from scheduler_service.doors.http.requests import AllowedToolsChoice, ChatCompletionRequest, FunctionChoice
 from scheduler_service.serving.refusal import invalid
 
 _NO_PARAMETERS = {"type": "object", "additionalProperties": False}
@@ -22,18 +22,18 @@ ParserMaker = Callable[[], OutputParser]
 def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str, Any]:
     """Return the JSON Schemas of the parameters of the functions that an output may call, by name. Raises
     RefusedError."""
-    tools, choice = request.tools or [], request.tool_choice
+    tools, (mode, names) = request.tools or [], _choice_of(request)
     functions: dict[str, Any] = {}
     for position, tool in enumerate(tools):
         name = tool.function.name
         if name in functions:
             raise invalid(f"tools[{position}].function.name", f"another tool is called {name!r} too; rename one")
         functions[name] = _NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters
-    if choice == "none" or not (functions or choice not in (None, "auto")):
+    if mode == "none" or not (functions or names or mode == "required"):
         return {}
-    if isinstance(choice, FunctionChoice):
-        functions = {name: functions[name] for name in functions if name == choice.function.name}
-    if not functions:
+    is_known = names <= functions.keys()
+    functions = {name: functions[name] for name in functions if name in names} if names else functions
+    if not functions or not is_known:
         raise invalid(
             "tool_choice", "tool_choice asks for a call of what is not among tools; add it, or choose another"
         )
@@ -46,13 +46,24 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str
     return functions
 
 
+def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
+    """Return whether there are to be calls, and of which functions; none: of any."""
+    match request.tool_choice:
+        case FunctionChoice(function=function):
+            return "required", {function.name}
+        case AllowedToolsChoice(allowed_tools=allowed):
+            return allowed.mode, {tool.function.name for tool in allowed.tools}
+        case mode:
+            return mode or "auto", set()
+
+
 def chat_grammars(
     request: ChatCompletionRequest, output: ChatFormat, functions: dict[str, Any], prompt: str, rules: ChatRules
 ) -> list[FoundGrammar]:
     """Return what an output must match besides what is ruled out: calls as the request asks for them, or else a text of
     the form that it asks for, once it has ended its reasoning. Raises RefusedError for a grammar, which cannot be told
     where to begin, and for a budget where there is no reasoning."""
-    budget, choice = request.thinking_token_budget, request.tool_choice
+    budget = request.thinking_token_budget
     if budget is not None and not output.has_reasoning:
         raise invalid(
             "thinking_token_budget",
@@ -60,7 +71,7 @@ def chat_grammars(
             "--reasoning-parser; leave it unset",
         )
     found = list(structured(request))
-    is_required = bool(functions) and choice not in (None, "auto")
+    is_required = bool(functions) and _choice_of(request)[0] == "required"
     asks = "thinking_token_budget" if budget is not None else ""
     if functions and (is_required or rules.strict_tools or found):
         asks = "tools"
@@ -80,7 +91,8 @@ def chat_grammars(
             functions,
             prompt,
             is_required=is_required,
-            is_parallel=not isinstance(choice, FunctionChoice) and request.parallel_tool_calls is not False,
+            is_parallel=not isinstance(request.tool_choice, FunctionChoice)
+            and request.parallel_tool_calls is not False,
             text=_FORMS[kind](value) if found else None,
             max_reasoning_tokens=budget,
         )

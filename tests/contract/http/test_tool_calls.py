@@ -18,6 +18,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
+TOOL = {"type": "function", "function": {"name": "weather"}}
+MODES = ("auto", "required")
 JSON = {"type": "json_object"}
 MADE = ("weather", '{"city": "Oslo"}')
 
@@ -197,15 +199,20 @@ async def test_what_the_template_is_given(server: HttpServer, model: Path, say: 
     assert prompt == 'weather,now,<user>hi<assistant><tool_call>{"city": "Oslo"}</tool_call><assistant>'
 
 
-async def test_grammars_hold_calls_to_what_is_asked(server: HttpServer, say: Say) -> None:
+async def test_grammars_hold_calls_to_what_is_asked(server: HttpServer, model: Path, say: Say) -> None:
     say(CALL)
-    named = {"type": "function", "function": {"name": "weather"}}
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    named = TOOL
+    allowed = {mode: {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}} for mode in MODES}
     for asked, kind, names in (
         ({}, "triggered_tags", ["weather", "now"]),
         ({"tool_choice": "required"}, "tags_with_separator", ["weather", "now"]),
         ({"tool_choice": named}, "tags_with_separator", ["weather"]),
+        ({"tool_choice": allowed["auto"]}, "triggered_tags", ["weather"]),
+        ({"tool_choice": allowed["required"]}, "tags_with_separator", ["weather"]),
     ):
-        await server.chat("hi", tools=TOOLS, max_tokens=100, **asked)
+        answer = await server.chat("hi", tools=TOOLS, max_tokens=100, return_token_ids=True, **asked)
+        assert tokenizer.decode(answer["prompt_token_ids"]).startswith("weather,now")
         [calls, _] = last_format(server)["elements"]
         assert (calls["type"], calls["stop_after_first"]) == (kind, asked.get("tool_choice") is named)
         assert [json.loads(tag["begin"].partition("\n")[2] + "0}")["name"] for tag in calls["tags"]] == names
@@ -248,6 +255,11 @@ async def test_calls_that_are_left_to_the_model_may_be_free(model: Path, say: Sa
         ("tools", {"tools": TOOLS, "chat_template": "plain"}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+        *(
+            ("tool_choice", {"tools": given, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}})
+            for given in (TOOLS, [])
+            for allowed in ({"mode": "auto", "tools": [TOOL, {"type": "function", "function": {"name": "other"}}]},)
+        ),
         ("thinking_token_budget", {"thinking_token_budget": -1}),
         ("thinking_token_budget", {"thinking_token_budget": 1, "chat_template": "plain"}),
         ("bad_words", {"thinking_token_budget": 1, "bad_words": ["cat"]}),
