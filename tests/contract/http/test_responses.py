@@ -138,6 +138,18 @@ async def test_no_two_items_have_one_id(server: HttpServer, say: Say) -> None:
         assert (listed[0].id, len({item.id for item in listed})) == ("same", len(texts))
 
 
+@pytest.mark.parametrize(("mode", "kind"), [("auto", "triggered_tags"), ("required", "tags_with_separator")])
+async def test_some_tools_may_be_allowed(server: HttpServer, say: Say, mode: str, kind: str) -> None:
+    say(CALL)
+    choice: Any = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "weather"}]}
+    response = await server.openai.responses.create(model="chatty", input="hi", tools=TOOLS, tool_choice=choice)
+    assert items(response) == [USED]
+    [calls, _] = msgspec.json.decode(server.stack.worker.grammars[-1].text)["format"]["elements"]
+    assert (calls["type"], len(calls["tags"])) == (kind, 1)
+    choice["tools"][0]["name"] = "other"
+    assert (await server.refusal(PATH, input="hi", tools=TOOLS, tool_choice=choice))["param"] == "tool_choice"
+
+
 @pytest.mark.parametrize(
     ("param", "asked"),
     [

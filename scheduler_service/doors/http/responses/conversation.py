@@ -7,6 +7,8 @@ import msgspec
 
 from scheduler_service.doors.http.body import decode_body
 from scheduler_service.doors.http.requests import (
+    AllowedTools,
+    AllowedToolsChoice,
     ChatCompletionRequest,
     FunctionChoice,
     FunctionField,
@@ -19,6 +21,7 @@ from scheduler_service.doors.http.requests import (
     ToolField,
 )
 from scheduler_service.doors.http.responses.requests import (
+    AllowedFunctions,
     FunctionCallItem,
     FunctionResultItem,
     InputItem,
@@ -67,17 +70,25 @@ def _whole(item: InputItem, name: str, taken: set[str | None]) -> InputItem:
 
 def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> ChatCompletionRequest:
     """Return the chat that a request means, which goes on with a conversation."""
-    choice = request.tool_choice
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     return ChatCompletionRequest(
         messages=list(_messages(request.instructions, conversation)),
         max_completion_tokens=request.max_output_tokens,
         tools=[ToolField(FunctionField(tool.name, tool.description, tool.parameters)) for tool in request.tools or ()],
-        tool_choice=FunctionChoice(FunctionName(choice.name)) if isinstance(choice, NamedFunction) else choice,
+        tool_choice=_choice(request.tool_choice),
         reasoning_effort=(request.reasoning or ReasoningConfig()).effort,
         response_format=_format((request.text or TextField()).format),
         **same,
     )
+
+
+def _choice(given: Any) -> Any:
+    match given:
+        case NamedFunction():
+            return FunctionChoice(FunctionName(given.name))
+        case AllowedFunctions():
+            return AllowedToolsChoice(AllowedTools(given.mode, [_choice(tool) for tool in given.tools]))
+    return given
 
 
 def _format(given: Any) -> ResponseFormat | None:
