@@ -35,24 +35,31 @@ class DetachedRequests:
         self._num_ended: Counter[str] = Counter()  # by tenant; none is 0
         self._ended_bytes: Counter[str] = Counter()  # by tenant; none is 0
         self.num_bytes = 0  # of all that have ended
-        self._num_running_bytes = 0  # of the records of the others
+        self._running_bytes: Counter[str] = Counter()  # of the records of the others, by tenant; none is 0
 
     @contextlib.contextmanager
-    def room(self, record: bytes) -> Iterator[None]:
-        """Hold room for a record inside the block, which ends with `add` or with nothing. Raises RefusedError if the
-        records of others that run, or may, leave none. One alone has room."""
-        num_bytes = self._num_running_bytes
-        if num_bytes and num_bytes + len(record) > self._max_bytes:
+    def room(self, tenant: str, record: bytes) -> Iterator[None]:
+        """Hold room for a tenant's record inside the block, which ends with `add` or with nothing. Raises RefusedError
+        if the records of what runs, or may, leave none.
+
+        One alone has room. Of more, all may have `max_bytes` together, and beyond that each tenant its share:
+        `max_bytes` by the number of tenants that have some. So no tenant can shut out another, and n tenants have at
+        most `max_bytes` times 1 + 1/2 + ... + 1/n: 3 times for 11, 6 times for 227.
+        """
+        running, num_bytes = self._running_bytes, len(record)
+        share = self._max_bytes // len(running.keys() | {tenant})
+        is_full = running.total() + num_bytes > self._max_bytes and running[tenant] + num_bytes > share
+        if record and running and is_full:
             raise RefusedError(
                 Reason.RESOURCE_EXHAUSTED,
-                f"the records of detached requests that run have {num_bytes} bytes, with this one they would have more "
-                f"than {self._max_bytes} (--max-detached-bytes); try again later",
+                f"the records of detached requests that run leave no room for one of {num_bytes} bytes "
+                "(--max-detached-bytes); try again later",
             )
-        self._num_running_bytes += len(record)
+        _count(running, tenant, num_bytes)
         try:
             yield
         finally:
-            self._num_running_bytes -= len(record)
+            _count(running, tenant, -num_bytes)
 
     def check_free(self, tenant: str, request_id: str) -> None:
         """Raises RefusedError if something of that name is here."""
@@ -67,7 +74,7 @@ class DetachedRequests:
         """Take a request that runs, of a name that is not here."""
         key = (active.request.tenant, active.request.request_id)
         self._kept[key] = Kept(record, active)
-        self._num_running_bytes += len(record)
+        _count(self._running_bytes, key[0], len(record))
         active.on_end = partial(self._end, key)
 
     def add_record(self, tenant: str, request_id: str, record: bytes) -> None:
@@ -101,7 +108,7 @@ class DetachedRequests:
             self._forget((tenant, request_id))
         elif active is not None:
             del self._kept[tenant, request_id]
-            self._num_running_bytes -= len(record)
+            _count(self._running_bytes, tenant, -len(record))
             active.on_end = None
             active.abort()
 
@@ -110,14 +117,14 @@ class DetachedRequests:
         active = self.find(*key)
         active.cancel()
         num_record_bytes = len(self._kept[key].record)
-        self._num_running_bytes -= num_record_bytes
+        _count(self._running_bytes, key[0], -num_record_bytes)
         self._keep(key, num_record_bytes + sum(output.num_bytes for output in active.outputs))
 
     def _keep(self, key: tuple[str, str], num_bytes: int) -> None:
         timer = asyncio.get_running_loop().call_later(self._retention, self._forget, key)
         self._ended[key] = timer, num_bytes
-        self._num_ended[key[0]] += 1
-        self._ended_bytes[key[0]] += num_bytes
+        _count(self._num_ended, key[0], 1)
+        _count(self._ended_bytes, key[0], num_bytes)
         self.num_bytes += num_bytes
         if len(self._ended) > self._max_ended:
             self._forget(self._dispensable(self._num_ended))
@@ -134,10 +141,15 @@ class DetachedRequests:
         timer.cancel()
         del self._kept[key]
         self.num_bytes -= num_bytes
-        for amounts, amount in ((self._num_ended, 1), (self._ended_bytes, num_bytes)):
-            amounts[key[0]] -= amount
-            if not amounts[key[0]]:
-                del amounts[key[0]]
+        _count(self._num_ended, key[0], -1)
+        _count(self._ended_bytes, key[0], -num_bytes)
+
+
+def _count(amounts: Counter[str], tenant: str, change: int) -> None:
+    """Change what a tenant has of something, and forget a tenant that has none."""
+    amounts[tenant] += change
+    if not amounts[tenant]:
+        del amounts[tenant]
 
 
 def _unknown(request_id: str) -> RefusedError:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import re
 from array import array
 from functools import partial
 from itertools import pairwise
@@ -366,6 +367,27 @@ async def test_records_of_requests_that_run_are_bounded(checkpoint: Path) -> Non
         await stack.stub.Abort(pb.AbortRequest(request_id=name))
         await until_ended(stack, name)
         await submit_with(6000)
+
+
+async def test_no_tenant_takes_the_room_of_others_records(checkpoint: Path) -> None:
+    """Each has its share, the bound by the tenants that have some, where all together have more than the bound."""
+    async with serve(checkpoint, max_detached_bytes=10_000) as stack:
+        stack.worker.step_seconds = 0.01
+
+        async def submit_with(tenant: str, num_bytes: int) -> None:
+            message = pb.SubmitRequest(request=request(PROMPT, max_tokens=200), record=bytes(num_bytes))
+            message.request.tenant = tenant
+            await stack.stub.Submit(message)
+
+        await submit_with("a", 9000)
+        await submit_with("b", 2000)
+        for tenant, num_bytes in (("a", 2000), ("b", 3001), ("c", 3334)):
+            error = await failure_of(submit_with(tenant, num_bytes))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert re.findall(r"\d+", error.details() or "") == [str(num_bytes)]  # others' are not told
+        await submit_with("b", 3000)
+        await submit_with("c", 3333)
+        await submit_with("a", 0)
 
 
 async def test_records_of_requests_that_are_made_ready_are_bounded(checkpoint: Path) -> None:

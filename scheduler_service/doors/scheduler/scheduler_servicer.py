@@ -73,7 +73,7 @@ class SchedulerServicer(RequestServicer):
     ) -> scheduler_pb2.SubmitResponse:
         call = replace(self._entrance.call(context), time_remaining=None)
         parsed = read_request(request.request, call, self.intake.model)
-        with self._detached.room(request.record):
+        with self._detached.room(parsed.request.tenant, request.record):
             active = await self.intake.begin(parsed, call, OutputMode.DETACHED)
             self._detached.add(active, request.record)
         return scheduler_pb2.SubmitResponse(request_id=active.request.request_id)
