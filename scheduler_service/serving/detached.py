@@ -66,7 +66,7 @@ class DetachedRequests:
         if self.has(tenant, request_id):
             raise RefusedError(
                 Reason.ALREADY_EXISTS,
-                f"the result of a detached request {request_id!r} is kept; choose another request_id",
+                f"a result or a response of request_id {request_id!r} is kept; choose another request_id, or delete it",
                 "request_id",
             )
 

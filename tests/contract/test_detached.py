@@ -299,6 +299,7 @@ async def test_the_name_of_a_record_is_taken_as_long_as_it_is_kept(checkpoint: P
         for call in taken:
             error = await failure_of(call)
             assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+            assert "a result or a response of request_id" in (error.details() or "")
             assert details(error)[0].field_violations[0].field == "request_id"
         await keep(stack, "record", b"another's", "you")
         for name in ("", "x" * 129):
