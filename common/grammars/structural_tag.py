@@ -48,7 +48,7 @@ def format_in(text: str) -> Any:
             "content": {"type": "json_schema", "json_schema": _field(structure, "schema", "a structure")},
             "end": structure.get("end", ""),
         }
-        for structure in tag["structures"]
+        for structure in _listed(tag["structures"])
     ]
     return {"type": "triggered_tags", "triggers": _field(tag, "triggers", "a structural tag"), "tags": tags}
 
@@ -75,9 +75,9 @@ class _Rules:
             case "regex":
                 return self.rule(_regex(_field(form, "pattern", kind)))
             case "sequence":
-                return self.sequence(map(self.expression, _field(form, "elements", kind)))
+                return self.sequence(map(self.expression, _listed(_field(form, "elements", kind))))
             case "or":
-                return self.either([self.expression(element) for element in _field(form, "elements", kind)])
+                return self.either([self.expression(element) for element in _listed(_field(form, "elements", kind))])
             case "tag":
                 return self.tag(form)
             case "tags_with_separator":
@@ -101,7 +101,7 @@ class _Rules:
 
     def tag(self, form: Any) -> str:
         begin, content, end = (_field(form, name, "a tag") for name in ("begin", "content", "end"))
-        ends = [end] if isinstance(end, str) else list(end)
+        ends = [end] if isinstance(end, str) else _listed(end)
         if _kind(content) == "any_text" and all(ends):
             # The text goes up to the first end, and no further.
             return self.sequence([self.literal(begin), self.up_to(ends, content)])
@@ -120,7 +120,8 @@ class _Rules:
 
     def text(self, form: Any, ends: Sequence[str] = ()) -> str:
         """Any text without what a format excludes, nor one of some ends."""
-        excluded = [_quoted(_checked(text)) for text in (*(form.get("excludes") or ()), *ends)]
+        excludes = form.get("excludes")
+        excluded = [_quoted(_checked(text)) for text in (*_listed([] if excludes is None else excludes), *ends)]
         if not excluded:
             return _ANY_TEXT
         name = f"T{len(self.lines)}"
@@ -169,17 +170,17 @@ class _Rules:
 
     def separated(self, form: Any) -> str:
         """Tags with a text between them."""
-        tag = self.either([self.tag(one) for one in _field(form, "tags", "tags_with_separator")])
+        tag = self.either([self.tag(one) for one in _listed(_field(form, "tags", "tags_with_separator"))])
         more = "" if form.get("stop_after_first") else f" ({self.literal(form.get('separator', ''))} {tag})*"
         tags = self.rule(f"{tag}{more}")
         return tags if form.get("at_least_one") else self.rule(f"{tags} |")
 
     def triggered(self, form: Any) -> str:
         """Free text in which a trigger begins one of the tags that begin with it."""
-        triggers, tags = (_field(form, name, "triggered_tags") for name in ("triggers", "tags"))
+        triggers, tags = (_listed(_field(form, name, "triggered_tags")) for name in ("triggers", "tags"))
         parts, text = [], self.text(form)
         for trigger in triggers:
-            begun = [tag for tag in tags if _field(tag, "begin", "a tag").startswith(trigger)]
+            begun = [tag for tag in tags if _checked(_field(tag, "begin", "a tag")).startswith(_checked(trigger))]
             if not trigger or not begun:
                 raise ValueError(f"no tag begins with the trigger {trigger!r}")
             rests = self.either([self.tag({**tag, "begin": tag["begin"][len(trigger) :]}) for tag in begun])
@@ -212,9 +213,15 @@ def _field(form: Any, name: str, what: str) -> Any:
 
 def _max_tokens(form: Any) -> int | None:
     most: Any = form.get("max_tokens")
-    if most is not None and not (isinstance(most, int) and 0 <= most < 1 << 32):
+    if most is not None and not (type(most) is int and 0 <= most < 1 << 32):  # true is none
         raise ValueError(f"a structural tag has {most!r:.80} as max_tokens, which is a whole number")
     return most
+
+
+def _listed(values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        raise ValueError(f"a structural tag has {values!r:.80} where a list should stand")
+    return values
 
 
 def _checked(text: Any) -> str:

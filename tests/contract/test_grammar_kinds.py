@@ -207,7 +207,26 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
         ("structural_tag", of_format({"type": "triggered_tags", "triggers": ["<x"], "tags": []}), "no tag begins"),
         ("structural_tag", of_format({"type": "regex", "pattern": "a", "excludes": ["a"]}), "'excludes' of .* 'regex'"),
         ("structural_tag", of_format({"type": "any_text", "max_tokens": -1}), "max_tokens, which is a whole number"),
+        ("structural_tag", of_format({"type": "any_text", "max_tokens": True}), "has True as max_tokens"),
         ("structural_tag", of_format({"type": "any_text", "excludes": [1]}), "has 1 where a text should stand"),
+        *(
+            ("structural_tag", of_format(form), f"a structural tag has {re.escape(repr(bad))} where a list should stand")
+            for bad in ("ab", {"a": 1}, 5, 0, False)
+            for form in (
+                {"type": "any_text", "excludes": bad},
+                json.loads(CALLS)["format"] | {"excludes": bad},
+                {"type": "tag", "begin": "<", "content": {"type": "any_text", "excludes": bad}, "end": ">"},
+                {"type": "sequence", "elements": bad},
+                {"type": "tags_with_separator", "tags": bad, "separator": ""},
+                {"type": "triggered_tags", "triggers": bad, "tags": []},
+            )
+        ),
+        ("structural_tag", of_format({"type": "triggered_tags", "triggers": [5], "tags": [{}]}), "no 'begin'"),
+        (
+            "structural_tag",
+            of_format({"type": "triggered_tags", "triggers": [5], "tags": [tag("<a>", "</a>")]}),
+            "has 5 where a text should stand",
+        ),
         (
             "structural_tag",
             of_format(tag("<a>", "</a>") | {"content": {"type": "any_text", "starts": ["a"]}}),
