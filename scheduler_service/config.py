@@ -225,6 +225,7 @@ class FrontEndConfig:
         _check_model(self.model)
         check_options(self)
         check_options(self.http)
+        self.http.chats.check()
         _check_local_address("scheduler", self.scheduler)
 
 

@@ -162,6 +162,15 @@ class ChatRules(NamedTuple):
     tool_call_parser: str | None = None  # None: as the chat template tells
     reasoning_parser: str | None = None
 
+    def check(self) -> None:
+        """Raise ValueError for gpt-oss's format beside another: its channels hold calls and reasoning."""
+        calls, reasoning = self.tool_call_parser, self.reasoning_parser
+        if None not in (calls, reasoning) and (calls == _OPENAI) != (reasoning == _GPT_OSS):
+            raise ValueError(
+                f"--tool-call-parser {calls} and --reasoning-parser {reasoning} cannot go together: gpt-oss writes calls "
+                f"and reasoning in one format, so that {_OPENAI} and {_GPT_OSS} belong together; leave one of the two out"
+            )
+
     def format_of(self, template: str) -> ChatFormat:
         return format_of(template, self.tool_call_parser, self.reasoning_parser)
 

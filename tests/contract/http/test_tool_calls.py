@@ -1,6 +1,7 @@
 """Calls of tools and reasoning over real HTTP: whole answers are the streamed ones, whatever the model writes."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,20 @@ async def test_formats_may_be_named(model: Path, say: Say) -> None:
     for flag in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(ValueError, match=rf"^--{flag.replace('_', '-')} is 'poem', but must be one of .*none$"):
             FrontEndConfig(model="m", http=HttpOptions(**{flag: "poem"})).validate()
+    for calls, reasoning, agree in (
+        ("openai", "openai_gptoss", True),
+        ("openai", None, True),
+        (None, "openai_gptoss", True),
+        ("hermes", "qwen3", True),
+        ("hermes", "openai_gptoss", False),
+        ("none", "openai_gptoss", False),
+        ("openai", "qwen3", False),
+        ("openai", "none", False),
+    ):
+        config = FrontEndConfig(model="m", http=HttpOptions(tool_call_parser=calls, reasoning_parser=reasoning))
+        said = f"^--tool-call-parser {calls} and --reasoning-parser {reasoning} cannot go together: .*belong together"
+        with nullcontext() if agree else pytest.raises(ValueError, match=said):
+            config.validate()
 
 
 async def test_calls_that_are_left_to_the_model_may_be_free(model: Path, say: Say) -> None:
