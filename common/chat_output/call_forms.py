@@ -8,6 +8,7 @@ Form = dict[str, Any]
 # Of a call of a function, by its parameters' schema.
 CallTag = Callable[[str, Any], Form]
 ANY_TEXT = "any_text"
+FREE_TEXTS = (ANY_TEXT, "regex", "triggered_tags")  # formats with `excludes`
 
 
 class Asked(NamedTuple):
@@ -58,8 +59,8 @@ class LeadingCalls(NamedTuple):
         form = {"type": "sequence", "elements": [opener, calls, closer]}
         text = asked.text
         if text["type"] == ANY_TEXT:
-            firsts = re.escape(self.first + "".join(tag[0] for tag in text.get("excludes", ())))
-            text = {"type": "regex", "pattern": rf"([^\s{firsts}](?s:.*))?"}
+            pattern = rf"([^\s{re.escape(self.first)}](?s:.*))?"
+            text = {"type": "regex", "pattern": pattern, "excludes": text.get("excludes", [])}
         return form if asked.is_required else {"type": "or", "elements": [form, text]}
 
 

@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from pagewire.common.chat_output import glm, harmony, json_calls, llama, mistral, pythonic, xml_calls
-from pagewire.common.chat_output.call_forms import ANY_TEXT, Asked, CallTag, Form, LeadingCalls, TaggedCalls
+from pagewire.common.chat_output.call_forms import ANY_TEXT, FREE_TEXTS, Asked, CallTag, Form, LeadingCalls, TaggedCalls
 from pagewire.common.chat_output.output_parser import OutputParser
 from pagewire.common.chat_output.parts import Reasoning
 from pagewire.common.chat_output.unread import Reading, Unread
@@ -77,16 +77,16 @@ class ChatFormat(NamedTuple):
     ) -> Form:
         """Return what outputs match that go on with a prompt. They call functions, one or several, or else any number
         of them within text, or instead of one that matches `text`; all that once they have ended their reasoning, if
-        they begin or go on with some. Where that has a limit, no other begins behind it. Raises ValueError for
+        they begin or go on with some. Where that has a limit, no other begins within free text. Raises ValueError for
         functions where the model calls none."""
         if functions and self.calls is None:
             raise ValueError("there are no calls in this format")
         thought: Form = {"type": ANY_TEXT}
-        free: Form = {"type": ANY_TEXT}
+        text = {"type": ANY_TEXT} if text is None else text
         if max_reasoning_tokens is not None:
             thought["max_tokens"] = max_reasoning_tokens
-            free["excludes"] = [self.thinking.begin] if self.thinking else []
-        asked = Asked(functions, free if text is None else text, thought, is_required, is_parallel)
+            text = _without(text, [self.thinking.begin] if self.thinking else [])
+        asked = Asked(functions, text, thought, is_required, is_parallel)
         form = self.calls.form(asked) if self.calls and (functions or self.is_in_channels) else asked.text
         return {
             "type": "structural_tag",
@@ -102,6 +102,18 @@ class ChatFormat(NamedTuple):
         reasoning = {"type": "tag", "begin": begin, "content": thought, "end": end}
         behind = {"type": "sequence", "elements": [reasoning, _SPACE, form]}
         return behind if is_within else {"type": "or", "elements": [form, behind]}
+
+
+def _without(form: Any, texts: list[str]) -> Any:
+    """Return a format that excludes texts where it, or one in it, is free text; what it spells out may have them."""
+    if isinstance(form, list):
+        return [_without(each, texts) for each in form]
+    if not isinstance(form, dict):
+        return form
+    inner = {name: _without(form[name], texts) for name in ("content", "elements", "tags") if name in form}
+    if form.get("type") in FREE_TEXTS:
+        inner["excludes"] = texts if form.get("excludes") is None else form["excludes"] + texts
+    return {**form, **inner}
 
 
 _THINKING = ThinkingTags("<think>", "</think>")
@@ -167,8 +179,8 @@ class ChatRules(NamedTuple):
         calls, reasoning = self.tool_call_parser, self.reasoning_parser
         if None not in (calls, reasoning) and (calls == _OPENAI) != (reasoning == _GPT_OSS):
             raise ValueError(
-                f"--tool-call-parser {calls} and --reasoning-parser {reasoning} cannot go together: gpt-oss writes calls "
-                f"and reasoning in one format, so that {_OPENAI} and {_GPT_OSS} belong together; leave one of the two out"
+                f"--tool-call-parser {calls} and --reasoning-parser {reasoning} cannot go together: gpt-oss writes "
+                f"both in one format, so that {_OPENAI} and {_GPT_OSS} belong together; leave one of the two out"
             )
 
     def format_of(self, template: str) -> ChatFormat:

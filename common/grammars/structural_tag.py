@@ -17,7 +17,7 @@ _FIELDS = {
     "const_string": {"value"},
     "json_schema": {"json_schema"},
     "any_text": {"excludes", "max_tokens"},
-    "regex": {"pattern"},
+    "regex": {"pattern", "excludes"},
     "sequence": {"elements"},
     "or": {"elements"},
     "tag": {"begin", "content", "end"},
@@ -73,7 +73,7 @@ class _Rules:
                 most = _max_tokens(form)
                 return '""' if most == 0 else self.rule(self.text(form), "" if most is None else f"[max_tokens={most}]")
             case "regex":
-                return self.rule(_regex(_field(form, "pattern", kind)))
+                return self.rule(self.text(form, pattern=_regex(_field(form, "pattern", kind))))
             case "sequence":
                 return self.sequence(map(self.expression, _listed(_field(form, "elements", kind))))
             case "or":
@@ -118,14 +118,14 @@ class _Rules:
             token = f"({_quoted(name)} | {token})"
         return self.sequence([_quoted(before), token, self.literal(behind, takes_tokens=takes_tokens)])
 
-    def text(self, form: Any, ends: Sequence[str] = ()) -> str:
-        """Any text without what a format excludes, nor one of some ends."""
+    def text(self, form: Any, ends: Sequence[str] = (), pattern: str = _ANY_TEXT) -> str:
+        """Any text of a pattern without what a format excludes, nor one of some ends."""
         excludes = form.get("excludes")
         excluded = [_quoted(_checked(text)) for text in (*_listed([] if excludes is None else excludes), *ends)]
         if not excluded:
-            return _ANY_TEXT
+            return pattern
         name = f"T{len(self.lines)}"
-        self.lines.append(f"{name}: {_ANY_TEXT} & ~({_ANY_TEXT} ({' | '.join(excluded)}) {_ANY_TEXT})")
+        self.lines.append(f"{name}: {pattern} & ~({_ANY_TEXT} ({' | '.join(excluded)}) {_ANY_TEXT})")
         return name
 
     def up_to(self, ends: Sequence[Any], form: Any) -> str:

@@ -181,13 +181,26 @@ async def test_reasoning_has_a_budget(server: HttpServer, say: Say) -> None:
     space, free = {"type": "regex", "pattern": r"[ \n]{0,2}"}, {"type": "any_text", "excludes": ["<think>"]}
     assert last_format(server) == {"type": "sequence", "elements": [thought, space, free]}
     await server.chat("hi", **thinks, thinking_token_budget=0, guided_regex="a+")
-    [thought["content"]["max_tokens"], free] = 0, {"type": "regex", "pattern": "a+"}
+    [thought["content"]["max_tokens"], free] = 0, {"type": "regex", "pattern": "a+", "excludes": ["<think>"]}
     assert last_format(server) == {"type": "sequence", "elements": [thought, space, free]}
     say(f"hm</think>{CALL}")
     assert await both(server, **thinks, thinking_token_budget=3, tools=TOOLS) == ("", "hm", [MADE], "tool_calls")
     assert last_format(server)["elements"][-1]["excludes"] == ["<think>"]
     await server.chat("hi", thinking_token_budget=3)
     assert last_format(server)["type"] == "or"
+    parts = [
+        {"type": "any_text", "excludes": ["b"]},
+        {"type": "json_schema", "json_schema": {"const": {"type": "regex"}}},
+    ]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+    await server.chat("hi", thinking_token_budget=3, response_format=tag)
+    parts[0]["excludes"] = ["b", "<think>"]
+    [alone, behind] = last_format(server)["elements"]
+    assert alone == behind["elements"][-1] == tag["format"]
+    for bad in ("b", 0):
+        refused = tag | {"format": {"type": "any_text", "excludes": bad}}
+        answer = await server.refusal(PATH, messages=[QUESTION], thinking_token_budget=3, response_format=refused)
+        assert "where a list should stand" in answer["message"]
 
 
 async def test_what_the_template_is_given(server: HttpServer, model: Path, say: Say) -> None:

@@ -195,3 +195,37 @@ def test_reasoning_ends_behind_its_budget(name: str, num_tokens: int, has_functi
         if has_functions:
             call = spelled(name, CALLS[:1])
             assert constraint.allows(f"{thought}{end}{'<|start|>assistant' if name == 'harmony' else ''}{call}")
+
+
+FREE: dict[str, dict[str, Any]] = {
+    "any text": {"type": "any_text"},
+    "a pattern of anything": {"type": "regex", "pattern": "(?s:.*)"},
+    "tags in text": {
+        "type": "triggered_tags",
+        "triggers": ["<a>"],
+        "tags": [{"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}],
+    },
+}
+FREE["one of a sequence"] = {"type": "sequence", "elements": [{"type": "or", "elements": [FREE["any text"]]}]}
+
+
+@pytest.mark.parametrize("has_functions", [False, True])
+@pytest.mark.parametrize("kind", FREE)
+@pytest.mark.parametrize("name", [name for name in THOUGHTS if name != "harmony"])
+def test_no_text_of_ones_own_evades_the_budget(name: str, kind: str, has_functions: bool) -> None:
+    begin, end = THOUGHTS[name]
+    functions = FUNCTIONS if has_functions else {}
+    constraint = Constraint(name, functions, thinks=True, max_reasoning_tokens=2, text=FREE[kind])
+    assert constraint.allows("Hi")
+    assert constraint.allows(f"{begin}xx{end}Hi")
+    spelled_out = [piece for letter in begin for piece in constraint.tokenizer.encode(letter).ids]
+    rest = constraint.tokenizer.encode(f"xxx{end}Hi").ids
+    for before in ([], constraint.tokenizer.encode(f"{begin}xx{end}").ids):
+        for begun in (constraint.tokenizer.encode(begin).ids, spelled_out):
+            assert not constraint.allows_tokens([*before, *begun, *rest, END])
+
+
+def test_what_leads_with_no_call_may_exclude_texts() -> None:
+    constraint = Constraint("llama", text={"type": "any_text", "excludes": ["ab"]})
+    assert constraint.allows("a b")
+    assert not constraint.allows("x ab")
