@@ -8,20 +8,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 
 from pagewire.common.process import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX, python_command
 from pagewire.common.transport.queued_writer import QueuedWriter, stream_writer
-from pagewire.errors import CommandError, StartError
+from pagewire.errors import CommandError, StartError, Unavailable
 from pagewire.hosting.child_output import READ_BYTES, ChildOutput
 
 # Ports of its own choice, so that it runs beside anything.
 SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--http-port=0", "--metrics-port=0", "--log-level=warning")
 STOP_TIMEOUT_S = 45.0
 SEPARATOR = "--"
+# Variables of options with which this process, which shows no credentials, could not talk to the server.
+DOOR_VARIABLES = tuple(f"PAGEWIRE_{name}" for name in ("TENANTS", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA", "GATEWAY"))
+_END_TIMEOUT_S = 2.0  # for a server that is gone to have ended
 _FLUSH_TIMEOUT_S = 2.0  # for the server's last lines to be read
 # Of what the server has written on standard error, to say why it ended.
 MAX_TAIL_BYTES = 4096
@@ -44,10 +47,13 @@ class LocalServer:
     Its standard error goes to this process's. Any thread may start and stop it.
     """
 
-    def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
-        """Prepares a server, which `start` starts. `flags` are those of `pagewire serve`."""
+    def __init__(self, model: str, flags: Sequence[str] = (), without: Collection[str] = DOOR_VARIABLES) -> None:
+        """Prepares a server, which `start` starts. `flags` are those of `pagewire serve`; `without` are variables of
+        the environment that it does not see."""
         self._command = python_command("pagewire", "serve", model, *SERVE_FLAGS, *flags)
         self.owner = os.getpid()
+        inherited = {name: value for name, value in os.environ.items() if name not in without}
+        self._environ = inherited | {EXIT_WITH_PARENT: str(self.owner)}
         self._url: Future[str] = Future()
         self._tail = b""
         self._errors = QueuedWriter(stream_writer(lambda: sys.stderr), _dropped_notice)
@@ -105,7 +111,6 @@ class LocalServer:
             self._watching.join()
 
     def _watch(self) -> None:
-        environ = {**os.environ, EXIT_WITH_PARENT: str(self.owner)}
         try:
             # A group of its own: Ctrl-C on the terminal is for this process, which then ends the server.
             self._process = subprocess.Popen(
@@ -113,7 +118,7 @@ class LocalServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=environ,
+                env=self._environ,
                 process_group=0,
             )
         except BaseException as error:
@@ -172,11 +177,12 @@ def _dropped_notice(num_dropped: int) -> bytes:
 
 
 @contextmanager
-def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
-    """Runs a server inside the block, which gets its url. Raises CommandError if it does not come up.
+def serving(model: str, flags: Sequence[str] = (), without: Collection[str] = DOOR_VARIABLES) -> Iterator[str]:
+    """Runs a server inside the block, which gets its url. Raises CommandError if it does not come up, or a call fails
+    because it has ended.
 
-    `flags` are those of `pagewire serve`. This is for the main thread only: from now on SIGTERM unwinds the block as
-    Ctrl-C does, and then raises SystemExit.
+    `flags` and `without` are those of LocalServer. This is for the main thread only: from now on SIGTERM unwinds the
+    block as Ctrl-C does, and then raises SystemExit.
     """
     terminations: list[int] = []
 
@@ -192,7 +198,7 @@ def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
 
     signal.signal(signal.SIGTERM, interrupt)
     started_at = time.monotonic()
-    server = LocalServer(model, flags)
+    server = LocalServer(model, flags, without)
     server.tell(f"starting pagewire serve {model}")
     try:
         try:
@@ -203,6 +209,10 @@ def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
             raise CommandError(f"pagewire serve {model} ended with {server.exit}{reason}") from None
         server.tell(f"{READY_PREFIX}{url} after {time.monotonic() - started_at:.1f} s")
         yield url
+    except Unavailable:
+        if not server.ends_within(_END_TIMEOUT_S):
+            raise
+        raise CommandError(f"pagewire serve {model} ended with {server.exit}") from None
     finally:
         server.stop()
         if terminations:

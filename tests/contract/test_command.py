@@ -224,6 +224,23 @@ def test_run_serves_with_what_no_chat_takes(
     assert request.sampling.seed == (4 if "--seed" in given else 0)
 
 
+def test_run_hides_variables_of_options_that_it_does_not_take(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    def start(server: LocalServer) -> str:
+        seen.update(server._environ)
+        return url
+
+    monkeypatch.setattr(LocalServer, "start", start)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    hidden = {"PAGEWIRE_TENANTS", "PAGEWIRE_TLS_CERT", "PAGEWIRE_TLS_KEY", "PAGEWIRE_HEALTH_PORT", "PAGEWIRE_RECORD"}
+    for name in {*hidden, "PAGEWIRE_BLOCK_SIZE"}:
+        monkeypatch.setenv(name, "16")
+    assert main(["run", "m", "hi"]) == 0
+    assert seen["PAGEWIRE_BLOCK_SIZE"] == "16"
+    assert hidden.isdisjoint(seen)
+
+
 def test_run_reads_the_prompt_where_it_is_told_to(
     served: list[list[str]], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.common.transport.queued_writer import QueuedWriter
-from pagewire.errors import CommandError, StartError
+from pagewire.errors import CommandError, StartError, Unavailable
 from pagewire.hosting import local_server
 from pagewire.hosting.local_server import LocalServer
 
@@ -118,3 +118,23 @@ def test_no_line_stands_within_another(run, monkeypatch: pytest.MonkeyPatch) -> 
     server.tell("ready")
     server.stop()
     assert errors.getvalue() == "ready\nhalf\n"
+
+
+def test_it_sees_no_variables_of_doors(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAGEWIRE_TENANTS", "PAGEWIRE_TLS_CERT", "PAGEWIRE_TLS_KEY", "PAGEWIRE_BLOCK_SIZE"):
+        monkeypatch.setenv(name, "16")
+    names = "[name for name in os.environ if name.startswith(('PAGEWIRE_B', 'PAGEWIRE_T'))]"
+    with pytest.raises(StartError, match=r"^PAGEWIRE_BLOCK_SIZE$"):
+        run(f"import os, sys; sys.exit(' '.join({names}))").start()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_call_fails_for_the_end_of_the_server(run, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    run("import os, signal\n" + (READY.replace("signal.pause()", "os.kill(os.getpid(), 9)") if ends else READY))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(local_server, "_END_TIMEOUT_S", 20.0 if ends else 0.01)
+    expected, said = (
+        (CommandError, "^pagewire serve model ended with signal SIGKILL$") if ends else (Unavailable, "^x$")
+    )
+    with pytest.raises(expected, match=said), local_server.serving("model"):
+        raise Unavailable("x")

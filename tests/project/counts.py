@@ -46,10 +46,10 @@ MAX_STATEMENTS = {
         "ended, also beside formats of one's own; lists in tags checked",
     ),
     "pagewire": Ceiling(
-        5_313,
+        5_320,
         "client, commands, one of which serves a model for a chat, their completion, files that hide modules, `LLM` "
         "with vLLM's beam search, metrics, defaults, and embeddings under its other name, what runs services, "
-        "benchmarks; a front end for HTTP beside `serve`",
+        "benchmarks; a front end for HTTP beside `serve`; what a private server may see, and how it ended",
     ),
 }
 MAX_MODULES_IN_ALL = Ceiling(390, "a noun each, what tells responses and what keeps them the last")
