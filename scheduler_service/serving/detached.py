@@ -92,13 +92,13 @@ class DetachedRequests:
         try:
             return self._kept[tenant, request_id]
         except KeyError:
-            raise _unknown(request_id) from None
+            raise unknown_result(request_id) from None
 
     def find(self, tenant: str, request_id: str) -> ActiveRequest:
         """Return the request of that name. Raises RefusedError if there is none, as `kept` does."""
         active = self.kept(tenant, request_id).active
         if active is None:
-            raise _unknown(request_id)
+            raise unknown_result(request_id)
         return active
 
     def forget(self, tenant: str, request_id: str) -> None:
@@ -152,7 +152,8 @@ def _count(amounts: Counter[str], tenant: str, change: int) -> None:
         del amounts[tenant]
 
 
-def _unknown(request_id: str) -> RefusedError:
+def unknown_result(request_id: str) -> RefusedError:
+    """Return the refusal of what is asked of a detached request that is not there, or is another tenant's."""
     return RefusedError(
         Reason.NOT_FOUND,
         f"no detached request {request_id!r} is known for this tenant; results are kept for a while only",

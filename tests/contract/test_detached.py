@@ -15,6 +15,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from pagewire import AsyncClient, NotFound
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
@@ -289,6 +290,10 @@ async def test_records_are_kept_beside_requests_and_alone(checkpoint: Path) -> N
             foreign = await failure_of(result(server, "alone", "you"))
             assert unattached.code() is foreign.code() is grpc.StatusCode.NOT_FOUND
             assert unattached.details() == foreign.details()
+            async with AsyncClient(server.url) as client:
+                assert (await client.result(beside)).state == "finished"
+                with pytest.raises(NotFound, match="alone"):
+                    await client.result("alone")
 
 
 async def test_the_name_of_a_record_is_taken_as_long_as_it_is_kept(checkpoint: Path) -> None:

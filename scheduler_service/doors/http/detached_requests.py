@@ -20,6 +20,7 @@ from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.doors.scheduler.generate_request import encode_request
 from scheduler_service.doors.scheduler.generate_response import decode_logprobs
 from scheduler_service.doors.scheduler.request_servicer import Forward, answer_of
+from scheduler_service.serving.detached import unknown_result
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.refusal import invalid
@@ -56,6 +57,8 @@ async def read_detached(
         raise invalid("from_token", "from_token is set, but stream is not true; set it, or leave both unset")
     if not query.stream:
         result = await answer_of(forward("GetResult", scheduler_pb2.GetResultRequest(**named), call))
+        if not result.outputs:  # a record alone, of what was answered otherwise
+            raise unknown_result(query.request_id)
         outputs = []
         for output in result.outputs:
             outputs.append(_output(output, texts, intake))

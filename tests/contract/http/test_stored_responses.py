@@ -148,6 +148,16 @@ async def test_what_is_not_kept_looks_as_what_never_was(model: Path, say: Say) -
         assert await unknown(server.openai, expired.id) == never
 
 
+async def test_a_response_that_was_waited_for_is_no_detached_request(server: HttpServer, say: Say) -> None:
+    say("hello")
+    never = await server.client.get("/v1/requests/mine")
+    await create(server.openai, extra_body={"request_id": "mine"})
+    for query in ("", "?stream=true"):
+        response = await server.client.get(f"/v1/requests/mine{query}")
+        assert (response.status_code, response.json()) == (404, never.json())
+    assert await server.openai.responses.retrieve("resp_mine")
+
+
 async def test_a_response_that_is_too_large_is_refused_before_it_is_made(server: HttpServer) -> None:
     large = {"metadata": {"a": "x" * (MAX_MESSAGE_BYTES - 200)}}
     num_steps = server.stack.worker.num_steps
