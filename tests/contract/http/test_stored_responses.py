@@ -134,7 +134,13 @@ async def test_what_is_not_kept_looks_as_what_never_was(model: Path, say: Say) -
         assert completion.status_code == 200
         record = pb.KeepRecordRequest(request_id="record", record=b'{"input": []}')
         await server.stack.stub.KeepRecord(record)
-        for name in (forgotten.id, unkept.id, "resp_completion", "completion", "resp_record", "resp_", "a/b"):
+        # A record of a response in background, without its request.
+        background = await create(server.openai, background=True, extra_body={"request_id": "background"})
+        found = await server.stack.stub.GetResult(pb.GetResultRequest(request_id="background"))
+        await server.stack.stub.KeepRecord(pb.KeepRecordRequest(request_id="copy", record=found.record))
+        assert (await ended(server.openai, background.id)).status == "completed"
+        never_made = ("resp_completion", "completion", "resp_record", "resp_copy", "resp_", "a/b")
+        for name in (forgotten.id, unkept.id, *never_made):
             assert await unknown(server.openai, name) == never
         with pytest.raises(openai.NotFoundError) as caught:
             await create(server.openai, previous_response_id=forgotten.id)

@@ -144,10 +144,11 @@ class StoredResponses:
     async def _find(self, response_id: str, field: str = "response_id") -> tuple[ResponseRecord, Any]:
         """Return what is kept of a response, and the result of its request. Raises RefusedError."""
         result = await self._ask("GetResult", scheduler_pb2.GetResultRequest, response_id, field)
-        try:
-            return _decode_record(result.record), result
-        except msgspec.MsgspecError:  # of another request
-            raise _unknown(response_id, field) from None
+        with contextlib.suppress(msgspec.MsgspecError):  # of another request
+            record = _decode_record(result.record)
+            if record.request is None or len(result.outputs) == 1:
+                return record, result
+        raise _unknown(response_id, field)
 
     async def _ask(self, method: str, kind: Any, response_id: str, field: str) -> Any:
         """Ask the scheduler about the request of a response. Raises RefusedError, one that tells nothing of why it is
