@@ -28,7 +28,7 @@ from scheduler_service.serving.tenants.caller import Call
 
 _STATES: Mapping[int, Any] = enum_names(scheduler_pb2.ResultState.DESCRIPTOR)
 _FINISH_REASONS = enum_names(scheduler_pb2.FinishReason.DESCRIPTOR)
-_OF_ANSWERS = ("stream", "stream_options", "echo", "best_of")
+_OF_ANSWERS = ("stream", "stream_options", "echo", "best_of", "timeout")
 _encode = msgspec.json.Encoder().encode
 
 

@@ -314,6 +314,15 @@ async def test_a_response_in_background_is_streamed_and_outlives_its_reader(
     assert text == response.output_text == LONG
 
 
+async def test_nothing_in_background_has_a_timeout(server: HttpServer) -> None:
+    for path, asked in (
+        (PATH, {"input": "hi", "background": True}),
+        ("/v1/completions", {"prompt": "x", "detached": True}),
+    ):
+        error = await server.refusal(path, timeout=60, **asked)
+        assert (error["param"], "timeout is of an answer" in error["message"]) == ("timeout", True)
+
+
 async def test_what_an_output_must_match_holds_in_background(server: HttpServer, say: Say) -> None:
     say('{"city": "Oslo"}')
     worker = server.stack.worker

@@ -36,6 +36,8 @@ async def answer_response(
     is_stored = request.store is not False
     if request.background and not is_stored:
         raise invalid("background", "background is true, but store is false: nothing could be read of it; set store")
+    if request.background and request.timeout is not None:
+        raise invalid("timeout", "timeout is of an answer, and one in background is not waited for; leave it unset")
     request = msgspec.structs.replace(request, request_id=request.request_id or secrets.token_hex(24))
     with _NAMES.in_refusals():
         conversation = await stored.conversation(request.previous_response_id) if request.previous_response_id else []
