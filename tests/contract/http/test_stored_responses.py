@@ -165,13 +165,26 @@ async def test_a_response_that_was_waited_for_is_no_detached_request(server: Htt
 
 
 async def test_a_response_that_is_too_large_is_refused_before_it_is_made(server: HttpServer) -> None:
-    large = {"metadata": {"a": "x" * (MAX_MESSAGE_BYTES - 200)}}
+    reasoning = {"type": "reasoning", "encrypted_content": "x" * (MAX_MESSAGE_BYTES - 1500)}
+    large = {"input": [reasoning, {"role": "user", "content": "hi"}]}
     num_steps = server.stack.worker.num_steps
-    for body in ({"input": "hi"}, {"input": "hi", "background": True}):
-        error = await server.refusal(PATH, **body | large)
+    for body in (large, large | {"background": True}):
+        error = await server.refusal(PATH, **body)
         assert (error["param"], "store: false" in error["message"]) == ("store", True)
     assert server.stack.worker.num_steps == num_steps
-    assert (await server.post(PATH, input="hi", store=False, **large)).status_code == 200
+    assert (await server.post(PATH, store=False, **large)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{str(i): "" for i in range(17)}, {"x" * 65: ""}, {"a": "x" * 513}, {"a": 1}],
+    ids=["17", "65", "513", "1"],
+)
+async def test_metadata_is_small(server: HttpServer, say: Say, metadata: dict[str, Any]) -> None:
+    assert (await server.refusal(PATH, input="hi", metadata=metadata))["param"].startswith("metadata")
+    say("hello")
+    largest = {f"{i:064}": "ü" * 512 for i in range(16)}
+    assert (await create(server.openai, metadata=largest)).metadata == largest
 
 
 async def test_input_items_come_in_pages(server: HttpServer, say: Say) -> None:

@@ -135,7 +135,14 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
     parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
     text: TextField | None = None
     reasoning: ReasoningConfig | None = None
-    metadata: Annotated[dict[str, Any], why("stands in the answer")] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+            Meta(max_length=16),
+            why("stands in the answer; at most 16 texts of 512 characters, with keys of 64"),
+        ]
+        | None
+    ) = None
     include: Annotated[list[str], _INERT] | None = None
     truncation: Annotated[Literal["disabled"], why("prompts are cut by truncate_prompt_tokens")] | None = None
     store: Annotated[bool, why("kept for a while, for GET and previous_response_id, unless false")] | None = None
