@@ -42,10 +42,11 @@ class ResponseRecord(Struct, frozen=True):
         """Raises RefusedError for one that is too large to be kept."""
         record = _encode(self)
         if len(record) > _RECORD_BYTES:
+            advice = "store: false" if self.request is None else "store: false without background"
             raise invalid(
                 "store",
                 f"the response and its conversation have {len(record)} bytes, {_RECORD_BYTES} can be kept; shorten it, "
-                "or send store: false",
+                f"or send {advice}",
             )
         return record
 
