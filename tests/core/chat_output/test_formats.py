@@ -86,6 +86,8 @@ ROWS: list[tuple[str, str, list[OutputPart]]] = [
     ("pythonic", "[f(text='x', number=", [F, Arguments('{"text": "x" number=')]),
     ("olmo", "A\n<function_calls>\nf()\nf(text='x')\n</function_calls>", [Content("A"), F, NO_ARGUMENTS, F, X]),
     ("lfm", '<|tool_call_start|>[f(text="x")]<|tool_call_end|>A', [F, X, Content("A")]),
+    ("lfm", "<|tool_call_start|>[f(text='a\n\"b')]<|tool_call_end|>", [F, Arguments('{"text": "a\\n\\"b"}')]),
+    ("lfm", '<|tool_call_start|>[f(text="a\r\nb")]<|tool_call_end|>', [F, Arguments('{"text": "a\\r\\nb"}')]),
     ("harmony", "A", [Content("A")]),
     ("harmony", "<|channel|>final<|message|>A\n\n", [Content("A\n\n")]),
     (
