@@ -9,6 +9,8 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
+import grpc
+
 from pagewire import background_loop, conversation, wire
 from pagewire.arguments import (
     as_list,
@@ -24,7 +26,7 @@ from pagewire.batch import RequestBatch
 from pagewire.channels import MAX_SHARED_BYTES, Channels, ConnectionOptions, NotShared
 from pagewire.completion import Attachment, Completion, CompletionBuilder, Output, PromptEmbedding, Result
 from pagewire.conversation import Message, Session
-from pagewire.errors import AlreadyExists, PagewireError, Unavailable
+from pagewire.errors import AlreadyExists, NotFound, PagewireError, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import DELAYS_S, Attempts
 from pagewire.sampling_params import UNSET, SamplingFields, SamplingParams
@@ -356,7 +358,11 @@ class AsyncClient:
 
     async def result(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> Result:
         """Returns the state of a detached request and all of its output so far. Raises NotFound for an unknown id."""
-        return wire.decode_result(await self._ask("GetResult", timeout, request_id=request_id, tenant=tenant or ""))
+        response = await self._ask("GetResult", timeout, request_id=request_id, tenant=tenant or "")
+        if not response.outputs:
+            text = f"what is kept of {request_id!r} is a record, and not of a detached request"
+            raise NotFound(text, code=grpc.StatusCode.NOT_FOUND)
+        return wire.decode_result(response)
 
     async def get_request(self, request_id: str, *, tenant: str = "", timeout: float | None = None) -> RequestReport:
         """Reports the state of an unfinished request and why it waits. Raises NotFound if none of this id runs."""

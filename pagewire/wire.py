@@ -288,9 +288,6 @@ def decode_output(response: pb.GenerateResponse) -> Output:
 
 
 def decode_result(response: pb.GetResultResponse) -> Result:
-    if not response.outputs:
-        text = f"what is kept of {response.request_id!r} is a record, and not of a detached request"
-        raise NotFound(text, code=grpc.StatusCode.NOT_FOUND)
     error = None
     if response.HasField("failure"):
         code = STATUS_CODES[response.failure.code]
