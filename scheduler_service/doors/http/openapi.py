@@ -77,7 +77,7 @@ POSTED = (
 NAMED = (
     TypedRoute("/v1/requests/{request_id}", DetachedQuery, DetachedAnswer, "What came of a detached request", "GET"),
     TypedRoute("/v1/requests/{request_id}", NamedRequest, dict[str, str], "Ends a request, detached or not", "DELETE"),
-    # Ids may have any characters: the longest paths are first.
+    # Ids may have slashes: the longest paths are first.
     TypedRoute(f"{_RESPONSE}/cancel", NamedResponse, ResponseAnswer, "Ends a response in background", "POST"),
     TypedRoute(f"{_RESPONSE}/input_items", InputItemsQuery, InputItemList, "What a response answers", "GET"),
     TypedRoute(_RESPONSE, ResponseQuery, ResponseAnswer, "A response that is kept, or made in background", "GET"),

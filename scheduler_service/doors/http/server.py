@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 import uvicorn
@@ -151,7 +152,8 @@ class HttpDoor:
         scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
         try:
             self._check_page(scope)
-            await self._router(scope, receive, send)
+            # As it was sent: slashes within an id are none of the path's.
+            await self._router({**scope, "path": scope["raw_path"].decode()}, receive, send)
         except HTTPException as error:
             await _refuse(
                 HttpRefusal(error.status_code, _of_route(error.status_code, scope)), stream, scope, receive, send
@@ -245,7 +247,7 @@ class HttpDoor:
 
     async def _model(self, request: Any) -> Response:
         self._call(request.scope)
-        self._check_model(request.path_params["name"])
+        self._check_model(unquote(request.path_params["name"]))
         return Response(_encode(self._card()), media_type=_JSON)
 
     async def _complete(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes | None:
@@ -259,8 +261,9 @@ class HttpDoor:
         return await complete_chat(request, call, self._intake, self._model_name(), stream)
 
     async def _answer_response(self, request: ResponsesRequest, call: Call, stream: EventStream) -> bytes | None:
-        stored = self._stored(request, call)
-        return await answer_response(request, call, self._intake, stored, self._model_name(), stream)
+        return await answer_response(
+            request, call, self._intake, self._stored(request, call), self._model_name(), stream
+        )
 
     async def _read_response(self, query: ResponseQuery, call: Call, stream: EventStream) -> bytes | None:
         stored = self._stored(query, call)
@@ -322,7 +325,8 @@ class HttpDoor:
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             call = self._call(scope)
             if route.is_named:
-                request = decode_query({**QueryParams(scope["query_string"]), **scope["path_params"]}, kind)
+                named = {name: unquote(value) for name, value in scope["path_params"].items()}
+                request = decode_query({**QueryParams(scope["query_string"]), **named}, kind)
             else:
                 request = decode_body(await self._read_body(scope, receive), kind)
             call = replace(call, time_remaining=getattr(request, "timeout", None))
@@ -337,7 +341,7 @@ class HttpDoor:
             if answer is not None:
                 await Response(answer, media_type=_JSON)(scope, receive, send)
 
-        # Ids may have any characters.
+        # Ids may have slashes that clients send as they are.
         return Route(route.path.replace("}", ":path}"), _Endpoint(endpoint), methods=[route.method])
 
     # What a call goes through
@@ -480,8 +484,9 @@ def _allowed_hosts(host: str) -> frozenset[str]:
 def _bound(host: str, port: int) -> socket.socket:
     """Return a socket that listens, one line for people if there can be none. Raises OSError."""
     check_port(host, port, "--http-port")
-    found = socket.getaddrinfo(passive_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, address = found[0]
+    family, *_, address = socket.getaddrinfo(
+        passive_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     try:
         return socket.create_server(
             address[:2],

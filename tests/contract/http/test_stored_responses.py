@@ -1,10 +1,13 @@
 """Responses that are kept, gone on with, and made in background: by OpenAI's own client, at any door."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import openai
 import pytest
@@ -119,6 +122,51 @@ async def test_ids_of_items_are_the_responses(server: HttpServer, say: Say) -> N
         await create(server.openai, extra_body={"request_id": "mine"})
     await server.openai.responses.delete(response.id)
     await create(server.openai, extra_body={"request_id": "mine"})
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_ids_may_have_any_characters(server: HttpServer, say: Say, seed: int) -> None:
+    say("hello")
+    drawn = random.Random(seed)
+    pieces = [
+        "/",
+        "//",
+        "/cancel",
+        "/input_items",
+        "%",
+        "%2F",
+        "%25",
+        "..",
+        ".",
+        "?stream=true",
+        "#",
+        "&",
+        "+",
+        " ",
+        "a",
+    ]
+    pieces += ["\n", "\0", "ü", "é", "𝄞", "\\", "{", ":path", ";", "=", '"', "\x7f"]
+    names = {"/cancel", "/input_items", "a/cancel/input_items", "..", "%2Fcancel", "a\n"}
+    names |= {"".join(drawn.choices(pieces, k=drawn.randint(1, 6))) for _ in range(10)}
+    responses = server.openai.responses
+    kept = [await create(server.openai, extra_body={"request_id": name}) for name in names]
+    server.stack.worker.step_seconds = 0.05
+    for name, created in zip(names, kept, strict=True):
+        response_id = f"resp_{name}"
+        assert created.id == response_id
+        assert await responses.retrieve(response_id) == created
+        assert [item.id async for item in await responses.input_items.list(response_id)] == [f"msg_{name}_input_0"]
+        for verb in (responses.cancel, partial(responses.retrieve, stream=True)):  # of one in background alone
+            with pytest.raises(openai.BadRequestError, match="was not made in background"):
+                await verb(response_id)
+        detached = f"/v1/requests/{quote('d' + name, safe='')}"
+        asked = {"prompt": "x", "detached": True, "request_id": f"d{name}", "ignore_eos": True, "max_tokens": 200}
+        assert (await server.post("/v1/completions", **asked)).json()["request_id"] == f"d{name}"
+        for method in ("GET", "DELETE"):
+            assert (await server.client.request(method, detached)).json()["request_id"] == f"d{name}"
+    for created in kept:
+        await responses.delete(created.id)
+        assert await unknown(server.openai, created.id)
 
 
 async def test_what_is_not_kept_looks_as_what_never_was(model: Path, say: Say) -> None:
