@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 setup: $(READY)  ## create .venv with the pinned packages
 
 run: $(READY)  ## serve the bundled model and stream one completion
-	$(BIN)/python -m pagewire demo
+	$(BIN)/python -m pagewire run --temperature 0 --stats storyteller "Once upon a time"
 
 test: $(READY)  ## every test that needs no GPU
 	@# In two processes more than a small machine has cores, since many wait. Exit code 5: ARGS selected none of these.

@@ -365,6 +365,7 @@ FOREIGN_VERBS = {
     "pagewire ls": "`hf cache ls` lists the models that were downloaded",
     "pagewire rm": "`hf cache rm` deletes models that were downloaded",
     "pagewire bench serve": "`vllm bench serve` and `guidellm` measure the OpenAI API: see docs/benchmarks.md",
+    "pagewire demo": "`pagewire run storyteller` serves the bundled model, for a chat or a prompt",
     "pagewire stop": "Ctrl-C or SIGTERM ends a server; `pagewire run` ends its own",
 }
 FOREIGN_BENCH_FLAGS = {

@@ -47,7 +47,6 @@ VERBS = {
         "pagewire.cli.simulate", "main", "drive the scheduler through a trace of requests, and compare policies"
     ),
     "completion": Verb("pagewire.cli.completion", "completion", "print what lets a shell complete verbs and flags"),
-    "demo": Verb(_REQUEST, "demo", "serve the bundled model, stream one completion, and end"),
 }
 BENCHES = {
     "throughput": Verb("pagewire.bench.throughput", "main", "many requests at once: tokens per second"),

@@ -1,5 +1,4 @@
-"""The verbs of a request: `pagewire complete`, and `demo`, which serves a model for it; `submit`, `attach` and `result`
-for one that outlives its client."""
+"""The verbs of a request: `pagewire complete`; `submit`, `attach` and `result` for one that outlives its client."""
 
 import argparse
 import contextlib
@@ -17,12 +16,8 @@ from pagewire.common.strict_json import to_json
 from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output, Result
 from pagewire.conversation import Session
 from pagewire.errors import PagewireError
-from pagewire.hosting import local_server
-from pagewire.hosting.model_source import BUNDLED
 from pagewire.options import Parser
 from pagewire.sampling_params import SamplingParams
-
-DEMO_PROMPT = "Once upon a time"
 
 
 def complete(arguments: Sequence[str]) -> int:
@@ -107,48 +102,19 @@ def stream(
     return builder.finish(time.monotonic())
 
 
-def demo(arguments: Sequence[str]) -> int:
-    """Serves a model on loopback, streams one completion of it, and ends."""
-    own, serve_flags = local_server.split_serve_flags(arguments)
-    parser = Parser(
-        prog="pagewire demo",
-        description="Serve a model on this machine, stream one completion of it, and end. Flags for `pagewire serve` "
-        "can follow after --.",
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        default=str(BUNDLED),
-        help="checkpoint directory, GGUF file or Hugging Face id (default: the bundled model, which tells stories)",
-    )
-    parser.add_argument("--prompt", default=DEMO_PROMPT, help=f"the prompt (default: {DEMO_PROMPT!r})")
-    parser.add_argument(
-        "--max-tokens", type=int, default=200, metavar="INT", help="how many tokens to generate at most (default: 200)"
-    )
-    parsed = parser.parse_args(own)
-    sampling = SamplingParams(temperature=0.0, max_tokens=parsed.max_tokens)
-    with local_server.serving(parsed.model, serve_flags) as url, Client(url) as client:
-        told = stream(client, parsed.prompt, sampling, SamplePrinter(1, sys.stdout, parsed.prompt))
-        print(statistics(told), flush=True)
-    return 0
-
-
 class SamplePrinter:
     """Writes samples one after the other, under a label if there are several.
 
     The first sample that has not ended is written as it comes. The output of later ones waits for their turn.
     """
 
-    def __init__(self, num_samples: int, file: TextIO, before: str = "") -> None:
-        """Writes what stands before the samples."""
+    def __init__(self, num_samples: int, file: TextIO) -> None:
         self._file = file
         self._labelled = num_samples > 1
         self._waiting: list[list[Output]] = [[] for _ in range(num_samples)]
         self._current = 0
-        self.text = before  # that was written, without labels and the ends of lines after samples
+        self.text = ""  # that was written, without labels and the ends of lines after samples
         self._in_line = False  # whether the line that was written last has not ended
-        self._write(before)
         self._label()
 
     def add(self, output: Output) -> None:

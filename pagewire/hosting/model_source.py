@@ -34,7 +34,7 @@ GIVE = (
     f"give a checkpoint directory, a GGUF file, or the id of a Hugging Face model such as {EXAMPLE}; {BUNDLED.name} is "
     "the bundled model"
 )
-MISSING = f"MODEL is missing (also --model): {GIVE}, which `pagewire demo` serves too"
+MISSING = f"MODEL is missing (also --model): {GIVE}"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What is read besides the weights, by the scheduler, the worker and gateways.

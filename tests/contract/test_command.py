@@ -135,7 +135,7 @@ def test_an_error_stands_below_usage(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.endswith("\n\npagewire: error: unknown verb 'complet'; did you mean complete?\n")
 
 
-@pytest.mark.parametrize("arguments", [["ps"], ["list"], ["ls"], ["pull", "m"], ["stop", "m"], ["rm", "m"]])
+@pytest.mark.parametrize("arguments", [["ps"], ["list"], ["ls"], ["pull", "m"], ["stop", "m"], ["rm", "m"], ["demo"]])
 def test_verbs_of_other_commands_are_explained_in_a_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -430,7 +430,6 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "a", "--logit-bias", "5=101"], "logit_bias[5] is 101.0, but must be -100 to 100"),
         (["chat", "--temperature", "nan"], "argument --temperature: 'nan' is not a number"),
         (["bench", "latency", "--top-p", "0"], "argument --top-p: top_p is 0.0, but must be above 0 and at most 1"),
-        (["demo", "m", "n"], "unknown argument n"),
         (["complete", "two", "words"], "unknown argument words; what has spaces in it goes in quotes"),
         (["run"], "MODEL is missing (also --model): give a checkpoint directory"),
         (["run", "m", ""], "the prompt is empty; to chat, run it on a terminal"),
@@ -463,7 +462,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
             ["serve"],
             "MODEL is missing (also --model): give a checkpoint directory, a GGUF file, or the id of a Hugging",
         ),
-        (["serve"], "storyteller is the bundled model, which `pagewire demo` serves too"),
+        (["serve"], "storyteller is the bundled model"),
         (["serve", "a", "--model", "b"], "MODEL is given twice: 'a' and 'b'"),
         (["serve", "--modle", "b"], "unknown flag --modle; did you mean --model?"),
         (["serve", "--host", "a", "b", "c"], "unknown argument c"),
@@ -491,7 +490,7 @@ def test_help_of_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["complete", "chat", "submit", "attach", "result", "status", "serve", "worker", "scheduler", "demo"]
+    "verb", ["complete", "chat", "submit", "attach", "result", "status", "serve", "worker", "scheduler"]
 )
 def test_help_loads_nothing_heavy(verb: str) -> None:
     heavy = ["torch", "numpy", "tokenizers", "transformers"]

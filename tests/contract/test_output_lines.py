@@ -39,20 +39,14 @@ class BrokenOff:
 
 
 @pytest.mark.parametrize(
-    ("before", "words", "printed"),
-    [
-        ("", (), ""),
-        ("Once", (), "Once\n"),
-        ("", ("upon",), "upon\n"),
-        ("Once", (" upon\n",), "Once upon\n"),
-        ("", ("abc.",), "abc.\n"),
-    ],
+    ("words", "printed"),
+    [((), ""), (("upon",), "upon\n"), (("upon\n",), "upon\n"), (("abc.",), "abc.\n")],
 )
-def test_an_error_stands_in_a_line_of_its_own(before: str, words: tuple[str, ...], printed: str) -> None:
+def test_an_error_stands_in_a_line_of_its_own(words: tuple[str, ...], printed: str) -> None:
     file, client = io.StringIO(), BrokenOff(*words)
     broken: Any = client
     with pytest.raises(PagewireError, match="the server has gone"):
-        stream(broken, before, SamplingParams(), SamplePrinter(1, file, before))
+        stream(broken, "a", SamplingParams(), SamplePrinter(1, file))
     assert file.getvalue() == printed
 
 

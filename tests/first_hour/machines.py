@@ -6,10 +6,10 @@ from pathlib import Path
 from tests.first_hour.newcomer import NO_NETWORK, Newcomer, Outcome
 from tests.first_hour.state import LeftOutError, command_state, state
 
-DEMO = "pagewire demo storyteller --max-tokens 5"
+ANSWER = 'pagewire run storyteller "Once upon a time" --max-tokens 5 --stats'
 TOLD = "time to first token"
 # Programs of the environment alone: no compiler.
-NO_COMPILER = f"PATH=${{PATH%%:*}} {DEMO}"
+NO_COMPILER = f"PATH=${{PATH%%:*}} {ANSWER}"
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -27,7 +27,7 @@ def processes_of(folder: Path) -> list[str]:
 
 @state("compiling interrupted", "nothing runs on", code=130)
 def interrupt_compiling(newcomer: Newcomer) -> Outcome:
-    running = newcomer.start(f"exec {DEMO}")
+    running = newcomer.start(f"exec {ANSWER}")
     running.wait_until(lambda: any("cc1" in line for line in processes_of(newcomer.cache)))
     running.interrupt()
     outcome = running.end(20)
@@ -47,7 +47,7 @@ def interrupt_compiling(newcomer: Newcomer) -> Outcome:
 )
 def compile_first(newcomer: Newcomer) -> Outcome:
     """It leaves the kernels for all states that follow, and nothing beside them."""
-    outcome = newcomer.run(DEMO, timeout_s=240, environ={"CC": "no-ccache gcc"})
+    outcome = newcomer.run(ANSWER, timeout_s=240, environ={"CC": "no-ccache gcc"})
     left = [str(path) for path in (newcomer.cache / "kernels").glob("building*")]
     return replace(outcome, said=f"{outcome.said}{left} is left of the interrupt\n" if left else outcome.said)
 
@@ -68,25 +68,25 @@ def fill_the_cache(newcomer: Newcomer) -> Outcome:
     folder.mkdir()
     mounting = f'mount -t tmpfs -o size=64k,mode=777 none {folder}; exec "$@"'
     return newcomer.run(
-        DEMO, within=("unshare", "-m", "sh", "-c", mounting, "sh"), environ={"PAGEWIRE_CACHE": str(folder)}
+        ANSWER, within=("unshare", "-m", "sh", "-c", mounting, "sh"), environ={"PAGEWIRE_CACHE": str(folder)}
     )
 
 
 @state("no network", TOLD)
-def demo_without_a_network(newcomer: Newcomer) -> Outcome:
+def answer_without_a_network(newcomer: Newcomer) -> Outcome:
     if not newcomer.can_unshare():
         raise LeftOutError("needs root, setpriv and unshare")
-    return newcomer.run(DEMO, within=NO_NETWORK)
+    return newcomer.run(ANSWER, within=NO_NETWORK)
 
 
-command_state("bundled model by its name", DEMO, TOLD)
-command_state("full standard output, demo", f"{DEMO} >/dev/full", "No space left on device", code=1)
+command_state("bundled model by its name", ANSWER, TOLD)
+command_state("full standard output, run", f"{ANSWER} >/dev/full", "No space left on device", code=1)
 command_state("little address space, serve", "ulimit -v 300000; pagewire serve storyteller", "ulimit -v", code=1)
-command_state("little address space, demo", f"ulimit -v 300000; {DEMO}", "ulimit -v", code=1)
+command_state("little address space, run", f"ulimit -v 300000; {ANSWER}", "ulimit -v", code=1)
 
 
-@state("few processes, demo", "ulimit -u", code=1)
-def demo_with_few_processes(newcomer: Newcomer) -> Outcome:
+@state("few processes, run", "ulimit -u", code=1)
+def answer_with_few_processes(newcomer: Newcomer) -> Outcome:
     if not newcomer.has_no_rights:
         raise LeftOutError("counts all that this user runs: needs root and setpriv")
-    return newcomer.run(f"bash -c 'ulimit -u 10 && exec {DEMO}'")
+    return newcomer.run(f"bash -c 'ulimit -u 10 && exec {ANSWER}'")

@@ -46,7 +46,7 @@ MAX_STATEMENTS = {
         "ended, also beside formats of one's own; lists in tags checked",
     ),
     "pagewire": Ceiling(
-        5_325,
+        5_309,
         "client, commands, one of which serves a model for a chat, their completion, files that hide modules, `LLM` "
         "with vLLM's beam search, metrics, defaults, and embeddings under its other name, what runs services, "
         "benchmarks; a front end for HTTP beside `serve`; what a private server may see, and how it ended; "

@@ -77,7 +77,7 @@ def test_the_base_is_a_client(environment_of: EnvironmentOf, system: System) -> 
         (["serve", MODEL], 78, "serve"),
         (["scheduler", MODEL], 78, "scheduler"),
         (["worker", MODEL], 78, "worker"),
-        (["demo"], 1, "serve"),
+        (["run", MODEL, "a"], 1, "serve"),
         (["replay", "FILE"], 1, "scheduler"),
         (["bench", "latency", "--help"], 1, "bench"),
     ],
@@ -93,8 +93,8 @@ def test_what_the_base_lacks_is_an_extra(
 @INSTALLED
 @pytest.mark.parametrize("extra", ["serve", "gateway"])
 def test_a_machine_of_ones_own_serves(environment_of: EnvironmentOf, extra: str) -> None:
-    told = environment_of(extra).run("-m", "pagewire", "demo", "--max-tokens", 3).stdout
-    assert told.startswith("Once upon a time")
+    asked = ["storyteller", "--max-tokens", 3, "Once upon a time"]
+    assert environment_of(extra).run("-m", "pagewire", "run", *asked).stdout.strip()
 
 
 @INSTALLED

@@ -1,5 +1,6 @@
 """`pagewire run` as a user runs it: the bundled model, served for one chat or one answer."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ PROMPT = "Once upon a time"
 FLAGS = ("--num-threads=1", "--num-device-blocks=256", "--temperature=0", "--max-tokens=8")
 
 
-def run(*arguments: str, verb: str = "run", told: str = "") -> "subprocess.CompletedProcess[str]":
+def run(*arguments: str, verb: str = "run", told: str = "", folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "pagewire", verb, *arguments]
-    return subprocess.run(command, input=told, capture_output=True, text=True, check=False)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environ, input=told, capture_output=True, text=True, check=False)
 
 
 def server_of(terminal: Terminal) -> int:
@@ -37,6 +39,12 @@ def test_a_prompt_is_answered_and_the_server_ends() -> None:
     assert ready.startswith("ready on grpc://127.0.0.1:")
     piped = run(MODEL, *FLAGS, "--dtype", "float32", verb="chat", told=f"{PROMPT}\n")
     assert (piped.returncode, piped.stdout) == (0, given.stdout)
+
+
+def test_the_bundled_model_is_found_from_any_folder(tmp_path: Path) -> None:
+    given = run("storyteller", *FLAGS, "--stats", PROMPT, folder=tmp_path)
+    assert given.returncode == 0, given.stderr
+    assert "8 completion tokens" in given.stderr
 
 
 def test_a_chat_ends_with_its_server(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`pagewire serve` and `pagewire demo` as a user runs them: real processes, a small random checkpoint."""
+"""`pagewire serve` as a user runs it: real processes, a small random checkpoint."""
 
 import contextlib
 import json
@@ -289,15 +289,6 @@ def test_options_from_a_file_and_the_environment(tmp_path: Path, model: Path) ->
     info = json.loads(printed.stdout)["info"]
     assert (info["served_model_name"], info["max_num_seqs"]) == ("environment", 2)
     assert (info["worker"]["block_size"], info["worker"]["num_device_blocks"]) == (8, 64)
-
-
-def test_demo_needs_no_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pagewire", "demo", "--max-tokens=8", "--", "--num-threads=1"]
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("Once upon a time")
-    assert "8 completion tokens" in ended.stdout
 
 
 def test_a_model_of_the_hub(model: Path, tmp_path: Path) -> None:
