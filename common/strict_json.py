@@ -1,9 +1,13 @@
-"""JSON that every reader takes. Python's own writes Infinity and NaN, which JSON has not."""
+"""JSON that every reader takes. Python's own writes Infinity and NaN, which JSON has not, and reads what is nested so
+deeply that what goes through it fails."""
 
 import json
 import math
 from collections.abc import Callable
 from typing import Any
+
+MAX_DEPTH = 128  # as deep as the library of grammars reads
+_TOO_DEEP = f"it has more than {MAX_DEPTH} lists and objects within one another"
 
 
 class StrictEncoder(json.JSONEncoder):
@@ -30,3 +34,19 @@ class StrictEncoder(json.JSONEncoder):
 
 
 to_json = StrictEncoder().encode
+
+
+def from_json(text: str) -> Any:
+    """Return what JSON of strangers says. Raises ValueError for what is none, and for more than MAX_DEPTH lists and
+    objects within one another."""
+    try:
+        read = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level = [read]
+    for _ in range(MAX_DEPTH):
+        containers = [value for value in level if isinstance(value, dict | list)]
+        level = [inner for outer in containers for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    if any(isinstance(value, dict | list) for value in level):
+        raise ValueError(_TOO_DEEP)
+    return read

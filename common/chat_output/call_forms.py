@@ -35,7 +35,7 @@ class TaggedCalls(NamedTuple):
 
     def form(self, asked: Asked) -> Form:
         ends = _tags(self.tag, asked)
-        if asked.text["type"] == ANY_TEXT and not asked.is_required:
+        if _is_free(asked.text) and not asked.is_required:
             excludes = asked.text.get("excludes", [])
             return {"type": "triggered_tags", "triggers": [self.trigger], "excludes": excludes, **ends}
         calls = {"type": "tags_with_separator", "separator": self.separator, "at_least_one": True, **ends}
@@ -58,10 +58,14 @@ class LeadingCalls(NamedTuple):
         opener, closer = around
         form = {"type": "sequence", "elements": [opener, calls, closer]}
         text = asked.text
-        if text["type"] == ANY_TEXT:
+        if _is_free(text):
             pattern = rf"([^\s{re.escape(self.first)}](?s:.*))?"
             text = {"type": "regex", "pattern": pattern, "excludes": text.get("excludes", [])}
         return form if asked.is_required else {"type": "or", "elements": [form, text]}
+
+
+def _is_free(text: Form) -> bool:
+    return text["type"] == ANY_TEXT and text.get("max_tokens") is None
 
 
 def _tags(tag: CallTag, asked: Asked) -> Form:

@@ -112,7 +112,8 @@ def _without(form: Any, texts: list[str]) -> Any:
         return form
     inner = {name: _without(form[name], texts) for name in ("content", "elements", "tags") if name in form}
     if form.get("type") in FREE_TEXTS:
-        inner["excludes"] = texts if form.get("excludes") is None else form["excludes"] + texts
+        given = [] if form.get("excludes") is None else form["excludes"]
+        inner["excludes"] = given + texts if isinstance(given, list) else given
     return {**form, **inner}
 
 

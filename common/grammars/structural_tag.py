@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from pagewire.common.grammars.json_schema import for_library
+from pagewire.common.strict_json import from_json
 
 _ANY_TEXT = r"/(?s:.*)/"
 # What the formats that are served have beside their type.
@@ -36,12 +37,14 @@ def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Con
 
 
 def format_in(text: str) -> Any:
-    """Return the format that a structural tag has, or means in its older form. Raises ValueError."""
-    tag = json.loads(text)
+    """Return the format that a structural tag has, which has a type, or means in its older form. Raises ValueError."""
+    tag = from_json(text)
     if not isinstance(tag, dict):
         raise ValueError("a structural tag is a JSON object")
     if "structures" not in tag:
-        return _field(tag, "format", "a structural tag")
+        form = _field(tag, "format", "a structural tag")
+        _kind(form)
+        return form
     tags = [
         {
             "begin": _field(structure, "begin", "a structure"),
@@ -198,7 +201,7 @@ class _Rules:
 
 def _kind(form: Any) -> str:
     """The type of a format. Raises ValueError for one that asks for something besides, as for texts to be left out."""
-    kind: str = _field(form, "type", "a format")
+    kind = _checked(_field(form, "type", "a format"))
     for name in form.keys() - _FIELDS.get(kind, form.keys()) - {"type"}:
         if form[name] not in (None, False, [], "json"):  # what xgrammar writes where nothing is asked for
             raise ValueError(f"{name!r} of formats of type {kind!r} is not supported in structural tags")

@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, ChatRules, Content, OutputParser, Reasoning
 from pagewire.common.grammars.structural_tag import format_in
+from pagewire.common.strict_json import from_json
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
 from scheduler_service.doors.http.options import FoundGrammar, structured
 from scheduler_service.doors.http.requests import AllowedToolsChoice, ChatCompletionRequest, FunctionChoice
@@ -72,37 +73,45 @@ def chat_grammars(
         )
     found = list(structured(request))
     is_required = bool(functions) and _choice_of(request)[0] == "required"
-    asks = "thinking_token_budget" if budget is not None else ""
+    besides = "thinking_token_budget" if budget is not None else ""
     if functions and (is_required or rules.strict_tools or found):
-        asks = "tools"
-    if len(found) > 1 or not (asks or (found and (output.is_reasoning(prompt) or output.is_in_channels))):
+        besides = "tools"
+    if not (besides or (found and (output.is_reasoning(prompt) or output.is_in_channels))):
         return found
-    field, kind, value = found[0] if found else (asks, "", None)
-    if found and kind not in _FORMS:
-        if asks:
-            raise invalid(field, f"{asks} and {field} both say what the output must match; send one of them")
-        if not output.is_in_channels:
-            raise invalid(
-                field, f"{field} cannot begin behind the reasoning that the chat template begins; turn that off"
-            )
+    text = _form_of(found, besides, output)
+    if found and text is None:
         return found
-    try:
-        tag = output.structural_tag(
-            functions,
-            prompt,
-            is_required=is_required,
-            is_parallel=not isinstance(request.tool_choice, FunctionChoice)
-            and request.parallel_tool_calls is not False,
-            text=_FORMS[kind](value) if found else None,
-            max_reasoning_tokens=budget,
-        )
-    except (ValueError, LookupError, TypeError):
-        return found  # it is refused for what it is
-    return [(field, "structural_tag", json.dumps(tag))]
+    tag = output.structural_tag(
+        functions,
+        prompt,
+        is_required=is_required,
+        is_parallel=not isinstance(request.tool_choice, FunctionChoice) and request.parallel_tool_calls is not False,
+        text=text,
+        max_reasoning_tokens=budget,
+    )
+    return [(found[0][0] if found else besides, "structural_tag", json.dumps(tag))]
+
+
+def _form_of(found: list[FoundGrammar], besides: str, output: ChatFormat) -> dict[str, Any] | None:
+    """Return what a request's own text must match as a format of a structural tag. None: there is none, or it is
+    refused for what it is where grammars are read. Raises RefusedError for a kind that no tag can hold."""
+    if len(found) != 1:
+        return None
+    [(field, kind, value)] = found
+    if kind in _FORMS:
+        try:
+            return _FORMS[kind](value)
+        except ValueError:
+            return None
+    if besides:
+        raise invalid(field, f"{besides} and {field} both say what the output must match; send one of them")
+    if not output.is_in_channels:
+        raise invalid(field, f"{field} cannot begin behind the reasoning that the chat template begins; turn that off")
+    return None
 
 
 _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "json_schema": lambda text: {"type": "json_schema", "json_schema": json.loads(text)},
+    "json_schema": lambda text: {"type": "json_schema", "json_schema": from_json(text)},
     "json_object": lambda _: {"type": "json_schema", "json_schema": {"type": "object"}},
     "regex": lambda pattern: {"type": "regex", "pattern": pattern},
     "choice": lambda texts: {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]},

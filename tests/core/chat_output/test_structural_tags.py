@@ -229,3 +229,11 @@ def test_what_leads_with_no_call_may_exclude_texts() -> None:
     constraint = Constraint("llama", text={"type": "any_text", "excludes": ["ab"]})
     assert constraint.allows("a b")
     assert not constraint.allows("x ab")
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+def test_text_with_a_limit_keeps_it_beside_calls(name: str) -> None:
+    constraint = Constraint(name, text={"type": "any_text", "max_tokens": 2})
+    assert constraint.allows("ab")
+    assert not constraint.allows("abc")
+    assert constraint.allows(spelled(name, CALLS[:1]))
