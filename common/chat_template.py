@@ -4,11 +4,11 @@ The template is code of the model's author, and runs in the sandbox of `pagewire
 """
 
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagewire.common.strict_json import from_json
 from pagewire.common.template_sandbox import Overspent, Template, TemplateFailure
 
 # A message of a conversation: its role, its content, and whatever else the template knows.
@@ -165,7 +165,7 @@ def _call(call: Any, asked: _Asked) -> Any:
     match call:
         case {"function": {"arguments": str(arguments), **function}, **rest} if _takes_mappings(asked):
             try:
-                read = json.loads(arguments or "{}")
+                read = from_json(arguments or "{}")
             except ValueError:
                 return call
             return {**rest, "function": {**function, "arguments": read}} if isinstance(read, dict) else call

@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pagewire.common.grammars.json_schema import for_library
 from pagewire.common.grammars.literals import BYTE_PIECES, Alphabet, Literal, literals_of
 from pagewire.common.grammars.structural_tag import structural_tag_to_lark
+from pagewire.common.strict_json import from_json
 
 
 def _limits(max_items_in_row: int, step_max_items: int) -> LLParserLimits:
@@ -253,7 +254,7 @@ def _num_bytes(content: _Content) -> int:
 
 def _asked_for(kind: str, text: str) -> list[str]:
     """Return the names that a structural tag gives of special tokens, which may stand for these."""
-    tag = json.loads(text) if kind == "structural_tag" else None
+    tag = from_json(text) if kind == "structural_tag" else None
     names = tag.get("special_tokens") if isinstance(tag, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
@@ -284,7 +285,7 @@ def _to_lark(kind: str, text: str, token_names: Mapping[str, int], alone: Contai
     """
     match kind:
         case "json_schema":
-            return f"start: %json {json.dumps(for_library(json.loads(text)))}"
+            return f"start: %json {json.dumps(for_library(from_json(text)))}"
         case "json_object":
             return f"start: %json {json.dumps(for_library({'type': 'object'}))}"
         case "regex":

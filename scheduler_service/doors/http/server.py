@@ -63,7 +63,7 @@ from scheduler_service.doors.http.responses.stored_responses import StoredRespon
 from scheduler_service.doors.http.tokenization import detokenize, render, tokenize
 from scheduler_service.doors.scheduler.request_servicer import Forward
 from scheduler_service.serving.intake import Intake
-from scheduler_service.serving.refusal import Reason, RefusedError, timed_out
+from scheduler_service.serving.refusal import Reason, RefusedError, invalid, timed_out
 from scheduler_service.serving.tenants.caller import Call, Caller
 from scheduler_service.serving.tenants.tenant_file import TenantFile
 
@@ -160,6 +160,8 @@ class HttpDoor:
             )
         except (RefusedError, HttpRefusal) as refused:
             await _refuse(refused, stream, scope, receive, send)
+        except RecursionError:
+            await _refuse(invalid("", "the body is nested too deeply"), stream, scope, receive, send)
         except Exception:
             logger.exception("%s %r has failed", scope["method"], scope["path"][:80])
             failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")

@@ -13,6 +13,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2
 
 from pagewire.common.sampling_ranges import RANGES
+from pagewire.common.strict_json import from_json
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.parsed_request import ParsedRequest, parse_request
 from scheduler_service.serving.refusal import invalid
@@ -106,11 +107,11 @@ def close_calls(schema: str) -> str:
     if not schema.startswith(_CALLS_BEGINNING) or len(schema) > _MAX_SCHEMA_LENGTH:
         return schema
     try:
-        calls = json.loads(schema)
+        calls = from_json(schema)
         for call in calls["items"]["anyOf"]:
             if set(call) != {"properties", "required"} or set(call["properties"]) != {"name", "parameters"}:
                 return schema
             call["additionalProperties"] = False
         return json.dumps({**calls, "x-guidance": _SPELLING_OF_CALLS}, allow_nan=False)
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError):
         return schema  # is refused where schemas are read

@@ -1,6 +1,5 @@
 """`/v1/messages`, Anthropic's Messages API: chats, whose answers are blocks of text, thinking, calls of tools."""
 
-import json
 import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pagewire.common.chat_output import Arguments, CallStart, Content, OutputParser, OutputPart, Reasoning
+from pagewire.common.strict_json import from_json
 from scheduler_service.core.request import EndReason
 from scheduler_service.doors.http.answering import PromptProgress, begin_requests, deltas_of
 from scheduler_service.doors.http.chat_completions import read_chat
@@ -193,7 +193,7 @@ def _filled(head: ContentPart, text: str) -> ContentPart:
 
 def _input(text: str) -> dict[str, Any]:
     try:
-        read = json.loads(text)
+        read = from_json(text)
     except ValueError:
         return {_INVALID: text}
     return read if isinstance(read, dict) else {_INVALID: text}
