@@ -8,7 +8,7 @@ import contextlib
 import grpc
 import grpc.aio
 
-from pagewire.common.sampling_ranges import MAX_SAMPLES
+from pagewire.common.sampling_rules import MAX_SAMPLES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 
 # What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.

@@ -7,7 +7,7 @@ from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from pagewire.arguments import is_integer, is_real, require
-from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES, Range
+from pagewire.common.sampling_rules import faults_in
 from pagewire.compatibility import SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, judge, suggestion
 from pagewire.errors import InvalidRequest
 
@@ -71,7 +71,7 @@ class StructuredOutputs:
             )
         is_legal, what = STRUCTURES[self.kind]
         require(self.kind, self._value, is_legal(self._value), what)
-        self.text  # noqa: B018  # raises what JSON cannot write at the call, not when the request is sent
+        self.option  # noqa: B018  # raises what JSON cannot write at the call, not when the request is sent
 
     @staticmethod
     def of(given: "StructuredOutputs | Mapping[str, Any]") -> "StructuredOutputs":
@@ -92,17 +92,15 @@ class StructuredOutputs:
         return next(name for name in STRUCTURES if getattr(self, name) is not None)
 
     @property
-    def text(self) -> str | None:
-        """The schema, regular expression, grammar or tag as a text; None for a choice and for any JSON object.
-
-        Raises TypeError, ValueError.
-        """
-        if isinstance(self._value, Mapping):
-            try:
-                return json.dumps(self._value, ensure_ascii=False, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{self.kind} cannot be written as JSON: {error}") from None
-        return self._value if isinstance(self._value, str) else None
+    def option(self) -> tuple[str, Any]:
+        """Its name in the public proto, and its value, a dict as JSON. Raises TypeError, ValueError."""
+        name, value = "json_schema" if self.kind == "json" else self.kind, self._value
+        if not isinstance(value, Mapping):
+            return name, value
+        try:
+            return name, json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.kind} cannot be written as JSON: {error}") from None
 
     @property
     def _value(self) -> Any:
@@ -115,8 +113,8 @@ StructuredOutputsParams = StructuredOutputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of a request. Types are checked at once (TypeError), and ranges too (InvalidRequest, which is
-    a ValueError); what hangs on the model or the prompt the server checks.
+    """Sampling parameters of a request. Types are checked at once (TypeError), and whatever hangs on parameters alone
+    (InvalidRequest, which is a ValueError); what hangs on the model or the prompt the server checks.
 
     None leaves a field to the server: the checkpoint's generation_config.json, then the default that the public
     proto names, which for `max_tokens` is as many tokens as fit. `top_k` takes 0 and -1 for off. `logprobs=k` asks for
@@ -182,17 +180,24 @@ class SamplingParams:
         for name, (is_legal, kind) in _LEGAL.items():
             value = getattr(self, name)
             require(name, value, value is None or is_legal(value), f"{kind} or None")
-        for name, legal in RANGES.items():
-            self._check(name, getattr(self, name), legal)
-        for token_id, value in (self.logit_bias or {}).items():
-            self._check(f"logit_bias[{token_id}]", value, LOGIT_BIAS)
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        for fault in faults_in(self.options):
+            raise InvalidRequest.of_field(f"sampling.{fault.field}", fault.text)
 
-    def _check(self, name: str, value: float | None, legal: Range) -> None:
-        if value is None or legal.holds(value) or (name == "top_k" and value == -1):
-            return
-        raise InvalidRequest.of_field(f"sampling.{name}", f"{name} is {value}, but must be {legal}")
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is set, by its names in the public proto."""
+        options = {name: value for name in SamplingFields.__annotations__ if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:
+            options["top_k"] = 0
+        if self.beam_width is not None and isinstance(self.temperature, Default):
+            del options["temperature"]
+        if isinstance(self.stop, str):
+            options["stop"] = [self.stop]
+        if (given := options.pop("structured_outputs", None)) is not None:
+            options |= [given.option]
+        return options
 
     def updated(self, **changes: Unpack["SamplingFields"]) -> "SamplingParams":
         """Returns parameters with other values of some fields. Raises TypeError for an unknown name."""

@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from pagewire.arguments import are_token_ids, check_text, is_integer, is_real, require
-from pagewire.common.sampling_ranges import UINT32, UINT64, Range
+from pagewire.common.sampling_rules import UINT32, UINT64, Range
 from pagewire.common.transport.http_proxy import http_proxy_of
 from pagewire.common.transport.message_size import of_cut_off
 from pagewire.common.transport.translation import decoder, enum_names
@@ -30,14 +30,7 @@ from pagewire.errors import (
     Unavailable,
 )
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling_params import (
-    BOOLEAN_FIELDS,
-    INTEGER_FIELDS,
-    REAL_FIELDS,
-    Default,
-    SamplingParams,
-    StructuredOutputs,
-)
+from pagewire.sampling_params import SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 
 try:
@@ -160,32 +153,11 @@ def _encode_session(session: Session, request: pb.GenerateRequest) -> None:
 
 def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> None:
     message.SetInParent()
-    for name in (*INTEGER_FIELDS, *REAL_FIELDS, *BOOLEAN_FIELDS):
-        value = getattr(sampling, name)
-        if name == "top_k" and value == -1:
-            value = 0
-        if sampling.beam_width is not None and isinstance(value, Default):
-            value = None
-        if value is not None:
-            put(message, name, value, f"sampling.{name}")
-    if sampling.early_stopping is not None:
-        message.early_stopping = EARLY_STOPPING[sampling.early_stopping]
-    stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or ()
-    put(message, "stop", stop, "sampling.stop")
-    put(message, "stop_token_ids", sampling.stop_token_ids or (), "sampling.stop_token_ids")
-    put(message, "logit_bias", sampling.logit_bias or {}, "sampling.logit_bias")
-    if sampling.structured_outputs is not None:
-        _encode_structured_outputs(StructuredOutputs.of(sampling.structured_outputs), message)
-
-
-def _encode_structured_outputs(given: StructuredOutputs, message: pb.SamplingParams) -> None:
-    if given.kind == "json_object":
-        message.json_object = True
-    elif given.kind == "choice":
-        put(message.choice, "texts", given.choice or (), "sampling.choice")
-    else:
-        field = "json_schema" if given.kind == "json" else given.kind
-        put(message, field, given.text, f"sampling.{field}")
+    for name, value in sampling.options.items():
+        if name == "choice":
+            put(message.choice, "texts", value, "sampling.choice")
+        else:
+            put(message, name, EARLY_STOPPING[value] if name == "early_stopping" else value, f"sampling.{name}")
 
 
 def message(kind: type[Any], **fields: Any) -> Any:

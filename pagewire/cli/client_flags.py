@@ -19,6 +19,7 @@ from pagewire.sampling_params import (
     FLAGS,
     INTEGER_FIELDS,
     STRUCTURES,
+    UNSET,
     SamplingParams,
     StructuredOutputs,
 )
@@ -60,7 +61,7 @@ def sampled(name: str) -> Callable[[str], float]:
         value = _whole(text) if name in INTEGER_FIELDS else number(text)
         given: Any = {name: value}
         try:
-            SamplingParams(**given)
+            UNSET.updated(**given)
         except InvalidRequest as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         return value
@@ -145,7 +146,7 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--length-penalty",
-        type=sampled("length_penalty"),
+        type=number,
         metavar="FLOAT",
         help="scores are log-probability / length ** this; above 1 favours longer outputs (default: 1)",
     )
@@ -210,7 +211,7 @@ def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
     try:
         parsed = int(token_id), float(bias)
-        SamplingParams(logit_bias=dict([parsed]))
+        UNSET.updated(logit_bias=dict([parsed]))
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except ValueError:

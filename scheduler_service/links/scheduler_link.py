@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from pagewire.common.generate_many import GenerateManyClient, is_broken
-from pagewire.common.sampling_ranges import MAX_SAMPLES
+from pagewire.common.sampling_rules import MAX_SAMPLES
 from pagewire.common.transport.dialling import Dialler
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES, too_large
 from pagewire.common.transport.wrong_port import RightPort

@@ -1,36 +1,34 @@
 """A request as its door has read it, before its prompt is tokens: each of its fields is checked and resolved once,
 whatever door it came by, and nothing is left to choose but lengths.
 
-The legal ranges of its numbers stand in `common/sampling_ranges.py`.
+What is legal whatever the model stands in `common/sampling_rules.py`.
 """
 
-import json
-import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from pagewire.common.messages import GrammarKind, Pooling, SamplingParams
-from pagewire.common.sampling_ranges import LOGIT_BIAS, RANGES
+from pagewire.common.messages import Pooling, SamplingParams
+from pagewire.common.sampling_rules import (
+    FILTERS_OFF,
+    RANGES,
+    Fault,
+    Options,
+    faults_in,
+    faults_of_min_tokens,
+    grammar_kind,
+    grammar_text,
+)
 from scheduler_service.core.request import BeamParams, EarlyStopping, Grammar, Request
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.checkpoint.sampling_defaults import FILTERS_OFF
 from scheduler_service.serving.prompt_text import too_many_tokens
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
 MAX_REQUEST_ID_CHARS = 128
-MAX_STOP_TEXTS = 16
-MAX_STOP_TEXT_CHARS = 256
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGIT_BIASES = 1024
-MAX_GRAMMAR_BYTES = 512 * 1024  # of UTF-8
 _MAX_NAME_CHARS = {"tenant": 1024, "cache_salt": 1024, "session_id": 128}
 # What a request and a row call by the same name.
 SAME_NUMBERS = tuple(name for name in RANGES if name in SamplingParams.__dataclass_fields__)
-# Options of a request by their names in the public proto: those that are set.
-Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +94,7 @@ class ParsedRequest:
                 f"{num_prompt_tokens + max_tokens}; this server allows {max_sequence_tokens}; lower max_tokens to "
                 f"{room} or shorten the prompt",
             )
-        min_tokens = self.request.sampling.min_tokens
-        if min_tokens > max_tokens:
-            raise invalid(
-                "sampling.min_tokens",
-                f"min_tokens is {min_tokens}, but the output has at most {max_tokens} tokens; lower min_tokens",
-            )
+        _refuse(faults_of_min_tokens({"min_tokens": self.request.sampling.min_tokens, "max_tokens": max_tokens}))
         return max_tokens
 
 
@@ -174,10 +167,7 @@ def _check_names(request: Request) -> None:
 
 
 def _with_sampling(parsed: ParsedRequest, options: Options, model: ModelInfo) -> ParsedRequest:
-    for field, legal in RANGES.items():
-        value = options.get(field)
-        if value is not None and not legal.holds(value):
-            raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {legal}")
+    _refuse(faults_in(options))
     beam, grammar = _read_beam(options), _read_grammar(options, model)
     request = replace(
         parsed.request,
@@ -226,96 +216,40 @@ def _read_sampling(
 
 def _check_tokens(options: Options, model: ModelInfo) -> None:
     stop_token_ids, logit_bias = options.get("stop_token_ids", ()), options.get("logit_bias", {})
-    _check_count("stop_token_ids", len(stop_token_ids), MAX_STOP_TOKEN_IDS)
     for position, token_id in enumerate(stop_token_ids):
         check_token_id(f"sampling.stop_token_ids[{position}]", token_id, model)
-    _check_count("logit_bias", len(logit_bias), MAX_LOGIT_BIASES)
-    for token_id, bias in logit_bias.items():
+    for token_id in logit_bias:
         check_token_id(f"sampling.logit_bias[{token_id}]", token_id, model)
-        if not LOGIT_BIAS.holds(bias):
-            raise invalid(
-                f"sampling.logit_bias[{token_id}]",
-                f"the logit bias of token {token_id} is {bias:g}, but must be {LOGIT_BIAS}",
-            )
 
 
 def _read_beam(options: Options) -> BeamParams | None:
-    """Return the search that is asked for, if one is. Raises RefusedError. The ranges of numbers have been checked
-    already."""
+    """Return the search that is asked for, if one is."""
     if "beam_width" not in options:
-        for field in ("length_penalty", "early_stopping"):
-            if field in options:
-                raise invalid(
-                    f"sampling.{field}",
-                    f"{field} is set, but without beam_width there is no beam search; set beam_width too",
-                )
         return None
-    n, beam_width, length_penalty = options.get("n", 1), options["beam_width"], options.get("length_penalty", 1.0)
-    if n > beam_width:
-        raise invalid(
-            "sampling.n",
-            f"n is {n}, but {beam_width} beams find at most as many hypotheses; lower n or raise beam_width",
-        )
-    if not math.isfinite(length_penalty):
-        raise invalid("sampling.length_penalty", f"length_penalty is {length_penalty:g}, but must be a finite number")
-    for field, off in FILTERS_OFF.items():
-        value = options.get(field, off)
-        if value != off:
-            raise invalid(
-                f"sampling.{field}",
-                f"{field} is {value:g}, but beam search chooses nothing at random; leave {field} or beam_width unset",
-            )
-    for field in ("logprobs", "prompt_logprobs"):
-        if field in options:
-            raise invalid(
-                f"sampling.{field}",
-                f"beam search reports no {field}; leave {field} unset, or sample without beam_width",
-            )
-    if options.get("stop"):
-        raise invalid(
-            "sampling.stop", "beam search watches for no stop texts; use stop_token_ids, or sample without beam_width"
-        )
     return BeamParams(
-        beam_width=beam_width,
-        length_penalty=length_penalty,
+        beam_width=options["beam_width"],
+        length_penalty=options.get("length_penalty", 1.0),
         early_stopping=options.get("early_stopping", EarlyStopping.HEURISTIC),
     )
 
 
 def _read_grammar(options: Options, model: ModelInfo) -> Grammar | None:
     """Return what the output must match; whether that can be read is found out later. Raises RefusedError."""
-    kind = next((kind for kind in GrammarKind if kind.name.lower() in options), None)
+    kind = grammar_kind(options)
     if kind is None:
         return None
-    name = kind.name.lower()
-    value, field = options[name], f"sampling.{name}"
     if model.grammar_refusal:
-        raise invalid(field, model.grammar_refusal)
-    if value is False:
-        raise invalid(field, "json_object is false, but only true says something; leave it unset")
-    if not value:
-        raise invalid(field, f"{name} is empty; say what the output must match, or leave it unset")
-    text = json.dumps(value, ensure_ascii=False) if kind is GrammarKind.CHOICE else "" if value is True else value
-    size = len(text.encode())
-    if size > MAX_GRAMMAR_BYTES:
-        raise invalid(field, f"{name} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; shorten it")
-    return Grammar(kind, text, model.grammar_end_token_ids)
+        raise invalid(f"sampling.{kind.name.lower()}", model.grammar_refusal)
+    return Grammar(kind, grammar_text(options, kind), model.grammar_end_token_ids)
 
 
 def _read_stop(options: Options, model: ModelInfo) -> tuple[str, ...]:
     stop = tuple(options.get("stop", ()))
-    _check_count("stop", len(stop), MAX_STOP_TEXTS)
     if stop and not model.has_tokenizer:
         raise invalid("sampling.stop", "the served checkpoint has no tokenizer and knows no text; use stop_token_ids")
-    for position, text in enumerate(stop):
-        if not 1 <= len(text) <= MAX_STOP_TEXT_CHARS:
-            raise invalid(
-                f"sampling.stop[{position}]",
-                f"a stop text has {len(text)} characters, but must have 1 to {MAX_STOP_TEXT_CHARS}",
-            )
     return stop
 
 
-def _check_count(field: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise invalid(f"sampling.{field}", f"{field} has {count} entries, at most {limit} are allowed; send fewer")
+def _refuse(faults: Iterable[Fault]) -> None:
+    for fault in faults:
+        raise invalid(f"sampling.{fault.field}", fault.text)

@@ -12,10 +12,10 @@ import pytest
 
 from pagewire.common.grammars import version
 from pagewire.common.messages import GrammarKind, RowStatus
+from pagewire.common.sampling_rules import MAX_GRAMMAR_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving import grammars
 from scheduler_service.serving.checkpoint.model_info import read_model_info
-from scheduler_service.serving.parsed_request import MAX_GRAMMAR_BYTES
 from testing.fake_worker import FakeWorker
 from testing.scheduler_stack import Stack, details, expected_tokens, make_checkpoint, request, serve, status_of
 from tests.contract.front_end import FrontEnd, serve_front_end

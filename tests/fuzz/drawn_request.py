@@ -112,6 +112,8 @@ def _draw_sampling(rng: random.Random) -> SamplingParams:
         frequency_penalty=lambda: rng.uniform(-1, 1),
         logit_bias=lambda: {rng.randrange(VOCAB_SIZE): rng.choice((-100.0, -3.0, 4.0)) for _ in range(4)},
     )
+    if "beam_width" in options:
+        options.pop("stop", None)  # which no beam search watches for
     if rng.random() < 0.25:
         options["structured_outputs"] = rng.choice(GRAMMARS)
     return SamplingParams(**options)

@@ -18,7 +18,7 @@ from pagewire.common.network.families import BY_ARCHITECTURE
 from pagewire.common.network.families.reading import MAX_EXPERTS
 from pagewire.common.network.quantization import METHODS
 from pagewire.common.process import EXIT_REFUSED
-from pagewire.common.sampling_ranges import RANGES
+from pagewire.common.sampling_rules import MAX_GRAMMAR_BYTES, RANGES
 from pagewire.common.transport import addresses, health, link_secret, listening, queued_writer
 from pagewire.hosting import gateway, logs
 from pagewire.hosting.gateway import GatewayConfig
@@ -76,7 +76,7 @@ FACTS = [
     ("docs/tracing.md", f"in a queue of at most {queued_writer.MAX_WAITING_BYTES // MIB} MiB"),
     ("docs/tracing.md", f"waits at most {logs.FLUSH_TIMEOUT:g} seconds"),
     ("docs/structured_output.md", f"| {1000 * trial.MAX_MASK_SECONDS:g} ms each on average"),
-    ("docs/structured_output.md", f"more than {parsed_request.MAX_GRAMMAR_BYTES >> 10} KiB"),
+    ("docs/structured_output.md", f"more than {MAX_GRAMMAR_BYTES >> 10} KiB"),
     ("docs/structured_output.md", f"at most {round(1000 * trial.MAX_CPU_SECONDS)} ms of CPU time"),
     ("docs/structured_output.md", f"of CPU time and {trial.MAX_BYTES // MIB} MiB of memory"),
     ("docs/structured_output.md", f"more than {grammars.MAX_TENANT_WAITING} different ones of one tenant"),

@@ -276,7 +276,7 @@ def test_beams_match_structured_outputs(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
-        ({"beam_width": 17}, ValueError, "^n is 17, but must be 1 to 16"),
+        ({"beam_width": 17}, ValueError, "^beam_width is 17, but must be 1 to 16"),
         ({"beam_width": None}, TypeError, "^beam_width must be an integer, got None"),
         ({"max_tokens": 0}, ValueError, "^max_tokens is 0, but must be at least 1"),
         ({"length_penalty": "long"}, TypeError, "^length_penalty must be a number or None, got 'long'"),

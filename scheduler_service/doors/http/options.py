@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Raw
 
+from pagewire.common.sampling_rules import Options
 from scheduler_service.doors.http.requests import (
     GenerationRequest,
     JsonObjectFormat,
@@ -17,7 +18,7 @@ from scheduler_service.doors.http.requests import (
     StructuralTagFormat,
 )
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.parsed_request import Options, ParsedRequest, Truncation, check_token_id, parse_request
+from scheduler_service.serving.parsed_request import ParsedRequest, Truncation, check_token_id, parse_request
 from scheduler_service.serving.refusal import RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 

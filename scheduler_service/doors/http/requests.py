@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from pagewire.common.sampling_ranges import LOGIT_BIAS, MAX_SAMPLES, RANGES, UINT32, Range
+from pagewire.common.sampling_rules import LOGIT_BIAS, MAX_SAMPLES, RANGES, UINT32, Range
 
 MAX_PROMPTS = 1024  # of one request
 _INT32 = Range(-(2**31), 2**31 - 1)

@@ -8,11 +8,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pagewire.common.messages import GrammarKind, Pooling
+from pagewire.common.sampling_rules import FILTERS_OFF
 from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EarlyStopping, Grammar, Request
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
-from scheduler_service.serving.checkpoint.sampling_defaults import FILTERS_OFF, SUPPRESSING_BIAS
+from scheduler_service.serving.checkpoint.sampling_defaults import SUPPRESSING_BIAS
 from scheduler_service.serving.parsed_request import SAME_NUMBERS, ParsedRequest, parse_request
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call

@@ -12,7 +12,7 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from pagewire.common.sampling_ranges import RANGES
+from pagewire.common.sampling_rules import RANGES
 from pagewire.common.strict_json import from_json
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.parsed_request import ParsedRequest, parse_request

@@ -8,13 +8,10 @@ from typing import Any
 
 from pagewire.common.gguf import is_whole, shown, token_ids_of, unserved
 from pagewire.common.messages import SamplingParams
-from pagewire.common.sampling_ranges import RANGES
+from pagewire.common.sampling_rules import FILTERS_OFF, RANGES
 
-# Of a random choice: a beam search makes none, and takes the values that turn them off.
-FILTERS = ("temperature", "top_k", "top_p", "min_p")
-FILTERS_OFF = {name: getattr(SamplingParams(), name) for name in FILTERS}
 # generation_config.json may say what requests mean that leave these unset. Where it says nothing, the API's hold.
-CHECKPOINTS_OPTIONS = (*FILTERS, "repetition_penalty")
+CHECKPOINTS_OPTIONS = (*FILTERS_OFF, "repetition_penalty")
 API_DEFAULTS = SamplingParams(temperature=1.0)
 # Of tokens that a checkpoint suppresses, whatever bias a request gives them: far below any logit, and yet finite, so
 # that a grammar which allows nothing else still has its way.
