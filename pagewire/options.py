@@ -34,6 +34,8 @@ from pagewire.compatibility import (
 
 ENV_PREFIX = "PAGEWIRE_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+# Names of options that only flags give: for a server of its parent's, which environment and file were not written for.
+FLAGS_ONLY_VARIABLE = f"{ENV_PREFIX}FLAGS_ONLY"
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
 _SWITCH_WORDS = (*TRUE_WORDS, *FALSE_WORDS, "auto")
@@ -343,6 +345,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
         for name, option in options.items()
         if name not in flags and environ.get(option.variable)
     }
+    flags_only = environ.get(FLAGS_ONLY_VARIABLE, "").split(",")
     ignored: list[str] = []
     # What each gives, the weaker first, with the name by which an error tells of it.
     given: dict[str, tuple[Any, str, str]] = {}
@@ -359,7 +362,8 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
         for name, value in translation.values.items():
             if name not in options:
                 raise OptionError(f"{spelling.name(name)} is no option of this service")
-            given[name] = value, spelling.given(translation.sources[name], None), origin
+            if layer is flags or name not in flags_only:
+                given[name] = value, spelling.given(translation.sources[name], None), origin
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name, option in options.items():

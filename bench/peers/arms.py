@@ -24,6 +24,7 @@ from bench.peers.environment import BF16, FORMATS, Environments
 from pagewire import AsyncClient, SamplingParams
 from pagewire.bench.run import run
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
+from pagewire.cli.services import DOOR_OPTIONS
 from pagewire.errors import CommandError
 from pagewire.hosting import local_server
 from pagewire.progress import Progress
@@ -171,7 +172,8 @@ class PagewireArm:
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
         try:
-            with local_server.serving(str(self._served(model)), self._flags) as url, asyncio.Runner() as runner:
+            serving = local_server.serving(str(self._served(model)), self._flags, flags_only=DOOR_OPTIONS)
+            with serving as url, asyncio.Runner() as runner:
                 client = AsyncClient(url)
                 runner.run(client.__aenter__())
                 try:

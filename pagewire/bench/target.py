@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pagewire.cli import connection
+from pagewire.cli import connection, services
 from pagewire.client import AsyncClient
 from pagewire.hosting import local_server
 from pagewire.options import Parser
@@ -33,5 +33,5 @@ def opened(
             parser.error(f"{serve_flags[0]} stands after --, but no server is started with --url")
         yield connection.client(parser, parsed, AsyncClient)
         return
-    with local_server.serving(parsed.model, [*serve_flags, *extra_flags]) as url:
+    with local_server.serving(parsed.model, [*serve_flags, *extra_flags], flags_only=services.DOOR_OPTIONS) as url:
         yield AsyncClient(url)

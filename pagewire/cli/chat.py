@@ -123,8 +123,7 @@ def run(arguments: Sequence[str], verb: str = "run") -> int:
         parser.error(MISSING)
     prompt = _given_prompt(parser, parsed.prompt)
     flags = options.spelled({name: value for name, value in given.items() if name != "model" and value is not None})
-    without = [option.variable for name, option in known.items() if name not in names]
-    with local_server.serving(model, flags, without) as url, Client(url) as client:
+    with local_server.serving(model, flags, flags_only=known.keys() - names) as url, Client(url) as client:
         _talk(client, parsed, prompt)
     return 0
 

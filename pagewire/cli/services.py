@@ -160,6 +160,8 @@ OWN_GROUPS = {
     title: tuple(name for name in GROUPS[title] if name not in ("host", "port", "http_port", "gateway"))
     for title in (MOST_USED, "model", "memory and KV cache", "scheduling", "computing")
 }
+# With these that process, which shows no credentials, could not talk to it.
+DOOR_OPTIONS = ("gateway", *GROUPS["tenants and TLS"])
 # `serve` connects the two by itself, over sockets that no other user can reach: these have no meaning there.
 LINK_OPTIONS = (
     "worker",

@@ -17,13 +17,19 @@ from pagewire.common.process import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREF
 from pagewire.common.transport.queued_writer import QueuedWriter, stream_writer
 from pagewire.errors import CommandError, StartError, Unavailable
 from pagewire.hosting.child_output import READ_BYTES, ChildOutput
+from pagewire.options import FLAGS_ONLY_VARIABLE
 
 # Ports of its own choice, so that it runs beside anything.
-SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--http-port=0", "--metrics-port=0", "--log-level=warning")
+SERVE_FLAGS = (
+    "--host=127.0.0.1",
+    "--port=0",
+    "--http-port=0",
+    "--metrics-port=0",
+    "--health-port=0",
+    "--log-level=warning",
+)
 STOP_TIMEOUT_S = 45.0
 SEPARATOR = "--"
-# Variables of options with which this process, which shows no credentials, could not talk to the server.
-DOOR_VARIABLES = tuple(f"PAGEWIRE_{name}" for name in ("TENANTS", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA", "GATEWAY"))
 _END_TIMEOUT_S = 2.0  # for a server that is gone to have ended
 _FLUSH_TIMEOUT_S = 2.0  # for the server's last lines to be read
 # Of what the server has written on standard error, to say why it ended.
@@ -47,13 +53,12 @@ class LocalServer:
     Its standard error goes to this process's. Any thread may start and stop it.
     """
 
-    def __init__(self, model: str, flags: Sequence[str] = (), without: Collection[str] = DOOR_VARIABLES) -> None:
-        """Prepares a server, which `start` starts. `flags` are those of `pagewire serve`; `without` are variables of
-        the environment that it does not see."""
+    def __init__(self, model: str, flags: Sequence[str] = (), *, flags_only: Collection[str]) -> None:
+        """Prepares a server, which `start` starts. `flags` are those of `pagewire serve`; `flags_only` are names of
+        options that it takes neither from the environment nor from a file."""
         self._command = python_command("pagewire", "serve", model, *SERVE_FLAGS, *flags)
         self.owner = os.getpid()
-        inherited = {name: value for name, value in os.environ.items() if name not in without}
-        self._environ = inherited | {EXIT_WITH_PARENT: str(self.owner)}
+        self._environ = os.environ | {EXIT_WITH_PARENT: str(self.owner), FLAGS_ONLY_VARIABLE: ",".join(flags_only)}
         self._url: Future[str] = Future()
         self._tail = b""
         self._errors = QueuedWriter(stream_writer(lambda: sys.stderr), _dropped_notice)
@@ -177,11 +182,11 @@ def _dropped_notice(num_dropped: int) -> bytes:
 
 
 @contextmanager
-def serving(model: str, flags: Sequence[str] = (), without: Collection[str] = DOOR_VARIABLES) -> Iterator[str]:
+def serving(model: str, flags: Sequence[str] = (), *, flags_only: Collection[str]) -> Iterator[str]:
     """Runs a server inside the block, which gets its url. Raises CommandError if it does not come up, or a call fails
     because it has ended.
 
-    `flags` and `without` are those of LocalServer. This is for the main thread only: from now on SIGTERM unwinds the
+    `flags` and `flags_only` are those of LocalServer. This is for the main thread only: from now on SIGTERM unwinds the
     block as Ctrl-C does, and then raises SystemExit.
     """
     terminations: list[int] = []
@@ -198,7 +203,7 @@ def serving(model: str, flags: Sequence[str] = (), without: Collection[str] = DO
 
     signal.signal(signal.SIGTERM, interrupt)
     started_at = time.monotonic()
-    server = LocalServer(model, flags, without)
+    server = LocalServer(model, flags, flags_only=flags_only)
     server.tell(f"starting pagewire serve {model}")
     try:
         try:

@@ -16,6 +16,7 @@ from pagewire import background_loop, conversation, installation, wire
 from pagewire.arguments import are_token_ids, as_list, check_text, is_integer, is_real, require, split_prompt
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
+from pagewire.cli.services import DOOR_OPTIONS, serve_options
 from pagewire.client import UNARY_TIMEOUT_S, Client, one_each
 from pagewire.compatibility import FOREIGN, IN_PYTHON, MAPPED, suggestion, translate
 from pagewire.completion import Completion
@@ -32,6 +33,7 @@ from pagewire.llm.request_output import (
     request_output,
     token_ids_of,
 )
+from pagewire.options import spelled
 from pagewire.progress import ForeignProgress, Progress
 from pagewire.retry import Attempts
 from pagewire.sampling_params import UNSET, BeamSearchParams, SamplingParams
@@ -86,7 +88,7 @@ class LLM:
         require("seed", seed, seed is None or is_integer(seed), "an integer or None")
         self.model = os.fspath(model)
         check_text("model", self.model)
-        server = LocalServer(self.model, [*FLAGS, *serve_flags(self.model, options)])
+        server = LocalServer(self.model, [*FLAGS, *serve_flags(self.model, options)], flags_only=DOOR_OPTIONS)
         self._server = server
         self._seeds = None if seed is None else itertools.count(seed << 32)
         self.url = server.start()
@@ -413,9 +415,6 @@ def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
 
     Raises TypeError for an unknown name, and ValueError for a value that cannot be.
     """
-    from pagewire.cli.services import serve_options
-    from pagewire.options import spelled
-
     known = serve_options().keys() - {"model"}
     for name in given:
         if not (name in known or name in MAPPED or name in FOREIGN):

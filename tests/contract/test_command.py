@@ -167,7 +167,7 @@ def test_a_line_on_standard_error_is_one_write(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(LocalServer, "start", lambda server: "grpc://here")
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     tell("told")
-    with local_server.serving("model"):
+    with local_server.serving("model", flags_only=()):
         told, starting, ready = writes.lines
     assert (told, starting) == (b"told\n", b"starting pagewire serve model\n")
     assert re.fullmatch(rb"ready on grpc://here after [0-9.]+ s\n", ready)
@@ -222,23 +222,6 @@ def test_run_serves_with_what_no_chat_takes(
     (request,) = scheduler.requests
     assert request.text.endswith("<user>hi\n<assistant>")
     assert request.sampling.seed == (4 if "--seed" in given else 0)
-
-
-def test_run_hides_variables_of_options_that_it_does_not_take(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, str] = {}
-
-    def start(server: LocalServer) -> str:
-        seen.update(server._environ)
-        return url
-
-    monkeypatch.setattr(LocalServer, "start", start)
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    hidden = {"PAGEWIRE_TENANTS", "PAGEWIRE_TLS_CERT", "PAGEWIRE_TLS_KEY", "PAGEWIRE_HEALTH_PORT", "PAGEWIRE_RECORD"}
-    for name in {*hidden, "PAGEWIRE_BLOCK_SIZE"}:
-        monkeypatch.setenv(name, "16")
-    assert main(["run", "m", "hi"]) == 0
-    assert seen["PAGEWIRE_BLOCK_SIZE"] == "16"
-    assert hidden.isdisjoint(seen)
 
 
 def test_run_reads_the_prompt_where_it_is_told_to(

@@ -40,7 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         path = tmp_path / "server.py"
         path.write_text(program)
         monkeypatch.setattr(local_server, "python_command", lambda *arguments: [sys.executable, "-S", str(path)])
-        return LocalServer("model")
+        return LocalServer("model", flags_only=())
 
     return make
 
@@ -104,7 +104,7 @@ def test_what_it_wrote_before_it_ended_is_told_once(
     run("import sys; sys.exit('2026-11-26 10:00:00,000 CRITICAL pagewire: the port is taken')")
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(CommandError, match=r"^pagewire serve model ended with exit code 1$"):
-        local_server.serving("model").__enter__()
+        local_server.serving("model", flags_only=()).__enter__()
     started, reason = capsys.readouterr().err.splitlines()
     assert started == "starting pagewire serve model"
     assert reason.endswith("the port is taken")
@@ -120,14 +120,6 @@ def test_no_line_stands_within_another(run, monkeypatch: pytest.MonkeyPatch) -> 
     assert errors.getvalue() == "ready\nhalf\n"
 
 
-def test_it_sees_no_variables_of_doors(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PAGEWIRE_TENANTS", "PAGEWIRE_TLS_CERT", "PAGEWIRE_TLS_KEY", "PAGEWIRE_BLOCK_SIZE"):
-        monkeypatch.setenv(name, "16")
-    names = "[name for name in os.environ if name.startswith(('PAGEWIRE_B', 'PAGEWIRE_T'))]"
-    with pytest.raises(StartError, match=r"^PAGEWIRE_BLOCK_SIZE$"):
-        run(f"import os, sys; sys.exit(' '.join({names}))").start()
-
-
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_call_fails_for_the_end_of_the_server(run, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     run("import os, signal\n" + (READY.replace("signal.pause()", "os.kill(os.getpid(), 9)") if ends else READY))
@@ -136,5 +128,5 @@ def test_a_call_fails_for_the_end_of_the_server(run, monkeypatch: pytest.MonkeyP
     expected, said = (
         (CommandError, "^pagewire serve model ended with signal SIGKILL$") if ends else (Unavailable, "^x$")
     )
-    with pytest.raises(expected, match=said), local_server.serving("model"):
+    with pytest.raises(expected, match=said), local_server.serving("model", flags_only=()):
         raise Unavailable("x")

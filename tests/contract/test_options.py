@@ -84,6 +84,13 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     assert resolve("", {"PAGEWIRE_CONFIG": str(file)}).values["model"] == "y"
 
 
+def test_what_flags_alone_give(tmp_path: Path) -> None:
+    file = write(tmp_path / "o.yaml", "model: y\nratio: 1\nnum-things: 1\n")
+    environ = {"PAGEWIRE_CONFIG": str(file), "PAGEWIRE_DEVICE": "cpu", "PAGEWIRE_MAX_LEN": "2"}
+    resolved = resolve("--no-enable-magic", environ | {options.FLAGS_ONLY_VARIABLE: "ratio,device,enable_magic"})
+    assert resolved.build(Config) == Config("y", num_things=1, max_len=2, enable_magic=False)
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "expected"),
     [

@@ -16,9 +16,11 @@ PROMPT = "Once upon a time"
 FLAGS = ("--num-threads=1", "--num-device-blocks=256", "--temperature=0", "--max-tokens=8")
 
 
-def run(*arguments: str, verb: str = "run", told: str = "", folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+def run(
+    *arguments: str, verb: str = "run", told: str = "", folder: Path = ROOT, **variables: str
+) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "pagewire", verb, *arguments]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     return subprocess.run(command, cwd=folder, env=environ, input=told, capture_output=True, text=True, check=False)
 
 
@@ -45,6 +47,16 @@ def test_the_bundled_model_is_found_from_any_folder(tmp_path: Path) -> None:
     given = run("storyteller", *FLAGS, "--stats", PROMPT, folder=tmp_path)
     assert given.returncode == 0, given.stderr
     assert "8 completion tokens" in given.stderr
+
+
+def test_of_another_servers_options_it_has_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("tenants: /nowhere\ntls-cert: /nowhere\nrecord: /nowhere/at/all\nmax-model-len: 40\n")
+    for given in ({"PAGEWIRE_CONFIG": str(file), "PAGEWIRE_TLS_KEY": "/nowhere"}, {}):
+        flags = (*FLAGS[:-1], "--ignore-eos", "--stats", *(() if given else ("--config", str(file))))
+        answered = run(MODEL, *flags, PROMPT, **given)
+        assert answered.returncode == 0, answered.stderr
+        assert "4 prompt tokens, 0 cached tokens, 36 completion tokens" in answered.stderr
 
 
 def test_a_chat_ends_with_its_server(tmp_path: Path) -> None:

@@ -64,5 +64,5 @@ def test_a_server_of_a_program_runs_no_files_of_the_working_directory(
     monkeypatch.chdir(hostile)
     monkeypatch.setitem(os.environ, "PYTHONPATH", ENVIRON["PYTHONPATH"])
     with pytest.raises(StartError, match=r"absent"):
-        LocalServer(str(hostile / "absent")).start()
+        LocalServer(str(hostile / "absent"), flags_only=()).start()
     assert not (hostile / "executed").exists(), (hostile / "executed").read_text()
