@@ -1,13 +1,18 @@
-"""Parses the values of the bench verbs' flags, and adds those that several verbs have. Names are those of `vllm
-bench`.
-"""
+"""Makes the parsers of the bench verbs, and reads what they parsed. Names of flags are those of `vllm bench`."""
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pagewire.bench import result, target
 from pagewire.cli import client_flags
+from pagewire.compatibility import FOREIGN_BENCH_FLAGS
+from pagewire.options import Parser
 from pagewire.sampling_params import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
+
+# By the names of a flag: what parses its value, its default and its help.
+Integers = Mapping[str, tuple[Callable[[str], int], int, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,54 +37,40 @@ def range_ratio(text: str) -> RangeRatio:
     return RangeRatio(_ratio(str(parts["input"])), _ratio(str(parts["output"])))
 
 
-def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
-    group = parser.add_argument_group("requests", "Of random prompts, whose outputs always have their full length.")
-    for name, default, text in (("input", input_len, "prompt"), ("output", output_len, "output")):
-        group.add_argument(
-            f"--{name}-len",
-            f"--random-{name}-len",
-            type=client_flags.count,
-            default=default,
-            metavar="INT",
-            help=f"{text} tokens of each request (default: {default})",
-        )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="INT", help="seed of everything that is drawn at random (default: 0)"
+def bench_parser(verb: str, description: str, own: Integers, *, input_len: int, output_len: int) -> Parser:
+    """Returns a parser of a verb's own integers, and of the flags that all have, lengths with these defaults."""
+    parser = Parser(
+        prog=f"pagewire bench {verb}",
+        usage=f"pagewire bench {verb} [flags]",
+        description=description,
+        explained=FOREIGN_BENCH_FLAGS,
     )
-
-
-def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
-    parser.add_argument(
-        "--num-prompts",
-        type=client_flags.count,
-        default=num_prompts,
-        metavar="INT",
-        help=f"number of requests (default: {num_prompts})",
+    target.add_flags(parser)
+    _add_integers(parser, own)
+    requests: Integers = {
+        "--input-len --random-input-len": (client_flags.count, input_len, "prompt tokens of each request"),
+        "--output-len --random-output-len": (client_flags.count, output_len, "output tokens of each request"),
+        "--seed": (int, 0, "seed of everything that is drawn at random"),
+    }
+    _add_integers(
+        parser.add_argument_group("requests", "Of random prompts, whose outputs always have their full length."),
+        requests,
     )
-    parser.add_argument(
-        "--random-range-ratio",
-        type=range_ratio,
-        default=RangeRatio(0.0, 0.0),
-        metavar="RATIO",
-        help='draw lengths from LEN * (1 - RATIO) to LEN * (1 + RATIO); {"input": RATIO, "output": RATIO} for separate '
-        "ratios (default: 0)",
-    )
-    parser.add_argument(
-        "--random-prefix-len",
-        type=client_flags.count_or_zero,
-        default=0,
-        metavar="INT",
-        help="number of tokens that all prompts share at their beginning (default: 0)",
-    )
-
-
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for name in BENCH_FIELDS:
         if name == "temperature":
             text = "randomness; 0 always takes the most likely token (default: 1)"
             client_flags.add_number_flag(parser, name, text, 1.0)
         else:
             client_flags.add_number_flag(parser, name, "as in `pagewire complete`")
+    result.add_flags(parser)
+    return parser
+
+
+def _add_integers(group: argparse._ActionsContainer, integers: Integers) -> None:
+    for names, (parse, default, text) in integers.items():
+        group.add_argument(
+            *names.split(), type=parse, default=default, metavar="INT", help=f"{text} (default: {default})"
+        )
 
 
 def sampling(parsed: argparse.Namespace) -> SamplingParams:

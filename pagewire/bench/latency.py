@@ -16,7 +16,6 @@ from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
 from pagewire.cli import client_flags
 from pagewire.client import AsyncClient
-from pagewire.compatibility import FOREIGN_BENCH_FLAGS
 from pagewire.hosting import local_server
 from pagewire.hosting.supervisor import free_port
 from pagewire.options import Parser
@@ -24,6 +23,11 @@ from pagewire.progress import Progress
 from pagewire.server import ServerInfo
 
 PERCENTS = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
+_INTEGERS: flags.Integers = {
+    "--batch-size": (client_flags.count, 1, "number of requests at the same time"),
+    "--num-iters-warmup": (client_flags.count_or_zero, 10, "number of unmeasured iterations to run first"),
+    "--num-iters": (client_flags.count, 30, "number of iterations to measure"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,18 @@ class Iterations:
 
 def main(arguments: Sequence[str]) -> int:
     own, serve_flags = local_server.split_serve_flags(arguments)
-    parser = _parser()
+    description = "Measure how long a batch of requests takes on an otherwise idle server."
+    parser = flags.bench_parser("latency", description, _INTEGERS, input_len=32, output_len=128)
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="show where the time of a token goes: in the worker, between steps, and on the way to the client",
+    )
+    parser.add_argument(
+        "--metrics-url",
+        metavar="URL",
+        help="address of the server's metrics, http://HOST:9090/metrics; needed for --profile with --url",
+    )
     parsed = parser.parse_args(own)
     _check(parser, parsed)
     path = result.path_of(parser, parsed)
@@ -140,51 +155,6 @@ def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
     latencies = tuple(ran.duration for ran in complete if all(record.is_finished for record in ran.records))
     records = tuple(record for ran in complete for record in ran.records)
     return Iterations(info, latencies, Run(records, sum(latencies), was_interrupted=len(complete) < len(runs)))
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="pagewire bench latency",
-        usage="pagewire bench latency [flags]",
-        description="Measure how long a batch of requests takes on an otherwise idle server.",
-        explained=FOREIGN_BENCH_FLAGS,
-    )
-    target.add_flags(parser)
-    flags.add_length_flags(parser, input_len=32, output_len=128)
-    flags.add_sampling_flags(parser)
-    parser.add_argument(
-        "--batch-size",
-        type=client_flags.count,
-        default=1,
-        metavar="INT",
-        help="number of requests at the same time (default: 1)",
-    )
-    parser.add_argument(
-        "--num-iters-warmup",
-        type=client_flags.count_or_zero,
-        default=10,
-        metavar="INT",
-        help="number of unmeasured iterations to run first (default: 10)",
-    )
-    parser.add_argument(
-        "--num-iters",
-        type=client_flags.count,
-        default=30,
-        metavar="INT",
-        help="number of iterations to measure (default: 30)",
-    )
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="show where the time of a token goes: in the worker, between steps, and on the way to the client",
-    )
-    parser.add_argument(
-        "--metrics-url",
-        metavar="URL",
-        help="address of the server's metrics, http://HOST:9090/metrics; needed for --profile with --url",
-    )
-    result.add_flags(parser)
-    return parser
 
 
 def _check(parser: Parser, parsed: argparse.Namespace) -> None:

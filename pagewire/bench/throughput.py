@@ -13,14 +13,17 @@ from pagewire.bench.run import Run, check_fits, exit_code, run
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
 from pagewire.cli import client_flags
 from pagewire.client import AsyncClient
-from pagewire.compatibility import FOREIGN_BENCH_FLAGS
 from pagewire.hosting import local_server
-from pagewire.options import Parser
 from pagewire.progress import Progress
 from pagewire.server import ServerInfo
 
-# More than a step takes, fewer than a server lets wait.
-MAX_CONCURRENCY = 1024
+_INTEGERS: flags.Integers = {
+    "--num-prompts": (client_flags.count, 1000, "number of requests"),
+    "--random-prefix-len": (client_flags.count_or_zero, 0, "tokens that all prompts share at their beginning"),
+    # By default more than a step takes, fewer than a server lets wait.
+    "--max-concurrency": (client_flags.count, 1024, "most requests at the same time"),
+    "--num-warmups": (client_flags.count_or_zero, 0, "number of unmeasured requests to send first"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,16 @@ class Totals:
 
 def main(arguments: Sequence[str]) -> int:
     own, serve_flags = local_server.split_serve_flags(arguments)
-    parser = _parser()
+    description = "Measure the throughput for many requests that are sent at once."
+    parser = flags.bench_parser("throughput", description, _INTEGERS, input_len=1024, output_len=128)
+    parser.add_argument(
+        "--random-range-ratio",
+        type=flags.range_ratio,
+        default=flags.RangeRatio(0.0, 0.0),
+        metavar="RATIO",
+        help='draw lengths from LEN * (1 - RATIO) to LEN * (1 + RATIO); {"input": RATIO, "output": RATIO} for separate '
+        "ratios (default: 0)",
+    )
     parsed = parser.parse_args(own)
     path = result.path_of(parser, parsed)
     with target.opened(parser, parsed, serve_flags) as client:
@@ -92,35 +104,6 @@ def _figures(parsed: argparse.Namespace, totals: Totals) -> dict[str, Any]:
         "tokens_per_second": totals.rate(all_tokens),
         "output_tokens_per_second": totals.rate(totals.num_output_tokens),
     }
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="pagewire bench throughput",
-        usage="pagewire bench throughput [flags]",
-        description="Measure the throughput for many requests that are sent at once.",
-        explained=FOREIGN_BENCH_FLAGS,
-    )
-    target.add_flags(parser)
-    flags.add_range_flags(parser, num_prompts=1000)
-    flags.add_length_flags(parser, input_len=1024, output_len=128)
-    flags.add_sampling_flags(parser)
-    parser.add_argument(
-        "--max-concurrency",
-        type=client_flags.count,
-        default=MAX_CONCURRENCY,
-        metavar="INT",
-        help=f"most requests at the same time (default: {MAX_CONCURRENCY})",
-    )
-    parser.add_argument(
-        "--num-warmups",
-        type=client_flags.count_or_zero,
-        default=0,
-        metavar="INT",
-        help="number of unmeasured requests to send first (default: 0)",
-    )
-    result.add_flags(parser)
-    return parser
 
 
 async def _measure(parsed: argparse.Namespace, client: AsyncClient) -> tuple[ServerInfo, Run]:
