@@ -14,16 +14,18 @@ def run(name: str, module: ModuleType, flags: Sequence[str]) -> int:
     """Returns the exit status.
 
     A benchmark is a module with `add_flags(parser)`, `measure(arguments)`, a coroutine or not, which returns figures
-    for JSON, and `report(figures)`. Where figures differ by something else than the machine, `variant()` names it. What
-    `measure` returns as None, from a process that serves another, is not kept. A benchmark whose results have a form
-    of their own has `main(flags)` instead.
+    for JSON, and `report(figures)`. Where figures differ by something else than the machine, `variant()` names it, and
+    its flag `--only`, if it has one, a part that is measured alone: each has a file of its own. What `measure` returns
+    as None, from a process that serves another, is not kept. A benchmark whose results have a form of their own has
+    `main(flags)` instead.
     """
     if hasattr(module, "main"):
         return module.main(flags) or 0
     parser = parser_of(name, module.__doc__)
     module.add_flags(parser)
-    default = RESULTS / f"{name}.json"
-    parser.add_argument("--output", type=Path, help=f"raw numbers (default: {default}, with the variant if there are)")
+    parser.add_argument(
+        "--output", type=Path, help=f"raw numbers (default: {RESULTS}/{name}.json, with the variant and part, if any)"
+    )
     arguments = parser.parse_args(flags)
     state = machine()
     figures = module.measure(arguments)
@@ -31,10 +33,9 @@ def run(name: str, module: ModuleType, flags: Sequence[str]) -> int:
         figures = asyncio.run(figures)
     if figures is None:
         return 0
-    if hasattr(module, "variant"):
-        default = default.with_suffix(f".{module.variant()}.json")
+    names = [name, module.variant() if hasattr(module, "variant") else "", getattr(arguments, "only", "")]
     figures = {"machine": state, **figures}
-    write(arguments.output or default, figures)
+    write(arguments.output or RESULTS / f"{'.'.join(filter(None, names))}.json", figures)
     module.report(figures)
     return 0
 

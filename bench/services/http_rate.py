@@ -7,7 +7,7 @@ In turns, this process reads 32 streams of one kind, for which the CPU time of e
 alone. Many: a front end before a worker of 100 ms a step, which computes nothing; 1,000 streams of one kind at a time,
 and the gaps between what each tells. Parsers: 32 chats of a template whose outputs are read for reasoning and calls,
 and of one whose outputs are not. Clients over HTTP are plain sockets, those over gRPC are grpcio's. Raw numbers go
-to bench/results/http_rate.json.
+to bench/results/http_rate.json, those of one part to http_rate.PART.json.
 """
 
 import argparse

@@ -83,6 +83,17 @@ def test_figures_are_kept_and_shown(
     assert (tmp_path / "elsewhere.json").exists()
 
 
+def test_a_part_leaves_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    module = module_of(lambda arguments: {"rounds": arguments.only or "all"})
+    module.add_flags = lambda parser: parser.add_argument("--only", default="")
+    module.variant = lambda: "avx2"
+    for flags in ([], ["--only", "many"]):
+        assert report.run("made", module, flags) == 0
+    kept = {path.name: json.loads(path.read_text())["rounds"] for path in tmp_path.iterdir()}
+    assert kept == {"made.avx2.json": "all", "made.avx2.many.json": "many"}
+
+
 def test_an_arm_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.run("made", module_of(lambda arguments: None), []) == 0
