@@ -71,7 +71,7 @@ def for_library(schema: Any) -> dict[str, Any]:
         raise ValueError("a JSON Schema is an object or true")
     own, defaults = read.get("x-guidance", {}), _OPTIONS
     if not isinstance(own, dict):
-        return read
+        raise ValueError("x-guidance of a JSON Schema is an object")
     if any(name.startswith("whitespace_") for name in own):
         defaults = {name: value for name, value in _OPTIONS.items() if not name.startswith("whitespace_")}
     return {**read, "x-guidance": defaults | own}
@@ -90,8 +90,9 @@ def _read(root: Any, schema: Any) -> Any:
             schema[exclusive] = schema.pop(name)
     schema |= {name: _inward(name, schema[name]) for name in _INWARD if name in schema}
     json.loads(json.dumps([schema.get("const"), schema.get("enum")]), parse_int=_told, parse_float=_told)
-    if schema.get("format") in _PATTERNS:
-        schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PATTERNS[schema.pop("format")]}]
+    form, parts = schema.get("format"), schema.get("allOf", [])
+    if isinstance(form, str) and form in _PATTERNS and isinstance(parts, list):
+        schema["allOf"] = [*parts, {"pattern": _PATTERNS[schema.pop("format")]}]
     return schema
 
 
@@ -136,7 +137,7 @@ def _excludes_nothing(name: str, value: Any, schema: dict[str, Any], root: Any) 
         case "dependentRequired" | "dependentSchemas" | "dependencies":
             return isinstance(value, dict) and all(needed == [] or _allows_all(needed) for needed in value.values())
         case "minLength" | "minItems" | "minProperties":
-            return value == 0
+            return value == 0 and value is not False
         case "maxLength" | "maxItems" | "maxProperties":
             return isinstance(value, int) and value >= _MANY
     return False

@@ -6,7 +6,7 @@ https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html), or the older {"stru
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from pagewire.common.grammars.json_schema import for_library
@@ -27,6 +27,33 @@ _FIELDS = {
 }
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+# What fields are, wherever they stand, and how that is called.
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("type", "value", "pattern", "begin", "separator"), (_is_text, "a text")),
+    **dict.fromkeys(("elements", "tags", "structures"), (lambda value: isinstance(value, list), "a list")),
+    **dict.fromkeys(
+        ("excludes", "special_tokens"), (lambda value: value is None or _are_texts(value), "a list of texts")
+    ),
+    "triggers": (_are_texts, "a list of texts"),
+    "end": (lambda value: _is_text(value) or _are_texts(value), "a text or a list of texts"),
+    "max_tokens": (
+        lambda value: value is None or (type(value) is int and 0 <= value < 1 << 32),  # true is none
+        "a whole number from 0",
+    ),
+    **dict.fromkeys(
+        ("at_least_one", "stop_after_first"), (lambda value: isinstance(value, bool | None), "true or false")
+    ),
+}
+
+
 def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Container[str]) -> str:
     """Raises ValueError for what is no structural tag, or asks for something that is not supported. A token of
     `token_names` may stand for its name: a model that has one for a tag's beginning has learnt to take it. It must
@@ -39,8 +66,8 @@ def structural_tag_to_lark(text: str, token_names: Mapping[str, int], alone: Con
 def format_in(text: str) -> Any:
     """Return the format that a structural tag has, which has a type, or means in its older form. Raises ValueError."""
     tag = from_json(text)
-    if not isinstance(tag, dict):
-        raise ValueError("a structural tag is a JSON object")
+    if _checked(tag, "a structural tag").get("type", "structural_tag") != "structural_tag":
+        raise ValueError(f"a structural tag has the type {tag['type']!r:.80}, which is 'structural_tag'")
     if "structures" not in tag:
         form = _field(tag, "format", "a structural tag")
         _kind(form)
@@ -51,7 +78,7 @@ def format_in(text: str) -> Any:
             "content": {"type": "json_schema", "json_schema": _field(structure, "schema", "a structure")},
             "end": structure.get("end", ""),
         }
-        for structure in _listed(tag["structures"])
+        for structure in (_checked(each, "a structure") for each in tag["structures"])
     ]
     return {"type": "triggered_tags", "triggers": _field(tag, "triggers", "a structural tag"), "tags": tags}
 
@@ -73,14 +100,14 @@ class _Rules:
             case "json_schema":
                 return self.rule(f"%json {json.dumps(for_library(_field(form, 'json_schema', kind)))}")
             case "any_text":
-                most = _max_tokens(form)
+                most = form.get("max_tokens")
                 return '""' if most == 0 else self.rule(self.text(form), "" if most is None else f"[max_tokens={most}]")
             case "regex":
                 return self.rule(self.text(form, pattern=_regex(_field(form, "pattern", kind))))
             case "sequence":
-                return self.sequence(map(self.expression, _listed(_field(form, "elements", kind))))
+                return self.sequence(map(self.expression, _field(form, "elements", kind)))
             case "or":
-                return self.either([self.expression(element) for element in _listed(_field(form, "elements", kind))])
+                return self.either([self.expression(element) for element in _field(form, "elements", kind)])
             case "tag":
                 return self.tag(form)
             case "tags_with_separator":
@@ -104,16 +131,16 @@ class _Rules:
 
     def tag(self, form: Any) -> str:
         begin, content, end = (_field(form, name, "a tag") for name in ("begin", "content", "end"))
-        ends = [end] if isinstance(end, str) else _listed(end)
+        ends = [end] if isinstance(end, str) else end
         if _kind(content) == "any_text" and all(ends):
             # The text goes up to the first end, and no further.
             return self.sequence([self.literal(begin), self.up_to(ends, content)])
         ending = self.either([self.literal(one) for one in ends])
         return self.sequence([self.literal(begin), self.expression(content), ending])
 
-    def literal(self, text: Any, *, takes_tokens: bool = False) -> str:
+    def literal(self, text: str, *, takes_tokens: bool = False) -> str:
         """A text. Tokens may stand for their names in it, or must."""
-        before, name, behind = self._cut(_checked(text))
+        before, name, behind = self._cut(text)
         if not name:
             return _quoted(before)
         token = f"<[{self._token_names[name]}]>"
@@ -123,20 +150,19 @@ class _Rules:
 
     def text(self, form: Any, ends: Sequence[str] = (), pattern: str = _ANY_TEXT) -> str:
         """Any text of a pattern without what a format excludes, nor one of some ends."""
-        excludes = form.get("excludes")
-        excluded = [_quoted(_checked(text)) for text in (*_listed([] if excludes is None else excludes), *ends)]
+        excluded = [_quoted(text) for text in (*(form.get("excludes") or ()), *ends)]
         if not excluded:
             return pattern
         name = f"T{len(self.lines)}"
         self.lines.append(f"{name}: {pattern} & ~({_ANY_TEXT} ({' | '.join(excluded)}) {_ANY_TEXT})")
         return name
 
-    def up_to(self, ends: Sequence[Any], form: Any) -> str:
+    def up_to(self, ends: Sequence[str], form: Any) -> str:
         """A format's text up to the first of some ends, and the end, in which tokens may stand for their names. Behind
         as many tokens as the text may have, its end must follow."""
-        text, most = self.text(form), _max_tokens(form)
+        text, most = self.text(form), form.get("max_tokens")
         if most is None:
-            found = [self.rule(text, f"[suffix={_quoted(_checked(end))}]") for end in ends]
+            found = [self.rule(text, f"[suffix={_quoted(end)}]") for end in ends]
             return self.either([*found, *(part for end in ends for part in self.up_to_token(end, text))])
         if most == 0:
             return self.either([self.literal(end, takes_tokens=True) for end in ends])
@@ -173,17 +199,20 @@ class _Rules:
 
     def separated(self, form: Any) -> str:
         """Tags with a text between them."""
-        tag = self.either([self.tag(one) for one in _listed(_field(form, "tags", "tags_with_separator"))])
+        tag = self.either([self.tag(one) for one in _tags(form)])
         more = "" if form.get("stop_after_first") else f" ({self.literal(form.get('separator', ''))} {tag})*"
         tags = self.rule(f"{tag}{more}")
         return tags if form.get("at_least_one") else self.rule(f"{tags} |")
 
     def triggered(self, form: Any) -> str:
         """Free text in which a trigger begins one of the tags that begin with it."""
-        triggers, tags = (_listed(_field(form, name, "triggered_tags")) for name in ("triggers", "tags"))
+        triggers, tags = _field(form, "triggers", "triggered_tags"), _tags(form)
+        for tag in tags:
+            if not _field(tag, "begin", "a tag").startswith(tuple(triggers)):
+                raise ValueError(f"the tag {tag['begin']!r} begins with none of the triggers")
         parts, text = [], self.text(form)
         for trigger in triggers:
-            begun = [tag for tag in tags if _checked(_field(tag, "begin", "a tag")).startswith(_checked(trigger))]
+            begun = [tag for tag in tags if tag["begin"].startswith(trigger)]
             if not trigger or not begun:
                 raise ValueError(f"no tag begins with the trigger {trigger!r}")
             rests = self.either([self.tag({**tag, "begin": tag["begin"][len(trigger) :]}) for tag in begun])
@@ -201,42 +230,43 @@ class _Rules:
 
 def _kind(form: Any) -> str:
     """The type of a format. Raises ValueError for one that asks for something besides, as for texts to be left out."""
-    kind = _checked(_field(form, "type", "a format"))
+    kind: str = _field(_checked(form, "a format"), "type", "a format")
     for name in form.keys() - _FIELDS.get(kind, form.keys()) - {"type"}:
         if form[name] not in (None, False, [], "json"):  # what xgrammar writes where nothing is asked for
             raise ValueError(f"{name!r} of formats of type {kind!r} is not supported in structural tags")
     return kind
 
 
-def _field(form: Any, name: str, what: str) -> Any:
-    if not isinstance(form, dict) or name not in form:
+def _tags(form: Any) -> list[Any]:
+    """The tags among which a format chooses, which need not name their type."""
+    tags: list[Any] = _field(form, "tags", form["type"])
+    for tag in tags:
+        if (kind := _kind({"type": "tag"} | _checked(tag, "a tag"))) != "tag":
+            raise ValueError(f"a structural tag has a format of type {kind!r} among its tags")
+    return tags
+
+
+def _checked(form: Any, what: str) -> dict[str, Any]:
+    """A part of a structural tag, whose fields are of their types."""
+    if not isinstance(form, dict):
+        raise ValueError(f"{what} is a JSON object, not {form!r:.80}")
+    for name, value in form.items():
+        is_legal, expected = _TYPES.get(name, (lambda _: True, ""))
+        if not is_legal(value):
+            raise ValueError(f"a structural tag has {value!r:.80} as {name}, which is {expected}")
+    return form
+
+
+def _field(form: dict[str, Any], name: str, what: str) -> Any:
+    if name not in form:
         raise ValueError(f"{what} in a structural tag has no {name!r}")
     return form[name]
-
-
-def _max_tokens(form: Any) -> int | None:
-    most: Any = form.get("max_tokens")
-    if most is not None and not (type(most) is int and 0 <= most < 1 << 32):  # true is none
-        raise ValueError(f"a structural tag has {most!r:.80} as max_tokens, which is a whole number")
-    return most
-
-
-def _listed(values: Any) -> list[Any]:
-    if not isinstance(values, list):
-        raise ValueError(f"a structural tag has {values!r:.80} where a list should stand")
-    return values
-
-
-def _checked(text: Any) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"a structural tag has {text!r:.80} where a text should stand")
-    return text
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-def _regex(pattern: Any) -> str:
+def _regex(pattern: str) -> str:
     """A regular expression between slashes, of which it may have some, escaped or not."""
-    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", _checked(pattern), flags=re.DOTALL) + "/"
+    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL) + "/"

@@ -23,6 +23,7 @@ from pagewire.common.grammars import (
     Matcher,
     trial,
 )
+from pagewire.common.grammars.structural_tag import _FIELDS, structural_tag_to_lark
 from pagewire.common.grammars.trial import TOO_MUCH, Trials
 from testing.hostile_grammars import HOSTILE
 from tests.project.sources import ROOT
@@ -199,7 +200,13 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
         ("json_schema", '{"type":', "Expecting value"),
         ("json_schema", "false", "the JSON Schema false allows no output"),
         ("json_schema", "[]", "a JSON Schema is an object or true"),
-        ("json_schema", '{"x-guidance": 1}', "x-guidance|invalid type"),
+        *(
+            ("json_schema", f'{{"x-guidance": {bad}}}', "x-guidance of a JSON Schema is an object")
+            for bad in ["1", "[]"]
+        ),
+        ("json_schema", '{"format": []}', "Expected string for 'format'"),
+        ("json_schema", '{"format": "date", "allOf": 5}', "allOf"),
+        ("json_schema", '{"minLength": false}', "for 'minLength', got false"),
         ("structural_tag", of_format(tag("<a>", "</a>", False)), "the JSON Schema false allows no output"),
         ("structural_tag", of_format(tag("<a>", "</a>", [])), "a JSON Schema is an object or true"),
         ("json_schema", '{"type": "nothing"}', "nothing"),
@@ -212,30 +219,22 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
         ("structural_tag", of_format({"type": "poem"}), "'poem' are not supported"),
         ("structural_tag", of_format({"type": "triggered_tags", "triggers": ["<x"], "tags": []}), "no tag begins"),
         ("structural_tag", of_format({"type": "const_string", "value": "a", "excludes": ["a"]}), "'excludes' of"),
-        ("structural_tag", of_format({"type": "any_text", "max_tokens": -1}), "max_tokens, which is a whole number"),
-        ("structural_tag", of_format({"type": "any_text", "max_tokens": True}), "has True as max_tokens"),
-        ("structural_tag", of_format({"type": "any_text", "excludes": [1]}), "has 1 where a text should stand"),
-        *(
-            (
-                "structural_tag",
-                of_format(form),
-                f"a structural tag has {re.escape(repr(bad))} where a list should stand",
-            )
-            for bad in ("ab", {"a": 1}, 5, 0, False)
-            for form in (
-                {"type": "any_text", "excludes": bad},
-                json.loads(CALLS)["format"] | {"excludes": bad},
-                {"type": "tag", "begin": "<", "content": {"type": "any_text", "excludes": bad}, "end": ">"},
-                {"type": "sequence", "elements": bad},
-                {"type": "tags_with_separator", "tags": bad, "separator": ""},
-                {"type": "triggered_tags", "triggers": bad, "tags": []},
-            )
-        ),
-        ("structural_tag", of_format({"type": "triggered_tags", "triggers": [5], "tags": [{}]}), "no 'begin'"),
         (
             "structural_tag",
-            of_format({"type": "triggered_tags", "triggers": [5], "tags": [tag("<a>", "</a>")]}),
-            "has 5 where a text should stand",
+            of_format({"type": "any_text", "max_tokens": -1}),
+            "-1 as max_tokens, which is a whole number",
+        ),
+        ("structural_tag", of_format({"type": "triggered_tags", "triggers": [], "tags": [{}]}), "no 'begin'"),
+        (
+            "structural_tag",
+            of_format({"type": "triggered_tags", "triggers": ["<b"], "tags": [tag("<a", ""), tag("<b", "")]}),
+            "none of",
+        ),
+        ("structural_tag", of_format({"type": "tags_with_separator", "tags": [ONE_DIGIT]}), "'regex' among its tags"),
+        (
+            "structural_tag",
+            of_format({"type": "tags_with_separator", "tags": [tag("", "") | {"excludes": ["a"]}]}),
+            "'excludes'",
         ),
         (
             "structural_tag",
@@ -249,6 +248,68 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
 def test_what_cannot_be_read_says_why(kind: str, text: str, reason: str, compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match=reason):
         compiler.compile(kind, text, (END,))
+
+
+# Each format with all its fields, the types of which are these.
+TEXTS = {"begin": "<a>", "value": "a", "pattern": "a", "separator": ",", "type": "structural_tag"}
+LISTS = {"excludes": ["b"], "triggers": ["<"], "special_tokens": ["<s>"]}
+TRUTHS = {"at_least_one": True, "stop_after_first": False}
+FLAT = {*TEXTS, *LISTS, *TRUTHS, "end", "max_tokens"}
+TAG = tag("<a>", "</a>")
+VALUES = {
+    **TEXTS, **LISTS, **TRUTHS, "end": ["</a>"], "max_tokens": 5, "json_schema": POINT, "schema": POINT,
+    "elements": [ONE_DIGIT], "tags": [TAG], "content": ONE_DIGIT, "format": TAG,
+    "structures": [{"begin": "<a>", "schema": POINT, "end": ""}],
+}  # fmt: skip
+ANY_JSON = [None, True, False, 0, 1, 5.0, -1, 1 << 32, "", "a", [], ["a"], [1], [None], [[]], [{}], {}, {"type": 5}]
+
+
+def is_of_type(field: str, value: Any) -> bool:
+    if value is None:
+        return field in {"excludes", "special_tokens", "max_tokens", *TRUTHS}
+    if field in ("json_schema", "schema"):
+        return value is True or isinstance(value, dict)
+    if field in ("elements", "tags", "structures"):
+        return value == []
+    are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+    kinds = {**dict.fromkeys(TEXTS, isinstance(value, str)), **dict.fromkeys(LISTS, are_texts)}
+    kinds |= {**dict.fromkeys(TRUTHS, isinstance(value, bool)), "end": isinstance(value, str) or are_texts}
+    return kinds.get(field, field == "max_tokens" and type(value) is int and value in (0, 1))
+
+
+def with_wrong_types() -> Iterator[tuple[str, object]]:
+    """Fields, each with a structural tag in which it has another type than its own."""
+    whole = {name: VALUES[name] for name in ("type", "format", "special_tokens")}
+    older = {name: VALUES[name] for name in ("type", "structures", "triggers")}
+    for value in ANY_JSON:
+        for base in (whole, older):
+            yield from ((field, base | {field: value}) for field in base if not is_of_type(field, value))
+        for field in ("begin", "schema", "end"):
+            if not is_of_type(field, value):
+                yield field, older | {"structures": [*VALUES["structures"], VALUES["structures"][0] | {field: value}]}
+        for kind, fields in _FIELDS.items():
+            form = {"type": kind} | {field: VALUES[field] for field in fields}
+            for field in ("type", *fields):
+                if not is_of_type(field, value):
+                    yield field, whole | {"format": {"type": "or", "elements": [ONE_DIGIT, form | {field: value}]}}
+
+
+def test_what_is_of_the_wrong_type_is_named() -> None:
+    """No other error is raised: the library would be told of it, and not the user."""
+    structural_tag_to_lark(json.dumps({name: VALUES[name] for name in ("type", "structures", "triggers")}), {}, ())
+    seen = set()
+    for field, wrong in with_wrong_types():
+        seen.add(field)
+        # What stands where a format should is told by what it lacks, and what is no JSON Schema by what it is.
+        text = (
+            f"as {field}, which is"
+            if field in FLAT
+            else f"as {field}, which|no '(type|begin)'|as type|JSON (Schema|object)"
+        )
+        with pytest.raises(ValueError, match=text) as caught:
+            structural_tag_to_lark(json.dumps(wrong), {}, ())
+        assert type(caught.value) is ValueError, wrong
+    assert seen == {*VALUES} >= {field for fields in _FIELDS.values() for field in fields}
 
 
 def test_behind_an_end_token_it_alone_is_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

@@ -40,10 +40,10 @@ MAX_STATEMENTS = {
         "a specification in torch of each kernel, it in C and in Triton, compilers, and builds that failed remembered",
     ),
     "pagewire/common": Ceiling(
-        6_379,
+        6_388,
         "29 architectures, each composed over its checkpoint's names, GGUF, transport, operators' sockets, tracing, "
         "limits, templates; calls of tools in thirteen formats, reasoning, told by templates or names, read, "
-        "ended, also beside formats of one's own; lists in tags checked; "
+        "ended, also beside formats of one's own; each field of tags checked; "
         "JSON of strangers, of any depth; what hangs on sampling options "
         "alone, which clients and the scheduler had a part of each",
     ),

@@ -200,7 +200,7 @@ async def test_reasoning_has_a_budget(server: HttpServer, say: Say) -> None:
     for bad in ("b", 0):
         refused = tag | {"format": {"type": "any_text", "excludes": bad}}
         answer = await server.refusal(PATH, messages=[QUESTION], thinking_token_budget=3, response_format=refused)
-        assert "where a list should stand" in answer["message"]
+        assert "as excludes, which is a list of texts" in answer["message"]
 
 
 async def test_what_the_template_is_given(server: HttpServer, model: Path, say: Say) -> None:
