@@ -16,8 +16,8 @@ _LINE = "\n"
 # How Python spells values of types otherwise than JSON.
 _SPELLINGS = {"string": r"'([^'\\\n]|\\['\\nt])*'", "boolean": "True|False", "null": "None"}
 _PLAIN = re.compile(r"""[^"'()\[\]{},]*""")
-# As templates write them within quotes, and Python does not.
-_LINE_ENDS = {ord("\n"): "\\n", ord("\r"): "\\r"}
+# As templates and models write them within quotes, and Python does not.
+_UNESCAPED = {ord("\n"): "\\n", ord("\r"): "\\r", 0: "\\x00"}
 _IN_QUOTES = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 
 
@@ -136,7 +136,7 @@ def _argument(unread: Unread) -> Generator[None, None, str]:
 
 def _end_of_quotes(unread: Unread, quote: str, pieces: list[str]) -> Generator[None, None, None]:
     while True:
-        pieces.append((yield from held(unread.run(_IN_QUOTES[quote])))[0].translate(_LINE_ENDS))
+        pieces.append((yield from held(unread.run(_IN_QUOTES[quote])))[0].translate(_UNESCAPED))
         character = yield from unread.character()
         pieces.append(character)
         if character != "\\":
