@@ -46,6 +46,8 @@ MIB = 1 << 20
 HEAD_S, BODY_S = f"{connection.HEAD_TIMEOUT_S:g} s", f"{body.BODY_TIMEOUT_S:g} s"
 HEADERS, HEAD_KIB = connection.MAX_HEADERS, connection.MAX_HEAD_BYTES >> 10
 BODY_MIB, BODIES_MIB, SMALL_KIB = body.MAX_BODY_BYTES // MIB, door.MAX_BODIES_BYTES // MIB, door._SMALL_BODY_BYTES >> 10
+OF_BODIES = door.MAX_BODIES_BYTES, door._SMALL_BODY_BYTES
+UNREAD = "as much" if (connection.MAX_UNREAD_BYTES, connection._PIECE_BYTES) == OF_BODIES else "another bound"
 KEEP_ALIVE_S, UNREAD_S = f"{connection.KEEP_ALIVE_S:g} s", f"{connection.UNREAD_TIMEOUT_S:g} s"
 MAX_NAMES = parsed_request._MAX_NAME_CHARS
 # What a page says, with the code's own values.
@@ -90,6 +92,7 @@ FACTS = [
     ("docs/sizing.md", f"a head of {HEADERS} headers, {HEAD_KIB} KiB, in {HEAD_S};"),
     ("docs/sizing.md", f"a body of {BODY_MIB} MiB, in {BODY_S} |"),
     ("docs/sizing.md", f"on their way: {BODIES_MIB} MiB together, but for {SMALL_KIB} KiB of each"),
+    ("docs/sizing.md", f"answers not yet read: {UNREAD} |"),
     ("docs/sizing.md", f"| {connection.MAX_AHEAD} requests ahead on a connection; {KEEP_ALIVE_S} between"),
     ("docs/sizing.md", f" {UNREAD_S} of reading nothing"),
     ("SECURITY.md", f"has at most {HEADERS} headers and {HEAD_KIB} KiB and comes within"),

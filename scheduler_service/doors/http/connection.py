@@ -1,12 +1,15 @@
 """The connections of the HTTP server, with bounds on what clients can do to them: how many there are, what stands
-before a body, how long they may say nothing, how long they may read nothing, how many requests come ahead."""
+before a body, how long they may say nothing, how long they may read nothing, how many requests come ahead, what waits
+until it is read."""
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from httptools import HttpParserError
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as UvicornConnection
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as Cycle
 
@@ -17,6 +20,9 @@ MAX_HEAD_BYTES = 64 << 10  # of the path and all headers, and of anything else o
 HEAD_TIMEOUT_S = 30.0  # from a connection to its first request's head, and from any head's first byte to its last
 KEEP_ALIVE_S = 75.0  # longer than clients keep theirs
 UNREAD_TIMEOUT_S = 60.0  # in which a client reads some of what waits for it
+# Answers that wait until their clients have read them have so much memory together, but for those of one piece.
+MAX_UNREAD_BYTES = 128 << 20
+_PIECE_BYTES = 64 << 10
 _ACCEPTED_IN_A_ROW = 16  # asyncio would take thousands before it does anything else
 MAX_AHEAD = 16  # requests that have come on a connection before the one ahead of them was answered
 
@@ -53,6 +59,37 @@ class _Accepted(socket.socket):
             self._listener.num_open -= 1
             self._listener = None
         super().close()
+
+
+class UnreadAnswers:
+    """Answers on their way to all clients. Beyond a bound the connections end that have taken longest: a client that
+    reads is done soon."""
+
+    def __init__(self) -> None:
+        self._num_bytes: dict[Callable[[], None], int] = {}  # by what ends the connection; oldest first
+
+    async def send(self, send: Send, abort: Callable[[], None], message: Message) -> None:
+        """Send a message of a call's answer, a piece whenever the client has read enough of what came before: a
+        transport copies all that it is given, and that of TLS takes it for read."""
+        body = memoryview(message.get("body", b""))
+        if len(body) <= _PIECE_BYTES:
+            await send(message)
+            return
+        self._num_bytes[abort] = len(body)
+        while sum(self._num_bytes.values()) > MAX_UNREAD_BYTES:
+            oldest = next(iter(self._num_bytes))
+            del self._num_bytes[oldest]
+            oldest()
+        try:
+            while len(body) > _PIECE_BYTES:
+                await send({**message, "body": body[:_PIECE_BYTES], "more_body": True})
+                body = body[_PIECE_BYTES:]
+            await send({**message, "body": body})
+        except asyncio.CancelledError:
+            abort()  # nothing can come behind a part of a message
+            raise
+        finally:
+            self._num_bytes.pop(abort, None)
 
 
 class HttpConnection(UvicornConnection):
@@ -93,6 +130,7 @@ class HttpConnection(UvicornConnection):
         self._end_after(HEAD_TIMEOUT_S)
         super().on_message_begin()
         self.scope["certificate_names"] = self._certificate_names  # type: ignore[typeddict-unknown-key]
+        self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))

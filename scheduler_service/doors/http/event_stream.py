@@ -1,6 +1,7 @@
 """Server-sent events of one call. They begin with the first of them, or with a comment once the call has been silent
 for long: until then a failure has a status of its own."""
 
+import asyncio
 import time
 
 from starlette.types import Send
@@ -20,7 +21,7 @@ class EventStream:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._told_at = time.monotonic()
-        self._is_telling = False
+        self._turn = asyncio.Lock()  # of an event, which may go in pieces
         self.has_begun = False
         self.is_named = False  # events have names, and the last says that it is
 
@@ -34,14 +35,13 @@ class EventStream:
 
     async def break_silence(self) -> None:
         """Send a comment if nothing was sent for long. A client that does not read what was sent gets none."""
-        if not self._is_telling and time.monotonic() - self._told_at >= SILENCE_S:
+        if not self._turn.locked() and time.monotonic() - self._told_at >= SILENCE_S:
             await self._write(_COMMENT)
 
     async def _write(self, data: bytes, *, is_last: bool = False) -> None:
-        self._is_telling = True
-        if not self.has_begun:
-            self.has_begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
-        self._told_at = time.monotonic()
-        self._is_telling = False
+        async with self._turn:
+            if not self.has_begun:
+                self.has_begun = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+            self._told_at = time.monotonic()

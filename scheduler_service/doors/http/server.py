@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -33,7 +34,7 @@ from scheduler_service.doors.http.answers import Model, Models
 from scheduler_service.doors.http.body import decode_body, decode_query, lenient, read_body
 from scheduler_service.doors.http.chat_completions import complete_chat, read_chat
 from scheduler_service.doors.http.completions import complete_prompts, read_completion
-from scheduler_service.doors.http.connection import HttpConnection, Listener
+from scheduler_service.doors.http.connection import HttpConnection, Listener, UnreadAnswers
 from scheduler_service.doors.http.detached_requests import abort_request, read_detached, submit_detached
 from scheduler_service.doors.http.embeddings import embed_inputs
 from scheduler_service.doors.http.event_stream import EventStream
@@ -114,6 +115,7 @@ class HttpDoor:
         self._streams: set[EventStream] = set()
         self._comments: set[asyncio.Task[None]] = set()
         self._num_body_bytes = 0  # of bodies that are on their way
+        self._unread = UnreadAnswers()
         self._begun_at = now()
         self._hosts = _allowed_hosts(address.host)
         self._origins = frozenset(allowed_origins)
@@ -146,6 +148,7 @@ class HttpDoor:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a call, as ASGI has it."""
         scope["app"] = self  # or the router would answer in plain text
+        send = partial(self._unread.send, send, scope["abort"])
         stream = EventStream(send)
         scope["stream"] = stream
         # The first of a name counts.

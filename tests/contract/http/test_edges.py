@@ -1,13 +1,15 @@
 """What clients do to a connection of the HTTP API at its edges, and what it keeps of its promises then."""
 
 import asyncio
-import gc
+import contextlib
+import itertools
 import json
 import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,47 @@ from tests.contract.http.door import DONE, HttpServer, serve_http
 PATH = "/v1/completions"
 VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 MIB = 1 << 20
+_ASKED = json.dumps({"prompt": "x" * 1_000_000, "return_token_strs": True}).encode()
+LARGE = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(_ASKED), _ASKED)
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+@pytest.fixture
+def open_connections(monkeypatch: pytest.MonkeyPatch) -> set[object]:
+    """The connections that servers have."""
+    held: set[object] = set()
+    made, lost = connection.HttpConnection.connection_made, connection.HttpConnection.connection_lost
+
+    def add(self: connection.HttpConnection, transport: Any) -> None:
+        held.add(self)
+        made(self, transport)
+
+    def remove(self: connection.HttpConnection, exc: Exception | None) -> None:
+        lost(self, exc)
+        held.remove(self)
+
+    monkeypatch.setattr(connection.HttpConnection, "connection_made", add)
+    monkeypatch.setattr(connection.HttpConnection, "connection_lost", remove)
+    return held
+
+
 @asynccontextmanager
-async def connected(server: HttpServer) -> AsyncIterator[Stream]:
-    async with asyncio.timeout(20):
-        reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+async def connected(
+    server: HttpServer, tls: ssl.SSLContext | None = None, num_ahead: int | None = None
+) -> AsyncIterator[Stream]:
+    """`num_ahead`: so many bytes come before they are read, or somewhat more."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        if num_ahead is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_ahead)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
+        limit = num_ahead or MIB
+        name = None if tls is None else host
+        reader, writer = await asyncio.open_connection(sock=client, ssl=tls, server_hostname=name, limit=limit)
         try:
-            yield reader, writer
+            async with asyncio.timeout(30):
+                yield reader, writer
         finally:
             writer.close()
 
@@ -178,23 +212,93 @@ async def test_nothing_is_said_within_another_answer(server: HttpServer) -> None
 
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole"])
 async def test_a_client_that_reads_nothing_loses_its_request(
-    model: Path, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+    model: Path, monkeypatch: pytest.MonkeyPatch, open_connections: set[object], is_streamed: bool
 ) -> None:
     monkeypatch.setattr(connection, "UNREAD_TIMEOUT_S", 0.3)
-    async with serve_http(model) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as silent:
-            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            asked = {"max_tokens": 240, "n": 4, "logprobs": 20, "ignore_eos": True, "stream": is_streamed}
-            silent.sendall(posted(**asked) * 17)  # more than what lies in the sockets between
-            async with asyncio.timeout(30):
-                while num_connections():  # noqa: ASYNC110 - nothing tells
-                    await asyncio.sleep(0.1)
+    streamed = posted(max_tokens=240, n=4, logprobs=20, ignore_eos=True, stream=True)
+    async with serve_http(model) as server, connected(server, num_ahead=4096) as (reader, writer):
+        writer.write(streamed * 17 if is_streamed else LARGE)  # more than what lies in the sockets between
+        await reader.readline()
+        while open_connections:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
         await server.stack.until_idle()
 
 
-def num_connections() -> int:
-    return sum(isinstance(held, connection.HttpConnection) for held in gc.get_objects())
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+async def test_answers_that_are_not_read_have_a_bound_together(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_connections: set[object], has_tls: bool
+) -> None:
+    monkeypatch.setattr(connection, "MAX_UNREAD_BYTES", 24 * MIB)
+    authority = Authority("ours")
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    trusted = ssl.create_default_context(cafile=authority.write(tmp_path)) if has_tls else None
+    async with serve_http(model, front={"tls_cert": cert, "tls_key": key} if has_tls else None) as server:
+        readers = []
+        async with asyncio.timeout(30), contextlib.AsyncExitStack() as clients:
+            for _ in range(5):  # of which three have room
+                reader, writer = await clients.enter_async_context(connected(server, trusted, num_ahead=4096))
+                writer.write(LARGE)
+                readers.append(reader)
+                await reader.readuntil(b"content-length: ")
+            while len(open_connections) > 3:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+            answers = await asyncio.gather(*(_all_of(reader) for reader in readers))
+        assert [len(answer) == max(map(len, answers)) for answer in answers] == [False] * 2 + [True] * 3
+
+
+async def test_a_client_that_reads_slowly_gets_its_answer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long all of it takes."""
+    monkeypatch.setattr(connection, "UNREAD_TIMEOUT_S", 1.0)
+    async with serve_http(model) as server, connected(server, num_ahead=4096) as (reader, writer):
+        writer.write(LARGE)
+        await reader.readuntil(b"content-length: ")
+        num_left = int(await reader.readuntil(b"\r\n"))
+        await reader.readuntil(b"\r\n\r\n")
+        began = asyncio.get_running_loop().time()
+        while num_left:
+            num_left -= len(await reader.readexactly(min(num_left, MIB // 4)))
+            await asyncio.sleep(0.1)
+        assert asyncio.get_running_loop().time() - began > 2 * connection.UNREAD_TIMEOUT_S
+
+
+async def test_events_of_several_prompts_are_whole() -> None:
+    """Also where each goes in pieces, and all wait for one slow reader."""
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(bytes(message.get("body", b"")))
+        await asyncio.sleep(0)
+
+    stream = event_stream.EventStream(partial(connection.UnreadAnswers().send, send, lambda: None))
+    events = [letter * MIB for letter in (b"a", b"b")]
+    await asyncio.gather(*map(stream.tell, events))
+    assert b"".join(sent) == b"".join(b"data: %b\n\n" % event for event in events)
+    assert max(map(len, sent)) < MIB
+
+
+async def test_a_message_that_is_cut_ends_its_connection() -> None:
+    """What came behind it would be read as a part of it."""
+    sending, never, num_aborts = asyncio.Event(), asyncio.Event(), itertools.count()
+
+    async def send(message: Any) -> None:
+        sending.set()
+        await never.wait()
+
+    message = {"type": "http.response.body", "body": bytes(MIB), "more_body": True}
+    call = asyncio.create_task(connection.UnreadAnswers().send(send, lambda: next(num_aborts), message))
+    await sending.wait()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert next(num_aborts) == 1
+
+
+async def _all_of(reader: asyncio.StreamReader) -> bytes:
+    """What is left of an answer, or of the part that has come."""
+    num_bytes, _, _ = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
+    try:
+        return await reader.readexactly(int(num_bytes))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        return getattr(error, "partial", b"")
 
 
 # Heads, bodies
