@@ -173,7 +173,7 @@ class PagewireArm:
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
         try:
             serving = local_server.serving(str(self._served(model)), self._flags, flags_only=DOOR_OPTIONS)
-            with serving as url, asyncio.Runner() as runner:
+            with serving as (url, _), asyncio.Runner() as runner:
                 client = AsyncClient(url)
                 runner.run(client.__aenter__())
                 try:

@@ -33,5 +33,5 @@ def opened(
             parser.error(f"{serve_flags[0]} stands after --, but no server is started with --url")
         yield connection.client(parser, parsed, AsyncClient)
         return
-    with local_server.serving(parsed.model, [*serve_flags, *extra_flags], flags_only=services.DOOR_OPTIONS) as url:
+    with local_server.serving(parsed.model, [*serve_flags, *extra_flags], flags_only=services.DOOR_OPTIONS) as (url, _):
         yield AsyncClient(url)

@@ -15,8 +15,8 @@ from pagewire.client import Client
 from pagewire.compatibility import suggestion
 from pagewire.completion import Completion
 from pagewire.conversation import Session, template_of
-from pagewire.errors import CommandError, InvalidRequest, PagewireError
-from pagewire.hosting import local_server
+from pagewire.errors import CommandError, InvalidRequest, PagewireError, Unavailable
+from pagewire.hosting.local_server import END_TIMEOUT_S, LocalServer, serving
 from pagewire.hosting.model_source import MISSING
 from pagewire.options import DESCRIBE, Parser
 from pagewire.sampling_params import SamplingParams
@@ -123,8 +123,8 @@ def run(arguments: Sequence[str], verb: str = "run") -> int:
         parser.error(MISSING)
     prompt = _given_prompt(parser, parsed.prompt)
     flags = options.spelled({name: value for name, value in given.items() if name != "model" and value is not None})
-    with local_server.serving(model, flags, flags_only=known.keys() - names) as url, Client(url) as client:
-        _talk(client, parsed, prompt)
+    with serving(model, flags, flags_only=known.keys() - names) as (url, server), Client(url) as client:
+        _talk(client, parsed, prompt, server)
     return 0
 
 
@@ -154,14 +154,14 @@ def _parser(verb: str, usage: str, description: str, explained: Mapping[str, str
     return parser
 
 
-def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None) -> None:
-    """Prints the answer to a prompt, or chats."""
+def _talk(client: Client, parsed: argparse.Namespace, prompt: str | None, server: LocalServer | None = None) -> None:
+    """Prints the answer to a prompt, or chats, with a `server` of this process's own or another."""
     info = client.info()
     conversation = Conversation(template_of(info, parsed.chat_template), parsed.system, info.special_tokens)
     sampling = client_flags.sampling(parsed)
     if prompt is None:
         terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
-        Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats).run()
+        Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats, server=server).run()
         return
     printer = request.SamplePrinter(1, sys.stdout)
     session = Session(will_return=False)
@@ -182,6 +182,7 @@ class Chat:
         terminal: ChatTerminal,
         *,
         with_statistics: bool,
+        server: LocalServer | None,
     ) -> None:
         self._client = client
         self._conversation = conversation
@@ -189,8 +190,10 @@ class Chat:
         self._info = info
         self._terminal = terminal
         self._with_statistics = with_statistics
+        self._server = server
 
     def run(self) -> None:
+        """Chats until the user ends it. Raises Unavailable if a server of this process's own ends before."""
         kind = "chat" if self._info.chat_template is not None else "no chat template: it continues your text"
         tell(f"{self._info.served_model_name} ({kind}). /help lists commands, Ctrl-D ends.")
         while True:
@@ -206,6 +209,8 @@ class Chat:
             except KeyboardInterrupt:
                 tell("\n(Ctrl-D or /exit ends the chat)")
             except PagewireError as error:
+                if isinstance(error, Unavailable) and self._server and self._server.ends_within(END_TIMEOUT_S):
+                    raise
                 tell(f"error: {error}")
 
     def _is_carried_out(self, message: str) -> bool:

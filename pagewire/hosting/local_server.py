@@ -30,7 +30,7 @@ SERVE_FLAGS = (
 )
 STOP_TIMEOUT_S = 45.0
 SEPARATOR = "--"
-_END_TIMEOUT_S = 2.0  # for a server that is gone to have ended
+END_TIMEOUT_S = 2.0  # from the first call that fails because the server dies to its end
 _FLUSH_TIMEOUT_S = 2.0  # for the server's last lines to be read
 # Of what the server has written on standard error, to say why it ended.
 MAX_TAIL_BYTES = 4096
@@ -182,9 +182,9 @@ def _dropped_notice(num_dropped: int) -> bytes:
 
 
 @contextmanager
-def serving(model: str, flags: Sequence[str] = (), *, flags_only: Collection[str]) -> Iterator[str]:
-    """Runs a server inside the block, which gets its url. Raises CommandError if it does not come up, or a call fails
-    because it has ended.
+def serving(model: str, flags: Sequence[str] = (), *, flags_only: Collection[str]) -> Iterator[tuple[str, LocalServer]]:
+    """Runs a server inside the block, which gets its url and it. Raises CommandError if it does not come up, or a call
+    fails because it has ended.
 
     `flags` and `flags_only` are those of LocalServer. This is for the main thread only: from now on SIGTERM unwinds the
     block as Ctrl-C does, and then raises SystemExit.
@@ -213,9 +213,9 @@ def serving(model: str, flags: Sequence[str] = (), *, flags_only: Collection[str
             reason = "" if str(error) == server.reason else f": {error}"
             raise CommandError(f"pagewire serve {model} ended with {server.exit}{reason}") from None
         server.tell(f"{READY_PREFIX}{url} after {time.monotonic() - started_at:.1f} s")
-        yield url
+        yield url, server
     except Unavailable:
-        if not server.ends_within(_END_TIMEOUT_S):
+        if not server.ends_within(END_TIMEOUT_S):
             raise
         raise CommandError(f"pagewire serve {model} ended with {server.exit}") from None
     finally:

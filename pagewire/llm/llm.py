@@ -22,7 +22,7 @@ from pagewire.compatibility import FOREIGN, IN_PYTHON, MAPPED, suggestion, trans
 from pagewire.completion import Completion
 from pagewire.conversation import Message
 from pagewire.errors import Cancelled, StartError, Unavailable
-from pagewire.hosting.local_server import LocalServer
+from pagewire.hosting.local_server import END_TIMEOUT_S, LocalServer
 from pagewire.llm.request_output import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
@@ -44,8 +44,6 @@ DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
 # A run that is ended by the program's end does not drain.
 FLAGS = ("--drain-timeout=0",)
 _SEEDS = 1 << 64
-# From the first call that fails because the services die to their end.
-END_TIMEOUT_S = 2.0
 
 
 class TextPrompt(TypedDict):

@@ -124,7 +124,7 @@ def test_no_line_stands_within_another(run, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_call_fails_for_the_end_of_the_server(run, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     run("import os, signal\n" + (READY.replace("signal.pause()", "os.kill(os.getpid(), 9)") if ends else READY))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(local_server, "_END_TIMEOUT_S", 20.0 if ends else 0.01)
+    monkeypatch.setattr(local_server, "END_TIMEOUT_S", 20.0 if ends else 0.01)
     expected, said = (
         (CommandError, "^pagewire serve model ended with signal SIGKILL$") if ends else (Unavailable, "^x$")
     )

@@ -49,7 +49,7 @@ MAX_STATEMENTS = {
         "alone, which clients and the scheduler had a part of each",
     ),
     "pagewire": Ceiling(
-        5_285,
+        5_287,
         "client, commands, one of which serves a model for a chat, their completion, files that hide modules, `LLM` "
         "with vLLM's beam search, metrics, defaults, and embeddings under its other name, what runs services, "
         "benchmarks; a front end for HTTP beside `serve`; what a private server may see, and how it ended; "

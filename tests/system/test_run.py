@@ -73,6 +73,21 @@ def test_a_chat_ends_with_its_server(tmp_path: Path) -> None:
     assert (tmp_path / "pagewire" / "chat_history").read_text() == f"{PROMPT}\nmore\n"
 
 
+@pytest.mark.parametrize("moment", ["asked", "answering"])
+def test_a_chat_ends_when_its_server_is_killed(tmp_path: Path, moment: str) -> None:
+    with on_terminal(tmp_path, "run", MODEL, *FLAGS[:-1], "--max-tokens=2000", "--ignore-eos") as terminal:
+        terminal.wait_for("Ctrl-D ends.")
+        if moment == "answering":
+            terminal.ask(PROMPT)
+            terminal.wait_for(" the ")
+        os.kill(server_of(terminal), signal.SIGKILL)
+        if moment == "asked":
+            terminal.ask(PROMPT)
+        shown = terminal.wait_for(f"pagewire: error: pagewire serve {MODEL} ended with signal SIGKILL\r\n")
+        assert "error:" not in shown
+        assert terminal.process.wait(TIMEOUT_S) == 1
+
+
 @pytest.mark.parametrize("moment", ["loading", "asked", "answering"])
 def test_sigterm_ends_both(tmp_path: Path, moment: str) -> None:
     with on_terminal(tmp_path, "run", MODEL, *FLAGS[:-1], "--max-tokens=2000", "--ignore-eos") as terminal:
