@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.doors.http import prompts as http_prompts
+from scheduler_service.doors.http.responses import stored_responses
 from tests.contract.detached import until as until_closed
 from tests.contract.front_end import DEADLINE, serve_front_end
 from tests.contract.http.door import HttpServer, serve_http
@@ -222,6 +223,38 @@ async def test_a_response_that_is_too_large_is_refused_before_it_is_made(server:
         assert error["message"].endswith("store: false without background" if "background" in body else "store: false")
     assert server.stack.worker.num_steps == num_steps
     assert (await server.post(PATH, store=False, **large)).status_code == 200
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("is_large", [False, True], ids=["taken", "large"])
+async def test_a_response_that_cannot_be_kept_is_not_lost(
+    server: HttpServer, say: Say, monkeypatch: Any, caplog: pytest.LogCaptureFixture, is_streamed: bool, is_large: bool
+) -> None:
+    """What makes that so comes to light when it has been computed."""
+    say(LONG)
+    kept = await create(server.openai, extra_body={"request_id": "first"})
+    record = (await server.stack.stub.GetResult(pb.GetResultRequest(request_id="first"))).record
+    if is_large:
+        monkeypatch.setattr(stored_responses, "_RECORD_BYTES", len(record) - 1)
+    server.stack.worker.step_seconds = 0.05
+    creating = asyncio.create_task(
+        _last_of(create(server.openai, stream=is_streamed, extra_body={"request_id": "other"}))
+    )
+    await server.stack.until(lambda loads: loads.num_running == 1)
+    if not is_large:
+        await server.stack.stub.KeepRecord(pb.KeepRecordRequest(request_id="other", record=b"{}"))
+    server.stack.worker.step_seconds = 0
+    response = await creating
+    assert (response.store, response.status, items(response)) == (False, "completed", items(kept))
+    assert await unknown(server.openai, response.id)
+    [logged] = [each for each in caplog.records if each.name == stored_responses.__name__]
+    assert "'other' is answered, but not kept: " in logged.getMessage()
+
+
+async def _last_of(creating: Awaitable[Any]) -> Response:
+    """The response, or that of the last event."""
+    created = await creating
+    return created if isinstance(created, Response) else [event async for event in created][-1].response
 
 
 @pytest.mark.parametrize(

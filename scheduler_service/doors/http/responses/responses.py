@@ -56,7 +56,8 @@ async def answer_response(
             async for delta in deltas_of(progress):
                 events += await teller.tell(delta)
                 if delta.end is not None and is_stored:  # before its client can ask for it
-                    await stored.keep(request, msgspec.structs.replace(record, response=events[-1].response))
+                    kept = await stored.keep(msgspec.structs.replace(record, response=events[-1].response))
+                    events[-1] = msgspec.structs.replace(events[-1], response=kept)
                 if request.stream:
                     await tell_events(events, stream)
                     events.clear()

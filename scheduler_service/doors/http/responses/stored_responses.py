@@ -2,6 +2,7 @@
 of each a record, which only doors understand, under the id of its request."""
 
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -24,6 +25,8 @@ from scheduler_service.doors.scheduler.request_servicer import Forward, answer_o
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
+
+logger = logging.getLogger(__name__)
 
 _RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # what names it has room beside
 _PAGE_ITEMS = 20
@@ -64,12 +67,17 @@ class StoredResponses:
         self._intake = intake
         self._forward = forward
 
-    async def keep(self, request: ResponsesRequest, record: ResponseRecord) -> None:
-        """Keep a response that has ended. Raises RefusedError."""
-        message = scheduler_pb2.KeepRecordRequest(
-            request_id=request.request_id, tenant=self._tenant, record=record.encoded()
-        )
-        await answer_of(self._forward("KeepRecord", message, self._call))
+    async def keep(self, record: ResponseRecord) -> ResponseAnswer:
+        """Keep a response that has ended, and return it. What was computed is not lost where it cannot be kept: the
+        response says that it is not stored."""
+        named = {"request_id": record.response.id.removeprefix(ID_PREFIX), "tenant": self._tenant}
+        try:
+            message = scheduler_pb2.KeepRecordRequest(record=record.encoded(), **named)
+            await answer_of(self._forward("KeepRecord", message, self._call))
+        except RefusedError as refusal:
+            logger.warning("the response of request %r is answered, but not kept: %s", named["request_id"], refusal)
+            return msgspec.structs.replace(record.response, store=False)
+        return record.response
 
     async def begin(
         self, request: ResponsesRequest, record: ResponseRecord, asked: ReadCall, stream: EventStream
