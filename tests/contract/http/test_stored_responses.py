@@ -471,12 +471,22 @@ async def test_one_that_has_ended_is_not_cancelled_any_more(server: HttpServer, 
     assert (caught.value.param, "background" in caught.value.message) == ("response_id", True)
 
 
-async def test_a_response_that_is_deleted_ends(server: HttpServer, say: Say) -> None:
+async def _all_of(client: openai.AsyncOpenAI, response_id: str) -> list[Any]:
+    return [event async for event in await client.responses.retrieve(response_id, stream=True)]
+
+
+async def _running(server: HttpServer, say: Say) -> tuple[Response, asyncio.Task[list[Any]]]:
+    """A response in background that runs, and who reads its events."""
     say(LONG)
     server.stack.worker.step_seconds = 0.05
     begun = await create(server.openai, background=True)
     reading = asyncio.create_task(_all_of(server.openai, begun.id))
     await until(server.openai, begun.id, "in_progress")
+    return begun, reading
+
+
+async def test_a_response_that_is_deleted_ends(server: HttpServer, say: Say) -> None:
+    begun, reading = await _running(server, say)
     response = await server.client.delete(f"{PATH}/{begun.id}")
     assert response.json() == {"id": begun.id, "object": "response", "deleted": True}
     assert await unknown(server.openai, begun.id)
@@ -485,11 +495,7 @@ async def test_a_response_that_is_deleted_ends(server: HttpServer, say: Say) -> 
 
 
 async def test_a_response_in_background_that_fails_says_why(server: HttpServer, say: Say) -> None:
-    say(LONG)
-    server.stack.worker.step_seconds = 0.05
-    begun = await create(server.openai, background=True)
-    reading = asyncio.create_task(_all_of(server.openai, begun.id))
-    await server.stack.until(lambda loads: loads.num_running == 1)
+    begun, reading = await _running(server, say)
     server.stack.worker.bad_sequences[0] = RowStatus.NAN_LOGITS
     response = await ended(server.openai, begun.id)
     assert (response.status, response.error.code) == ("failed", "server_error")
@@ -499,16 +505,8 @@ async def test_a_response_in_background_that_fails_says_why(server: HttpServer, 
     assert (await server.refusal(PATH, input="x", previous_response_id=begun.id))["param"] == "previous_response_id"
 
 
-async def _all_of(client: openai.AsyncOpenAI, response_id: str) -> list[Any]:
-    return [event async for event in await client.responses.retrieve(response_id, stream=True)]
-
-
 async def test_a_response_in_background_outlives_a_worker(server: HttpServer, say: Say) -> None:
-    say(LONG)
-    server.stack.worker.step_seconds = 0.05
-    begun = await create(server.openai, background=True)
-    reading = asyncio.create_task(_all_of(server.openai, begun.id))
-    await server.stack.until(lambda loads: loads.num_running == 1)
+    begun, reading = await _running(server, say)
     await server.stack.worker.kill()
     server.stack.worker.step_seconds = 0
     await server.stack.worker.start()
