@@ -34,6 +34,10 @@ _UNSET = {"tools": None, "documents": None}  # which templates take for not give
 # The names under which reasoning is given; the first is what most templates read.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
+# Said where both are asked for.
+GOES_TWO_WAYS = (
+    "continue_final_message goes on with the last message, and add_generation_prompt begins another; set one"
+)
 
 # What a template is tried with at the start: what it is called, conversations of which it takes one, and the tools.
 _QUESTIONER = {"role": "user", "content": _QUESTION}
@@ -68,6 +72,29 @@ def render(
         return _rendered(template, messages, special_tokens, given)
     except TemplateFailure as error:
         raise ChatTemplateError(f"the model's chat template fails: {error}") from None
+
+
+def text_of(message: Message) -> str:
+    """Returns the text of a message's content, that of its last part if it has several."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return texts[-1] if texts else ""
+
+
+def up_to_last(prompt: str, message: Message) -> str:
+    """Cuts off what a template writes behind the content of the last message, as transformers does. Raises
+    ChatTemplateError."""
+    content = text_of(message)
+    place = prompt.rfind(content.strip())
+    if place < 0 or not content.strip():
+        raise ChatTemplateError(
+            "the last message does not stand in the prompt as it was sent, or is empty; leave continue_final_message "
+            "unset"
+        )
+    kept = content.lstrip()
+    return prompt[: place + len(kept)] if prompt.startswith(kept, place) else prompt[: place + len(content.strip())]
 
 
 def refusals(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:

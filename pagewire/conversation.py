@@ -55,14 +55,18 @@ def prompts_of(
     add_generation_prompt: bool,
     conversations: Sequence[Sequence[Message]],
     variables: Mapping[str, Any] | None,
+    *,
+    continue_final_message: bool = False,
 ) -> list[str]:
-    """Returns the prompts that continue conversations, special tokens included.
+    """Returns the prompts that continue conversations, or their last messages, special tokens included.
 
     They are made by the served model's chat template, or the one of that name, or the given text; it gets `variables`
     too. Raises InvalidRequest.
     """
     from pagewire.common import chat_template  # with Jinja2, which no other call needs
 
+    if continue_final_message and add_generation_prompt:
+        raise _invalid(chat_template.GOES_TWO_WAYS)
     template = template_of(info, template)
     if template is None:
         raise _invalid(f"{info.served_model_name} has no chat template: give chat_template, or a prompt to complete")
@@ -79,6 +83,9 @@ def prompts_of(
             )
             for messages in conversations
         ]
+        if continue_final_message:
+            pairs = zip(prompts, conversations, strict=True)
+            prompts = [chat_template.up_to_last(prompt, messages[-1]) for prompt, messages in pairs]
     except chat_template.ChatTemplateError as error:
         raise _invalid(str(error)) from None
     for index, prompt in enumerate(prompts):

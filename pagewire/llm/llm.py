@@ -41,6 +41,7 @@ from pagewire.server import Metric, metrics_of
 
 # Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
 DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
+_TOOLS = "a list of mappings, or None"
 # A run that is ended by the program's end does not drain.
 FLAGS = ("--drain-timeout=0",)
 _SEEDS = 1 << 64
@@ -127,8 +128,7 @@ class LLM:
         than the model's context allows, as many tokens as fit are made. `use_tqdm` False shows no progress; tqdm's
         class, or one like it, shows its own. `priority` has a number for each prompt, and lower ones run first.
         """
-        if lora_request is not None:
-            raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
+        _refuse_adapters(lora_request)
         return self._generate(_split(prompts), sampling_params, use_tqdm, priority, add_special_tokens=True)
 
     def chat(
@@ -136,29 +136,39 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
         *,
         priority: Sequence[int] | None = None,
-        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Returns the answers to a conversation, or to each conversation of a list; the rest is as in `generate`.
 
         A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The model's chat template, or
         `chat_template`, makes the prompt of it, of `tools` and of `chat_template_kwargs`. An answer that calls a tool
-        does so in its text, in the model's own form.
+        does so in its text, in the model's own form. With `continue_final_message`, and without
+        `add_generation_prompt`, it goes on with the last message.
         """
-        if lora_request is not None:
-            raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
+        _refuse_adapters(lora_request)
         conversations, _ = conversation.as_conversations(messages)
         conversation.check_template(chat_template, add_generation_prompt, chat_template_kwargs=chat_template_kwargs)
-        given = None if tools is None else as_list("tools", tools, "a list of mappings, or None")
+        require("continue_final_message", continue_final_message, isinstance(continue_final_message, bool), "a bool")
+        given = None if tools is None else as_list("tools", tools, _TOOLS)
+        require("tools", tools, all(isinstance(tool, Mapping) for tool in given or ()), _TOOLS)
         with self._telling_of_the_end():
             info = self.client.info()
         variables = {"tools": given, **(chat_template_kwargs or {})}
-        texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, variables)
+        texts = conversation.prompts_of(
+            info,
+            chat_template,
+            add_generation_prompt,
+            conversations if messages else [],
+            variables,
+            continue_final_message=continue_final_message,
+        )
         prompts: list[_SplitPrompt] = [(text, None) for text in texts]
         return self._generate(prompts, sampling_params, use_tqdm, priority, add_special_tokens=False)
 
@@ -176,8 +186,7 @@ class LLM:
 
         `concurrency_limit` makes no difference: as many searches run at a time as there is room for.
         """
-        if lora_request is not None:
-            raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
+        _refuse_adapters(lora_request)
         require("params", params, isinstance(params, BeamSearchParams), "pagewire.BeamSearchParams")
         given = _split(prompts)
         results = self._run(given, [params.sampling] * len(given), use_tqdm, priority)
@@ -203,8 +212,7 @@ class LLM:
 
         They are made of the hidden states of a prompt's tokens, pooled as the checkpoint says, and have the length 1.
         """
-        if lora_request is not None:
-            raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
+        _refuse_adapters(lora_request)
         given = _split(prompts)
         results = self._run(given, [None] * len(given), use_tqdm, priority, embed=True)
         return [embedding_output(completion, prompt) for prompt, completion in results]
@@ -378,6 +386,11 @@ def _close(server: LocalServer, client: Client, channels: Channels) -> None:
     client.close()
     background_loop.finish(channels.aclose)
     server.stop()
+
+
+def _refuse_adapters(lora_request: object) -> None:
+    if lora_request is not None:
+        raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
 
 
 def _split(prompts: Any) -> list[_SplitPrompt]:

@@ -202,6 +202,9 @@ def test_logprobs_read_as_vllms(llm: LLM) -> None:
         (CONVERSATION, {"add_generation_prompt": "no"}, "^add_generation_prompt must be a bool, got 'no'"),
         (CONVERSATION, {"tools": "abc"}, "^tools must be a list of mappings, or None; got 'abc'"),
         (CONVERSATION, {"tools": {"type": "function"}}, "^tools must be a list of mappings"),
+        (CONVERSATION, {"tools": ["look"]}, r"^tools must be a list of mappings, or None; got \['look'\]"),
+        (CONVERSATION, {"tools": [print]}, "^tools must be a list of mappings"),
+        (CONVERSATION, {"continue_final_message": "no"}, "^continue_final_message must be a bool, got 'no'"),
         (CONVERSATION, {"chat_template_kwargs": "abc"}, "^chat_template_kwargs must be a mapping or None, got 'abc'"),
     ],
 )
@@ -233,6 +236,35 @@ def test_chats(llm: LLM) -> None:
     assert texts_of(llm.chat([conversation, conversation], GREEDY)) == [expected, expected]
     [output] = llm.chat(conversation, GREEDY, chat_template="{{ x }}", chat_template_kwargs={"x": "The little dog"})
     assert output.prompt == "The little dog"
+
+
+def test_a_chat_goes_on_with_its_last_message(llm: LLM) -> None:
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Once upon "}]
+    options: dict[str, Any] = {"chat_template": template, "continue_final_message": True}
+    outputs = llm.chat([conversation, conversation[:1]], GREEDY, add_generation_prompt=False, **options)
+    assert [output.prompt for output in outputs] == ["<user>Hi\n<assistant> Once upon ", "<user>Hi"]
+    with pytest.raises(
+        ValueError, match=r"^continue_final_message goes on with the last message, and add_generation_pr"
+    ):
+        llm.chat(conversation, GREEDY, **options)
+    with pytest.raises(ValueError, match=r"^the last message does not stand in the prompt as it was sent, or is"):
+        llm.chat([{"role": "user", "content": ""}], GREEDY, add_generation_prompt=False, **options)
+
+
+def test_no_conversations_have_no_answers(llm: LLM) -> None:
+    assert llm.chat([], GREEDY) == []
+    with pytest.raises(pagewire.InvalidRequest, match=r"^a conversation has no messages"):
+        llm.chat([[]], GREEDY)
+
+
+def test_a_chat_takes_its_arguments_in_vllms_order(llm: LLM) -> None:
+    [output] = llm.chat(CONVERSATION, GREEDY, False, None, "{{ messages[0].role }}")
+    assert output.prompt == CONVERSATION[0]["role"]
+    for call in (llm.chat, llm.generate, llm.embed, llm.beam_search, llm.encode):
+        options = {"params": BeamSearchParams(2, 4)} if call == llm.beam_search else {}
+        with pytest.raises(ValueError, match=r"^lora_request is not supported"):
+            call(CONVERSATION if call == llm.chat else "Once", lora_request=object(), **options)  # type: ignore[operator]
 
 
 def test_tools_are_handed_to_the_chat_template(llm: LLM) -> None:

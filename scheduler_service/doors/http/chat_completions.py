@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from pagewire.common.chat_template import text_of
 from scheduler_service.doors.http.answering import (
     PromptProgress,
     answer_call,
@@ -16,7 +17,7 @@ from scheduler_service.doors.http.answering import (
 from scheduler_service.doors.http.answers import ChatAnswer, ChatChoice, ChatMessage, PromptLogprobsField, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options
-from scheduler_service.doors.http.prompts import chosen_template, render_messages, text_of
+from scheduler_service.doors.http.prompts import chosen_template, render_messages
 from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.doors.http.token_texts import TokenTexts
 from scheduler_service.doors.http.tool_calls import (

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import msgspec
 
-from pagewire.common.chat_template import ChatTemplateError, Message, render
+from pagewire.common.chat_template import GOES_TWO_WAYS, ChatTemplateError, render, up_to_last
 from scheduler_service.doors.http.requests import (
     MAX_PROMPTS,
     ChatCompletionRequest,
@@ -38,10 +38,7 @@ async def render_messages(model: ModelInfo, request: ChatCompletionRequest | Tok
     """Return the text of a conversation's prompt. Raises RefusedError."""
     template = chosen_template(model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
-        raise invalid(
-            "continue_final_message",
-            "continue_final_message goes on with the last message, and add_generation_prompt begins another; set one",
-        )
+        raise invalid("continue_final_message", GOES_TWO_WAYS)
     # As vLLM takes it, a content that is null is empty.
     messages = [{**each, "content": ""} if each.get("content") is None else each for each in request.messages or ()]
     adds_prompt = not request.continue_final_message and request.add_generation_prompt is not False
@@ -57,7 +54,10 @@ async def render_messages(model: ModelInfo, request: ChatCompletionRequest | Tok
         )
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from None
-    return _up_to_last(text, messages[-1]) if request.continue_final_message else text
+    try:
+        return up_to_last(text, messages[-1]) if request.continue_final_message else text
+    except ChatTemplateError as error:
+        raise invalid("continue_final_message", str(error)) from None
 
 
 def _variables_of(request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
@@ -88,27 +88,3 @@ def chosen_template(model: ModelInfo, name: str | None) -> str:
             "chat_template", f"chat_template is {name[:40]!r}, which names no template of the model; it has {known}"
         )
     return named[name]
-
-
-def text_of(message: Message) -> str:
-    """Return the text of a message's content, that of its last part if it has several."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    return texts[-1] if texts else ""
-
-
-def _up_to_last(text: str, message: Message) -> str:
-    """Cut off what a template writes behind the content of the last message, as transformers does. Raises
-    RefusedError."""
-    content = text_of(message)
-    place = text.rfind(content.strip())
-    if place < 0 or not content.strip():
-        raise invalid(
-            "continue_final_message",
-            "the last message does not stand in the prompt as it was sent, or is empty; leave continue_final_message "
-            "unset",
-        )
-    kept = content.lstrip()
-    return text[: place + len(kept)] if text.startswith(kept, place) else text[: place + len(content.strip())]
