@@ -342,7 +342,7 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
     "quantization": lambda value: value or None,
     "load_format": lambda value: "auto" if value == "safetensors" else value,
     "attention_backend": lambda value: value.lower() if isinstance(value, str) else value,
-    "served_model_name": lambda value: value[0] if isinstance(value, list | tuple) and value else value,
+    "served_model_name": lambda value: ",".join(map(str, value)) if isinstance(value, list | tuple) else value,
     "max_model_len": lambda value: None if value in (-1, "-1", "auto") else _readable(value),
     "max_num_batched_tokens": _readable,
     "max_num_seqs": _readable,
@@ -495,8 +495,6 @@ def translate(given: Mapping[str, Any], spelling: Spelling) -> Translation:
             ignored += _judged((FOREIGN | _VALUES)[name], value, shown, spelling.name)
         if name in FOREIGN:
             continue
-        if name == "served_model_name" and isinstance(value, list | tuple) and len(value) > 1:
-            ignored.append(f"{shown}: clients see the first of the names only")
         for ours, new in _wanted(name, value).items():
             if ours in values and values[ours] != new:
                 first = spelling.given(sources[ours], given[sources[ours]])

@@ -33,6 +33,7 @@ class ServerInfo:
     requests are refused now, or nothing, `structured_output_refusal` why those are that ask for structured output.
     `special_tokens` holds texts by the names that a chat template uses, such as eos_token. `named_chat_templates` are
     those that are chosen by name, and `chat_refusals` says which kinds of conversation `chat_template` fails on.
+    Requests over HTTP may name the model by `served_model_aliases` too.
     """
 
     version: str
@@ -55,6 +56,7 @@ class ServerInfo:
     structured_output_refusal: str
     named_chat_templates: Mapping[str, str]
     chat_refusals: tuple[str, ...]
+    served_model_aliases: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,9 @@ class SchedulerConfig:
         None, "path of a Unix socket to listen on too; who can open it is an operator, and needs neither key nor TLS"
     )
     served_model_name: str | None = option(
-        None, "model name that clients see (default: the hub id, or the name of the directory)"
+        None,
+        "model name that clients see (default: the hub id, or the name of the directory); of several, separated by "
+        "commas, they see the first and may send any",
     )
     worker_timeout: float = option(
         120.0, "how long requests wait for a lost worker before they fail, in seconds", at_least(0)
@@ -120,6 +122,12 @@ class SchedulerConfig:
         None, "name in the worker's certificate, if it differs from its host", needs=("worker_tls_ca",)
     )
     worker_http_proxy: bool = option(False, f"reach the worker {_HTTP_PROXY}")
+
+    @property
+    def served_model_names(self) -> list[str]:
+        """Those that are given: the one that clients see, and more that they may send."""
+        given = (self.served_model_name or "").split(",")
+        return list(dict.fromkeys(name for each in given if (name := each.strip())))
 
     @property
     def worker_addresses(self) -> list[str]:

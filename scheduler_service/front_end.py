@@ -135,9 +135,9 @@ def _make_http(
     http = config.http
     address = HttpAddress(http.http_host, http.http_port or 0, service.tls)
     origins = [origin.strip() for origin in (http.allowed_origins or "").split(",")] if http.allowed_origins else []
-    name, metrics = (lambda: link.served_model_name), partial(exposition, collector)
+    names, metrics = (lambda: link.served_model_names), partial(exposition, collector)
     return HttpDoor(
-        address, servicer.intake, link.forward, service.tenants, name, metrics, origins, is_lenient=http.lenient
+        address, servicer.intake, link.forward, service.tenants, names, metrics, origins, is_lenient=http.lenient
     )
 
 

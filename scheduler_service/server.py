@@ -93,7 +93,7 @@ class _Scheduler:
         self._info = info = encode_server(
             service.model,
             version=__version__,
-            served_model_name=config.served_model_name or service.model.name,
+            served_model_names=config.served_model_names or [service.model.name],
             instance_id=secrets.token_hex(8),
             options=options,
             has_tenants=config.tenants is not None,

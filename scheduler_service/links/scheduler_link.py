@@ -241,6 +241,11 @@ class SchedulerLink:
         return self._server_info.served_model_name
 
     @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """That name, and those by which requests may ask for the model too."""
+        return (self.served_model_name, *self._server_info.served_model_aliases)
+
+    @property
     def is_connected(self) -> bool:
         return self._client is not None
 

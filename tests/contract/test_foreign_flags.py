@@ -66,7 +66,7 @@ def test_help_shows_none_of_them() -> None:
         ("--max_model_len=32K", {"max_model_len": 32_768}, []),
         ("--max-model-len auto", {"max_model_len": None}, []),
         ("--max-num-batched-tokens 25.6k", {"max_num_batched_tokens": 25_600}, []),
-        ("--served-model-name a b", {"served_model_name": "a"}, ["--served-model-name a b: clients see the first"]),
+        ("--served-model-name a b", {"served_model_name": "a,b"}, []),
         ("--enable-chunked-prefill", {}, []),
         ("--enable-chunked-prefill=False", {}, ["--no-enable-chunked-prefill is ignored: long prompts are always"]),
         ("--enable-chunked-prefill False", {}, ["--no-enable-chunked-prefill is ignored: long prompts are always"]),
@@ -171,9 +171,9 @@ def test_files_of_theirs_are_read(tmp_path: Path) -> None:
         "tensor-parallel-size: 2\npipeline-parallel-size: 1\n"
     )
     resolved = resolve("--config", str(file))
-    wanted = {"max_model_len": 32_000, "max_graph_batch_size": 0, "served_model_name": "a", "tensor_parallel_size": 2}
+    wanted = {"max_model_len": 32_000, "max_graph_batch_size": 0, "served_model_name": "a,b", "tensor_parallel_size": 2}
     assert chosen(resolved) == {"model": "/m"} | wanted
-    assert [line.partition(" is ignored")[0] for line in resolved.ignored][1] == f"{file}: trust_remote_code: True"
+    assert [line.partition(" is ignored")[0] for line in resolved.ignored] == [f"{file}: trust_remote_code: True"]
     file.write_text("model: /m\nenable-lora: true\n")
     with pytest.raises(options.OptionError, match=f"^{file}: enable_lora: True is not supported: "):
         resolve("--config", str(file))

@@ -69,6 +69,7 @@ def test_the_tables_do_not_overlap() -> None:
         ({"load_format": "safetensors"}, ["--load-format=auto"]),
         ({"attention_backend": "FLASH_ATTN"}, ["--attention-backend=flash_attn"]),
         ({"served_model_name": ["a"]}, ["--served-model-name=a"]),
+        ({"served_model_name": ["a", "b"]}, ["--served-model-name=a,b"]),
         ({"revision": "main"}, ["--revision=main"]),
         ({"scheduling_policy": "fcfs"}, ["--policy=fcfs"]),
         ({"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5},
@@ -132,11 +133,6 @@ def test_two_options_that_disagree_are_refused() -> None:
     assert serve_flags(MODEL, {"max_model_len": 4096, "ctx_size": 4096}) == ["--max-model-len=4096"]
     with pytest.raises(ValueError, match=r"^max_model_len=4096 and ctx_size=1 say different things of max_model_len"):
         serve_flags(MODEL, {"max_model_len": 4096, "ctx_size": 1})
-
-
-def test_several_names_of_a_model_are_told() -> None:
-    with pytest.warns(UserWarning, match=r"^served_model_name=\['a', 'b'\]: clients see the first of the names only"):
-        assert serve_flags(MODEL, {"served_model_name": ["a", "b"]}) == ["--served-model-name=a"]
 
 
 def test_a_value_that_no_flag_can_give_is_refused() -> None:

@@ -98,19 +98,20 @@ class HttpDoor:
         intake: Intake,
         forward: Forward,
         tenants: TenantFile | None,
-        model_name: Callable[[], str],
+        model_names: Callable[[], Sequence[str]],
         read_metrics: Callable[[], bytes],
         allowed_origins: Sequence[str],
         *,
         is_lenient: bool,
     ) -> None:
         """Bind the port. `intake` is that of all doors of this process, and `forward` passes calls on to the scheduler;
-        `read_metrics` gives its metrics in Prometheus' text format; `allowed_origins` are of web pages that may call;
-        `is_lenient`: fields that are not known are ignored. Raises OSError."""
+        `model_names` are those by which requests may ask for the model, first the one in answers; `read_metrics` gives
+        metrics in Prometheus' text format; `allowed_origins` are of web pages that may call; `is_lenient`: fields that
+        are not known are ignored. Raises OSError."""
         self._intake = intake
         self._forward = forward
         self._tenants = tenants
-        self._model_name = model_name
+        self._model_names = model_names
         self._read_metrics = read_metrics
         self._streams: set[EventStream] = set()
         self._comments: set[asyncio.Task[None]] = set()
@@ -248,12 +249,13 @@ class HttpDoor:
 
     async def _models(self, request: Any) -> Response:
         self._call(request.scope)
-        return Response(_encode(Models("list", [self._card()])), media_type=_JSON)
+        return Response(_encode(Models("list", [self._card(name) for name in self._model_names()])), media_type=_JSON)
 
     async def _model(self, request: Any) -> Response:
         self._call(request.scope)
-        self._check_model(unquote(request.path_params["name"]))
-        return Response(_encode(self._card()), media_type=_JSON)
+        name = unquote(request.path_params["name"])
+        self._check_model(name)
+        return Response(_encode(self._card(name)), media_type=_JSON)
 
     async def _complete(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes | None:
         if request.detached:
@@ -320,9 +322,8 @@ class HttpDoor:
     async def _detokenize(self, request: DetokenizeRequest, call: Call, stream: EventStream) -> bytes:
         return _encode(await detokenize(request, call, self._intake))
 
-    def _card(self) -> Model:
-        name = self._served()
-        return Model(name, "model", self._begun_at, "pagewire", name, None, longest_sequence(self._intake))
+    def _card(self, name: str) -> Model:
+        return Model(name, "model", self._begun_at, "pagewire", self._served(), None, longest_sequence(self._intake))
 
     def _typed(self, route: TypedRoute, serve: Serve) -> Route:
         kind = self._as_read(route.request)
@@ -413,9 +414,12 @@ class HttpDoor:
         trace = {name.decode(): headers[name] for name in _TRACE_HEADERS if name in headers}
         return Call(caller, headers.get(_SESSION_HEADER, ""), trace)
 
+    def _model_name(self) -> str:
+        return self._model_names()[0]
+
     def _check_model(self, name: str | None) -> None:
         served = self._served()
-        if name is not None and name != served:
+        if name is not None and name not in self._model_names():
             raise RefusedError(
                 Reason.NOT_FOUND,
                 f"the model {name[:80]!r} is not served here; send {served!r}, or leave model unset",

@@ -1,5 +1,6 @@
 """Reports of the scheduler about itself, as messages. Fields of the same name mean the same, and are not named here."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +20,7 @@ def encode_server(
     model: ModelInfo,
     *,
     version: str,
-    served_model_name: str,
+    served_model_names: Sequence[str],
     instance_id: str,
     options: SchedulerOptions,
     has_tenants: bool,
@@ -27,7 +28,8 @@ def encode_server(
     """Encode what clients are told of the server that does not change while it runs."""
     return scheduler_pb2.GetServerInfoResponse(
         version=version,
-        served_model_name=served_model_name,
+        served_model_name=served_model_names[0],
+        served_model_aliases=served_model_names[1:],
         instance_id=instance_id,
         **_common(options, scheduler_pb2.GetServerInfoResponse),
         has_tenants=has_tenants,

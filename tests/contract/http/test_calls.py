@@ -13,6 +13,7 @@ import pytest
 from openai.types import Model
 
 from pagewire.common import __version__
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.doors.http import body, connection, event_stream
 from testing.scheduler_stack import expected_tokens
 from tests.contract.certificates import Authority
@@ -20,6 +21,7 @@ from tests.contract.http.door import DONE, HttpServer, serve_http
 from tests.contract.tenants import KEYS, key_file, remove_tenant, write_tenants
 
 PATH = "/v1/completions"
+NAMES = ["first", "second", "third"]
 
 
 async def test_what_is_served(server: HttpServer) -> None:
@@ -34,6 +36,23 @@ async def test_what_is_served(server: HttpServer) -> None:
     assert (await server.openai.models.retrieve("chatty")).id == "chatty"
     async with server.openai.models.with_streaming_response.list() as response:
         assert response.status_code == 200
+
+
+async def test_a_model_has_several_names(model: Path) -> None:
+    """Any may be sent by every route that takes one; the first stands in answers and metrics."""
+    async with serve_http(model, served_model_name="first, second,third,first") as server:
+        cards = (await server.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["root"]) for card in cards] == [(name, "first") for name in NAMES]
+        for name, card in zip(NAMES, cards, strict=True):
+            assert (await server.client.get(f"/v1/models/{name}")).json() == card
+            answer = (await server.post(PATH, model=name, prompt=[5, 6], max_tokens=2)).json()
+            assert (answer["model"], answer["usage"]["completion_tokens"]) == ("first", 2)
+            assert (await server.post("/tokenize", model=name, prompt="a")).status_code == 200
+        refused = await server.post(PATH, model="first,second", prompt=[5, 6])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
+        assert 'model_name="first"' in (await server.client.get("/metrics")).text
+        info = await server.stack.stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest())
+        assert (info.served_model_name, list(info.served_model_aliases)) == ("first", NAMES[1:])
 
 
 async def test_the_api_describes_itself(server: HttpServer) -> None:

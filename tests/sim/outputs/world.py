@@ -151,7 +151,7 @@ class World:
             encode_server(
                 MODEL,
                 version="0",
-                served_model_name="toy",
+                served_model_names=["toy"],
                 instance_id="i",
                 options=scenario.options,
                 has_tenants=False,

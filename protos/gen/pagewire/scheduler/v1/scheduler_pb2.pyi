@@ -594,7 +594,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "served_model_name", "instance_id", "max_model_len", "vocab_size", "eos_token_ids", "has_tokenizer", "chat_template", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "worker", "model_digest", "max_sequence_tokens", "unavailable_reason", "special_tokens", "has_tenants", "structured_output_refusal", "named_chat_templates", "chat_refusals")
+    __slots__ = ("version", "served_model_name", "instance_id", "max_model_len", "vocab_size", "eos_token_ids", "has_tokenizer", "chat_template", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "worker", "model_digest", "max_sequence_tokens", "unavailable_reason", "special_tokens", "has_tenants", "structured_output_refusal", "named_chat_templates", "chat_refusals", "served_model_aliases")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -629,6 +629,7 @@ class GetServerInfoResponse(_message.Message):
     STRUCTURED_OUTPUT_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     NAMED_CHAT_TEMPLATES_FIELD_NUMBER: _ClassVar[int]
     CHAT_REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODEL_ALIASES_FIELD_NUMBER: _ClassVar[int]
     version: str
     served_model_name: str
     instance_id: str
@@ -649,7 +650,8 @@ class GetServerInfoResponse(_message.Message):
     structured_output_refusal: str
     named_chat_templates: _containers.ScalarMap[str, str]
     chat_refusals: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., has_tenants: bool = ..., structured_output_refusal: _Optional[str] = ..., named_chat_templates: _Optional[_Mapping[str, str]] = ..., chat_refusals: _Optional[_Iterable[str]] = ...) -> None: ...
+    served_model_aliases: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., has_tenants: bool = ..., structured_output_refusal: _Optional[str] = ..., named_chat_templates: _Optional[_Mapping[str, str]] = ..., chat_refusals: _Optional[_Iterable[str]] = ..., served_model_aliases: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes", "num_host_blocks", "swap_bandwidth", "sliding_window", "grammar_version", "weight_format", "weight_bytes")
