@@ -314,8 +314,8 @@ class LLM:
             max_tokens = client.info().max_sequence_tokens
             requests = []
             for index, (ids, sampling, number) in enumerate(zip(token_ids, samplings, priorities, strict=True)):
-                resolved = self._resolve(sampling, max_tokens - len(ids))
                 with wire.at_place(index):
+                    resolved = self._resolve(sampling, max_tokens - len(ids))
                     requests.append(
                         wire.encode_request(None, resolved, prompt_token_ids=ids, priority=number, embed=embed)
                     )

@@ -117,6 +117,12 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
         (["a"], {"lora_request": 1}, ValueError, "lora_request is not supported"),
         (["a", [5000]], {}, pagewire.InvalidRequest, "^prompt 1: .*5000"),
         (["a", [7] * 3000], {}, pagewire.InvalidRequest, "^prompt 1: "),
+        (
+            ["a", [7] * 2040],
+            {"sampling_params": SamplingParams(max_tokens=20, min_tokens=16)},
+            pagewire.InvalidRequest,
+            "^prompt 1: min_tokens is 16, but the output has at most 8 tokens",
+        ),
     ],
 )
 def test_what_cannot_be_is_a_clear_error(
