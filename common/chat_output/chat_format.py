@@ -124,7 +124,19 @@ _MISTRAL_THINKING = ThinkingTags("[THINK]", "[/THINK]")
 # LFM's drops that of earlier answers.
 _REASONING: tuple[tuple[tuple[str, ...], tuple[str, ...], ThinkingTags], ...] = (
     (
-        ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "glm47", "mimo", "nemotron_v3", "olmo3", "qwen3", "step3"),
+        (
+            "deepseek_r1",
+            "deepseek_v3",
+            "ernie45",
+            "glm45",
+            "glm47",
+            "granite_thinking_parser",
+            "mimo",
+            "nemotron_v3",
+            "olmo3",
+            "qwen3",
+            "step3",
+        ),
         _THINKING,
         _THINKING,
     ),
@@ -160,7 +172,7 @@ _CALLS: tuple[tuple[tuple[str, ...], tuple[str, ...], CallFormat], ...] = (
     (("nemotron",), ("<TOOLCALL>",), _between_tags(json_calls.NEMOTRON)),
     (("glm45", "glm47"), ("<tool_call>", "<arg_key>"), _GLM),
     (("qwen3_coder", "qwen3_xml", "mimo"), ("<tool_call>", "<function="), _between_tags(xml_calls.QWEN)),
-    (("hermes", "granite4"), ("<tool_call>",), _between_tags(json_calls.HERMES)),
+    (("hermes", "granite4", "qwen3_json"), ("<tool_call>",), _between_tags(json_calls.HERMES)),
     (("llama3_json", "llama4_json"), ('"parameters": dictionary of argument name',), _LLAMA),
     (("llama4_pythonic", "pythonic"), ("[func_name",), _LLAMA_PYTHONIC),
 )
