@@ -114,7 +114,7 @@ async def test_a_request_is_served_or_refused_at_any_depth(server: HttpServer, p
         assert await status(server, place, depth) in (200, 400), depth
 
 
-@pytest.mark.parametrize("place", PLACES.keys() - {"body", "arguments"})
+@pytest.mark.parametrize("place", [place for place in PLACES if place not in ("body", "arguments")])
 async def test_what_is_nested_less_is_served(server: HttpServer, place: str) -> None:
     assert await status(server, place, 20) == 200
 
@@ -130,7 +130,7 @@ def test_json_is_read_up_to_a_depth(container: str) -> None:
     assert depth > MAX_DEPTH
 
 
-@pytest.mark.parametrize("text", [nested(depth) for depth in (MAX_DEPTH + 1, 960, 5000)] + ["[" * 5000])
+@pytest.mark.parametrize("text", [nested(depth) for depth in (MAX_DEPTH + 1, 960, 5000)] + ["[" * 5000], ids=len)
 def test_arguments_that_are_nested_too_deeply_stand_as_text(text: str) -> None:
     head = MessageAnswer("msg_1", "message", "assistant", "chatty", [], None, None, MessageUsage(1, 0, 0))
     call = ToolUsePart("toolu_1", "now", {})
