@@ -59,10 +59,10 @@ async def test_answers_are_those_of_the_quantised_file(
     path = write_gguf(tmp_path / "model.gguf", source, type_name, types=types)
     with serving(path, "--dtype", "bfloat16") as system:
         expected = await answers(system.url)
-    with serving(source, "--quantization", quantization) as system:
+    with serving(source, "--quantization", quantization, "--dtype", "bfloat16") as system:
         assert await answers(system.url) == expected
     assert len(list((cache / "quantized").iterdir())) == 1
-    with serving(source, "--quantization", quantization) as system:
+    with serving(source, "--quantization", quantization, "--dtype", "bfloat16") as system:
         assert await answers(system.url) == expected, "what was packed at the first start is the same"
 
 
