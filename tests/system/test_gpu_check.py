@@ -41,6 +41,7 @@ def results_of(output: Path) -> dict[str, list[dict]]:
     return {name: part["results"] for name, part in json.loads(output.read_text())["parts"].items()}
 
 
+@pytest.mark.timeout(900)
 def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
