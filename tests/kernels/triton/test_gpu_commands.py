@@ -14,7 +14,7 @@ from tests.gpu import check_kernels
 SCRIPTED = "tests.kernels.triton.scripted_checks"
 
 
-def run_checks(tmp_path, *modules: str, seconds: float = 120) -> tuple[int, dict[str, dict]]:
+def run_checks(tmp_path, *modules: str, seconds: float = 280) -> tuple[int, dict[str, dict]]:
     path = tmp_path / "results.json"
     arguments = ["--device", "cpu", "--output", str(path), "--seconds", str(seconds), "--modules", *modules]
     status = check_kernels.main(arguments)
