@@ -259,6 +259,9 @@ class Lifecycle:
         self._interrupt(group, builder.now)
         is_moving = worker.cache.tiers.swap_out(holdings, builder.step)
         worker.vacate_group(group)
+        for holding in holdings:
+            if not holding.host_blocks:  # the window has passed over all that it had: it is computed again
+                worker.cache.release(holding)
         group.moved_step = builder.step if is_moving else 0
         self._enter(group, GroupState.SWAPPING_OUT if is_moving else GroupState.SWAPPED)
 
