@@ -316,6 +316,21 @@ def test_requests_longer_than_the_pool_are_preempted_and_go_on(preemption):
     system.assert_exact()
 
 
+@pytest.mark.parametrize(("num_blocks", "n"), [(4, 2), (5, 3)])
+def test_rows_of_which_a_swap_keeps_nothing_are_computed_again(num_blocks, n):
+    """A window of one position reads nothing before a block that a row has just begun."""
+    system = System(
+        num_blocks=num_blocks, block_size=2, num_host_blocks=8, window=1, budget=16, preemption=PreemptionMode.SWAP
+    )
+    system.join()
+    for i in range(2):
+        system.add(prompt_of(5, i), 12, n=n)
+    system.add(prompt_of(5, 9), 12, priority=-1)
+    system.run()
+    assert explain.stats(system.scheduler.state).num_swap_preemptions > 0
+    system.assert_exact()
+
+
 def test_a_matched_prefix_holds_only_what_the_window_reads():
     system = System(num_blocks=64, window=8, budget=256)
     system.join()
