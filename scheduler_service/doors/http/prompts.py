@@ -39,8 +39,7 @@ async def render_messages(model: ModelInfo, request: ChatCompletionRequest | Tok
     template = chosen_template(model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("continue_final_message", GOES_TWO_WAYS)
-    # As vLLM takes it, a content that is null is empty.
-    messages = [{**each, "content": ""} if each.get("content") is None else each for each in request.messages or ()]
+    messages = request.messages or []
     adds_prompt = not request.continue_final_message and request.add_generation_prompt is not False
     try:
         # A template may take its time.

@@ -1,0 +1,295 @@
+"""The form in which a chat template takes a conversation. What clients send is brought into it, so that nothing of it
+is refused or lost for its form alone.
+
+What a template takes is found by having it render short conversations.
+"""
+
+import functools
+import hashlib
+import itertools
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pagewire.common.strict_json import from_json
+from pagewire.common.template_sandbox import Template, TemplateFailure
+
+# A message of a conversation: its role, its content, and whatever else the template knows.
+Message = Mapping[str, Any]
+# A template, and the special tokens that it is given.
+AskedTemplate = tuple[str, tuple[tuple[str, str], ...]]
+UNSET = {"tools": None, "documents": None}  # which templates take for not given
+QUESTION = {"role": "user", "content": "Hello"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_PROBES = ("first of two texts", "second of two texts")
+_ARGUMENTS = ("argument of a call", "argument of another")
+# The names under which reasoning is given; the first is what most templates read.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Mistral's templates refuse other ids of calls.
+_NUM_ID_CHARS = 9
+_ID = re.compile(rf"[a-zA-Z0-9]{{{_NUM_ID_CHARS}}}")
+_LONG_ID = "call_0123456789abcdef"
+
+compiled = functools.lru_cache(maxsize=8)(Template)
+
+
+class ChatTemplateError(ValueError):
+    """The template fails, or the messages are not such as it takes."""
+
+
+def as_taken(messages: Sequence[Message], asked: AskedTemplate) -> list[dict[str, Any]]:
+    """Returns messages as a template takes them. Raises ChatTemplateError for those that are none."""
+    plain = _with_one_system([_plain(message, asked) for message in messages], asked)
+    return [_in_form(message, asked) for message in _with_one_call_each(plain, asked)]
+
+
+def conversation_with_call(
+    *call_ids: str, in_json: bool = False, content: str | None = "", reasoning: str | None = None
+) -> list[dict[str, Any]]:
+    """Returns a question, an answer with a call of each id, and the calls' results. Arguments are mappings, or the JSON
+    of one."""
+    calls, results = [], []
+    for call_id, text in zip(call_ids, _ARGUMENTS, strict=False):
+        arguments: Any = f'{{"at": "{text}"}}' if in_json else {"at": text}
+        calls.append({"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}})
+        results.append({"role": "tool", "tool_call_id": call_id, "name": "look", "content": "seen"})
+    answer: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": calls}
+    if reasoning is not None:
+        answer |= {"thinking": reasoning, "reasoning_content": reasoning}
+    return [QUESTION, answer, *results]
+
+
+def _plain(message: Message, asked: AskedTemplate) -> dict[str, Any]:
+    """Returns a message in which nothing is None, as templates expect, of a role that the template writes out, and with
+    reasoning under each name that they read."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        example = {"role": "user", "content": "Hello"}
+        raise ChatTemplateError(f"{message!r} is not a message; one is a mapping such as {example}")
+    plain = {name: value for name, value in message.items() if value is not None}
+    if not plain.get("tool_calls"):  # an empty list too, which some take for calls
+        plain.pop("tool_calls", None)
+    if plain["role"] == "developer" and not _takes_roles(asked, ("developer",)):
+        plain["role"] = "system"
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _with_one_system(messages: list[dict[str, Any]], asked: AskedTemplate) -> list[dict[str, Any]]:
+    """Joins the system messages at the beginning, developers' too, where a template writes out one alone."""
+    first = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
+    roles = tuple(message["role"] for message in first[:2])
+    if len(first) < 2 or _takes_roles(asked, roles) or not _takes_roles(asked, roles[:1]):
+        return messages
+    text = "\n\n".join(_text(_parts(message.get("content", ""))) for message in first)
+    return [{**first[0], "content": text}, *messages[len(first) :]]
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_roles(asked: AskedTemplate, roles: tuple[str, ...]) -> bool:
+    """Tells whether a template writes out messages of one or two roles that come before a question."""
+    first = [{"role": role, "content": text} for role, text in zip(roles, _PROBES, strict=False)]
+    return _shows(_rendered([*first, QUESTION], asked, tools=None), _PROBES[: len(roles)])
+
+
+def _with_one_call_each(messages: Sequence[dict[str, Any]], asked: AskedTemplate) -> Iterator[dict[str, Any]]:
+    """Makes a message of each call of an answer, with its result behind it, where a template writes out one alone."""
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls")
+        if not isinstance(calls, Sequence) or len(calls) < 2 or _takes_calls(asked, 2) or not _takes_calls(asked, 1):
+            yield message
+            continue
+        results = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.popleft())
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            message = {"role": message["role"], "content": ""}
+            call_id = call.get("id") if isinstance(call, Mapping) else None
+            yield from (result for result in results if result.get("tool_call_id") == call_id)
+            results = [result for result in results if result.get("tool_call_id") != call_id]
+        yield from results
+
+
+def _in_form(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
+    """Returns a message with its content, its calls, and their ids in a form that the template writes out."""
+    if "tool_call_id" in message:
+        message = {**message, "tool_call_id": _id(message["tool_call_id"], asked)}
+    if isinstance(calls := message.get("tool_calls"), Sequence):
+        message = {**_with_one_text(message, asked), "tool_calls": [_call(call, asked) for call in calls]}
+    content = message.get("content", "")
+    if calls and not content:
+        content = _form_of_calls(asked).no_content
+    return {**message, "content": _content(content, asked, str(message["role"]))}
+
+
+def _with_one_text(message: dict[str, Any], asked: AskedTemplate) -> dict[str, Any]:
+    """Puts the content of an answer with calls behind its reasoning, where a template refuses both: gpt-oss's writes
+    either as what was thought."""
+    match message:
+        case {"reasoning_content": str(reasoning), "content": content} if reasoning and content:
+            if _takes_calls(asked, 1) and not _takes_both(asked):
+                both = f"{reasoning}\n\n{_text(_parts(content))}"
+                return {**message, "reasoning_content": both, "thinking": both, "content": ""}
+    return message
+
+
+def _call(call: Any, asked: AskedTemplate) -> Any:
+    """Returns a call of a tool with an id that the template takes, and its arguments as the template takes them: as a
+    mapping, or as the JSON of one, which is how OpenAI's API has them."""
+    if isinstance(call, Mapping) and "id" in call:
+        call = {**call, "id": _id(call["id"], asked)}
+    match call:
+        case {"function": {"arguments": str(arguments), **function}, **rest} if not _form_of_calls(asked).in_json:
+            try:
+                read = from_json(arguments or "{}")
+            except ValueError:
+                return call
+            return {**rest, "function": {**function, "arguments": read}} if isinstance(read, dict) else call
+    return call
+
+
+def _id(call_id: Any, asked: AskedTemplate) -> Any:
+    """Returns the id of a call, or another, the same each time, where a template refuses ids of its length."""
+    if not isinstance(call_id, str) or _ID.fullmatch(call_id) or _takes_long_ids(asked):
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:_NUM_ID_CHARS]
+
+
+class _CallForm(NamedTuple):
+    """How an answer with calls is given to a template."""
+
+    in_json: bool  # their arguments, or else as mappings
+    no_content: str | None  # what stands for none
+
+
+@functools.lru_cache(maxsize=64)
+def _form_of_calls(asked: AskedTemplate) -> _CallForm:
+    """Returns the form in which a template writes a call out, or at least makes a prompt of one."""
+    forms = [_CallForm(in_json, no_content) for no_content in ("", None) for in_json in (False, True)]
+    made = {form: _with_call(asked, "call00000", form=form) for form in forms}
+    shown = [form for form, rendered in made.items() if _shows(rendered, _ARGUMENTS[:1])]
+    return (*shown, *(form for form, rendered in made.items() if rendered is not None), _CallForm(True, ""))[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_calls(asked: AskedTemplate, number: int) -> bool:
+    """Tells whether a template writes out so many calls of one answer."""
+    return _shows(_with_call(asked, *("call00000", "call00001")[:number]), _ARGUMENTS[:number])
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_long_ids(asked: AskedTemplate) -> bool:
+    """Tells whether a template makes a prompt of calls with ids of any length, or of none at all."""
+    return _with_call(asked, _LONG_ID) is not None or _with_call(asked, "call00000") is None
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_both(asked: AskedTemplate) -> bool:
+    """Tells whether a template makes a prompt of a text and reasoning beside a call."""
+    form = _form_of_calls(asked)._replace(no_content="a")
+    return _with_call(asked, "call00000", form=form, reasoning="b") is not None
+
+
+def _with_call(
+    asked: AskedTemplate, *call_ids: str, form: _CallForm | None = None, reasoning: str | None = None
+) -> str | None:
+    """Returns what a template makes of calls with these ids and their results, in the form that it takes. None: it
+    fails."""
+    in_json, content = form or _form_of_calls(asked)
+    conversation = conversation_with_call(*call_ids, in_json=in_json, content=content, reasoning=reasoning)
+    return _rendered(conversation, asked)
+
+
+def _takes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
+    """Tells whether a template writes out a content of so many parts, or of one text where that is 0, of a message of a
+    role. A role that it fails on is as the user's."""
+    if role != "user" and not any(_writes(asked, role, number) for number in (0, 1)):
+        role = "user"
+    return _writes(asked, role, num_parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _writes(asked: AskedTemplate, role: str, num_parts: int) -> bool:
+    """Renders a short conversation with texts in a form, and looks for them."""
+    template, special_tokens = asked
+    texts = _PROBES[: max(num_parts, 1)]
+    message = {"role": role, "content": [_text_part(text) for text in texts] if num_parts else texts[0]}
+    before: list[dict[str, Any]] = []
+    after: list[dict[str, Any]] = []
+    if role != "user":
+        is_text = _writes(asked, "user", 0) or not _writes(asked, "user", 1)
+        question: dict[str, Any] = QUESTION if is_text else {"role": "user", "content": [_text_part("Hello")]}
+        _, answer, _ = conversation_with_call("call00000")
+        before = {"assistant": [question], "tool": [question, answer]}.get(role, [])
+        after = [] if before else [question]
+    given = {**dict(special_tokens), **UNSET, "add_generation_prompt": False}
+    try:
+        rendered = compiled(template).render({**given, "messages": [*before, message, *after]})
+    except TemplateFailure:
+        return False
+    # Not a part as Python or JSON would write it.
+    return all(text in rendered and not re.search(rf"""['"]text['"]: ?['"]{text}""", rendered) for text in texts)
+
+
+def _content(content: Any, asked: AskedTemplate, role: str) -> str | list[dict[str, Any]] | None:
+    """Returns a content, if there is one, in a form that the template writes out of a message of a role."""
+    if content is None:
+        return None
+    parts = _parts(content)
+    if not isinstance(content, str):
+        if _takes(asked, role, 2 if len(parts) > 1 else 1):
+            return parts
+        content = _text(parts)
+    return content if _takes(asked, role, 0) or not _takes(asked, role, 1) else [_text_part(content)]
+
+
+def _text(parts: Sequence[dict[str, Any]]) -> str:
+    if any(part["type"] != "text" for part in parts):
+        raise ChatTemplateError("a message's content holds 'thinking', but the model's chat template takes texts alone")
+    return "".join(part["text"] for part in parts)
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Returns a content as a list of parts, which are texts, or thoughts that came before them."""
+    if isinstance(content, str):
+        return [_text_part(content)]
+    parts = []
+    for part in content if isinstance(content, Sequence) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        if kind not in ("text", "thinking"):
+            raise ChatTemplateError(f"a message's content holds {kind!r}, but only texts are supported")
+        if kind not in part or (kind == "text" and not isinstance(part["text"], str)):
+            raise ChatTemplateError(f"a part of a message's content is {dict(part)!r}, which has no {kind} in {kind!r}")
+        parts.append(dict(part))
+    return parts
+
+
+def _rendered(
+    messages: Sequence[dict[str, Any]], asked: AskedTemplate, tools: Sequence[Any] | None = TOOLS
+) -> str | None:
+    """Returns what a template makes of messages and tools, with contents in its form. None: it fails."""
+    template, special_tokens = asked
+    given = {**dict(special_tokens), **UNSET, "add_generation_prompt": True, "tools": tools}
+    taken = [{**each, "content": _content(each["content"], asked, each["role"])} for each in messages]
+    try:
+        return compiled(template).render({**given, "messages": taken})
+    except TemplateFailure:
+        return None
+
+
+def _shows(rendered: str | None, texts: Sequence[str]) -> bool:
+    return rendered is not None and all(text in rendered for text in texts)

@@ -1,0 +1,149 @@
+"""Histories of agents, as clients send them, by templates that are as particular as published ones: each takes them
+whole."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from pagewire.common.chat_template import ChatTemplateError, render
+
+_CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.arguments | tojson }}#{{ c.id }}{% endfor %}"
+_NINE = "{% if {0}|length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+
+
+def _each(before: str, answer: str = "{{ m.content }}") -> str:
+    return f"{{% for m in messages %}}{before}<{{{{ m.role }}}}>{answer}{{% endfor %}}"
+
+
+def _only(roles: str) -> str:
+    return f"{{% if m.role not in {roles} %}}{{{{ raise_exception('role') }}}}{{% endif %}}"
+
+
+_USUAL = f"{{{{ m.content }}}}{{% if m.tool_calls %}}{_CALLS}{{% endif %}}"
+# Of each what it is particular in, as a family's published template is.
+TEMPLATES = {
+    "nothing": _each("", _USUAL),
+    "ids of nine characters": _each(  # Mistral Nemo, Small 3.2
+        "{% if m.tool_calls %}{% for c in m.tool_calls %}"
+        + _NINE.replace("{0}", "c.id")
+        + "{% endfor %}{% endif %}{% if m.role == 'tool' %}"
+        + _NINE.replace("{0}", "m.tool_call_id")
+        + "{% endif %}",
+        f"{_USUAL}{{% if m.role == 'tool' %}}#{{{{ m.tool_call_id }}}}{{% endif %}}",
+    ),
+    "one call is taken": _each(  # Llama 3
+        "{% if m.tool_calls is defined and m.tool_calls|length != 1 %}{{ raise_exception('one') }}{% endif %}", _USUAL
+    ),
+    "one call is written, no text beside reasoning": _each(  # gpt-oss
+        "{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "<{{ m.thinking }}>{% endif %}",
+        "{{ m.content }}{% if 'tool_calls' in m %}<call>{{ m.tool_calls[0].function.arguments|tojson }}{% endif %}",
+    ),
+    "no content is none": _each(  # DeepSeek R1
+        "",
+        "{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+        "{{ '<call>' + c.function.arguments }}{% endfor %}{% else %}{{ m.content + '' }}{% endif %}",
+    ),
+    "no developers": _each(_only("('system', 'user', 'assistant', 'tool')"), _USUAL),
+    "developers are left out": _each("", f"{{% if m.role != 'developer' %}}{_USUAL}{{% endif %}}"),  # Qwen
+    "one system message": _each(  # Qwen3.5
+        _only("('system', 'user', 'assistant', 'tool')")
+        + "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}",
+        _USUAL,
+    ),
+    "the last system message": (  # DeepSeek R1
+        "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
+        "{% endif %}{% endfor %}{{ ns.s }}" + _each("", f"{{% if m.role != 'system' %}}{_USUAL}{{% endif %}}")
+    ),
+    "parts alone": _each(
+        "", f"{{% for p in m.content %}}{{{{ p.text }}}}{{% endfor %}}{{% if m.tool_calls %}}{_CALLS}{{% endif %}}"
+    ),
+}
+
+
+def draw_history(rng: random.Random) -> tuple[list[dict[str, Any]], list[str]]:
+    """A history, and the texts in it, in their order but for results, which may stand behind their own calls."""
+    texts: list[str] = []
+
+    def text() -> str:
+        texts.append(f"text{len(texts)}.")
+        return texts[-1]
+
+    history = [{"role": role, "content": text()} for role in rng.choice([[], ["system"], ["developer"]])]
+    if rng.random() < 0.5:
+        history += [{"role": rng.choice(["system", "developer"]), "content": text()}]
+    for _ in range(rng.randint(1, 3)):
+        history.append({"role": "user", "content": text()})
+        calls = [
+            {
+                "id": rng.choice(["call_", "toolu_", ""]) + f"{rng.randrange(1 << 64):x}",
+                "type": "function",
+                "function": {"name": "look", "arguments": json.dumps({"at": text()})},
+            }
+            for _ in range(rng.randint(0, 3))
+        ]
+        answer: dict[str, Any] = {"role": "assistant", "content": None if calls else text(), "tool_calls": calls}
+        if rng.random() < 0.3:
+            answer["reasoning_content"] = "a thought"
+        history.append(answer)
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": text()} for call in calls]
+        history += rng.sample(results, len(results))
+    return history, texts
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_history_stands_whole_in_the_prompt(name: str) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(40):
+        history, texts = draw_history(rng)
+        prompt = render(TEMPLATES[name], history, special_tokens={})
+        assert [text for text in texts if prompt.count(text) != 1] == [], prompt
+        answers = [message for message in history if message.get("tool_calls")]
+        for call in (call for answer in answers for call in answer["tool_calls"]):
+            (result,) = (message["content"] for message in history if message.get("tool_call_id") == call["id"])
+            assert prompt.index(json.loads(call["function"]["arguments"])["at"]) < prompt.index(result)
+        turns = [index for index, message in enumerate(history) if message["role"] == "user"]
+        before = render(TEMPLATES[name], history[: turns[-1]], special_tokens={}) if turns[-1] else ""
+        assert prompt.startswith(before)  # so that it is found in the cache
+
+
+def test_ids_are_changed_where_they_must_be_alone() -> None:
+    history, ids = [], ["abcDEF123", "call_0123456789abcdef", "abc-EF123", "é" * 9]
+    for call_id in ids:
+        function = {"name": "look", "arguments": "{}"}
+        history += [{"role": "user", "content": "q"}]
+        history += [{"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}]
+        history += [{"role": "tool", "tool_call_id": call_id, "content": ""}]
+    written = {
+        name: [part[:9] for part in render(TEMPLATES[name], history, special_tokens={}).split("#")[1:]]
+        for name in ("nothing", "ids of nine characters")
+    }
+    assert written["nothing"] == [call_id[:9] for call_id in ids]
+    called, answered = written["ids of nine characters"][::2], written["ids of nine characters"][1::2]
+    assert called == answered
+    assert called[0] == ids[0]
+    assert all(each.isascii() and each.isalnum() for each in called)
+    assert len(set(called)) == len(ids)
+
+
+def test_what_a_template_refuses_for_itself_is_still_refused() -> None:
+    template = _each(_only("('user', 'assistant')"))
+    for roles in (["system", "user"], ["developer", "user"], ["system", "developer", "user"]):
+        with pytest.raises(ChatTemplateError, match="role"):
+            render(template, [{"role": role, "content": role} for role in roles], special_tokens={})
+
+
+def test_text_and_thought_beside_a_call_are_both_kept() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Where?", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "seen"},
+    ]
+    prompt = render(TEMPLATES["one call is written, no text beside reasoning"], history, special_tokens={})
+    assert prompt.count("<Where?\n\nI look.>") == 1
+    assert prompt.count("<call>{}") == 2
