@@ -183,19 +183,9 @@ class ToolField(Struct, tag_field="type", tag="function", forbid_unknown_fields=
     function: FunctionField
 
 
-class FunctionName(Struct, forbid_unknown_fields=True, frozen=True):
-    name: str
-
-
-class FunctionChoice(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):
-    """A call of that function."""
-
-    function: FunctionName
-
-
 class AllowedTools(Struct, forbid_unknown_fields=True, frozen=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Meta(min_length=1)]
+    tools: Annotated[list[ToolField], Meta(min_length=1)]
 
 
 class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):
@@ -229,7 +219,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Annotated[str, why("a variable of the template")] | None = None
     tools: list[ToolField] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedToolsChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolField | AllowedToolsChoice | None = None
     parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
     functions: Annotated[Empty, why("the older form; use tools")] | None = None
     function_call: Annotated[Literal["none", "auto"], why("the older form; use tool_choice")] | None = None

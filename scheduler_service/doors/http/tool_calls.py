@@ -12,7 +12,7 @@ from pagewire.common.grammars.structural_tag import format_in
 from pagewire.common.strict_json import from_json
 from scheduler_service.doors.http.answers import CalledFunction, ToolCall
 from scheduler_service.doors.http.options import FoundGrammar, structured
-from scheduler_service.doors.http.requests import AllowedToolsChoice, ChatCompletionRequest, FunctionChoice
+from scheduler_service.doors.http.requests import AllowedToolsChoice, ChatCompletionRequest, ToolField
 from scheduler_service.serving.refusal import invalid
 
 _NO_PARAMETERS = {"type": "object", "additionalProperties": False}
@@ -50,7 +50,7 @@ def functions_of(request: ChatCompletionRequest, output: ChatFormat) -> dict[str
 def _choice_of(request: ChatCompletionRequest) -> tuple[str, set[str]]:
     """Return whether there are to be calls, and of which functions; none: of any."""
     match request.tool_choice:
-        case FunctionChoice(function=function):
+        case ToolField(function=function):
             return "required", {function.name}
         case AllowedToolsChoice(allowed_tools=allowed):
             return allowed.mode, {tool.function.name for tool in allowed.tools}
@@ -85,7 +85,7 @@ def chat_grammars(
         functions,
         prompt,
         is_required=is_required,
-        is_parallel=not isinstance(request.tool_choice, FunctionChoice) and request.parallel_tool_calls is not False,
+        is_parallel=not isinstance(request.tool_choice, ToolField) and request.parallel_tool_calls is not False,
         text=text,
         max_reasoning_tokens=budget,
     )

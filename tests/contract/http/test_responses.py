@@ -141,7 +141,8 @@ async def test_no_two_items_have_one_id(server: HttpServer, say: Say) -> None:
 @pytest.mark.parametrize(("mode", "kind"), [("auto", "triggered_tags"), ("required", "tags_with_separator")])
 async def test_some_tools_may_be_allowed(server: HttpServer, say: Say, mode: str, kind: str) -> None:
     say(CALL)
-    choice: Any = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "weather"}]}
+    whole = dict(next(tool for tool in TOOLS if tool["name"] == "weather"))  # of which its name counts
+    choice: Any = {"type": "allowed_tools", "mode": mode, "tools": [whole]}
     response = await server.openai.responses.create(model="chatty", input="hi", tools=TOOLS, tool_choice=choice)
     assert items(response) == [USED]
     [calls, _] = msgspec.json.decode(server.stack.worker.grammars[-1].text)["format"]["elements"]

@@ -19,9 +19,7 @@ from scheduler_service.doors.http.messages.requests import (
 )
 from scheduler_service.doors.http.requests import (
     ChatCompletionRequest,
-    FunctionChoice,
     FunctionField,
-    FunctionName,
     JsonSchemaFormat,
     NamedSchema,
     QueuedRequest,
@@ -60,7 +58,7 @@ def _choice(choice: Any) -> Any:
         case NoChoice():
             return "none"
         case ToolChoice():
-            return FunctionChoice(FunctionName(choice.name))
+            return ToolField(FunctionField(choice.name))
     return None
 
 

@@ -10,9 +10,7 @@ from scheduler_service.doors.http.requests import (
     AllowedTools,
     AllowedToolsChoice,
     ChatCompletionRequest,
-    FunctionChoice,
     FunctionField,
-    FunctionName,
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedSchema,
@@ -24,11 +22,11 @@ from scheduler_service.doors.http.responses.requests import (
     AllowedFunctions,
     FunctionCallItem,
     FunctionResultItem,
+    FunctionTool,
     InputItem,
     InputItems,
     InputText,
     MessageItem,
-    NamedFunction,
     OutputText,
     ReasoningConfig,
     ReasoningItem,
@@ -84,8 +82,8 @@ def chat_meant(request: ResponsesRequest, conversation: Iterable[InputItem]) -> 
 
 def _choice(given: Any) -> Any:
     match given:
-        case NamedFunction():
-            return FunctionChoice(FunctionName(given.name))
+        case FunctionTool():
+            return ToolField(FunctionField(given.name))
         case AllowedFunctions():
             return AllowedToolsChoice(AllowedTools(given.mode, [_choice(tool) for tool in given.tools]))
     return given

@@ -91,17 +91,11 @@ class FunctionTool(Struct, tag_field="type", tag="function", forbid_unknown_fiel
     strict: Annotated[bool, why("no effect: --strict-tools of the server says it for all")] | None = None
 
 
-class NamedFunction(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, frozen=True):
-    """A call of that function."""
-
-    name: str
-
-
 class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True, frozen=True):
     """Calls of some of the tools; the template is given all."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Meta(min_length=1)]
+    tools: Annotated[list[FunctionTool], Meta(min_length=1)]
 
 
 class SchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -131,7 +125,7 @@ class ResponsesRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True,
     structured_outputs: StructuredOutputsField | None = None
     chat_template_kwargs: Annotated[dict[str, Any], why("variables of the template")] | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionTool | AllowedFunctions | None = None
     parallel_tool_calls: Annotated[bool, why("false: at most one")] | None = None
     text: TextField | None = None
     reasoning: ReasoningConfig | None = None
