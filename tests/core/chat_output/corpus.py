@@ -1,7 +1,7 @@
 """Read answers as chat templates write them in a history: `python -m tests.core.chat_output.corpus FOLDER`.
 
 The folder has templates (*.jinja), as llama.cpp's models/templates has. What a template leaves out of an answer is not
-expected, and neither is anything where it takes no such answer.
+expected, and neither is anything where it takes no such answer, or several calls in messages of their own alone.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 
 from pagewire.common.chat_output import Arguments, CallStart, ChatFormat, Content, OutputPart, Reasoning, format_of
 from pagewire.common.chat_template import ChatTemplateError, render
+from pagewire.common.template_forms import as_taken
 from tests.core.chat_output.splitting import Functions, in_two, parts_of
 
 _CITY = {
@@ -71,6 +72,9 @@ def _results(template: str, chat_format: ChatFormat) -> Iterator[tuple[str, bool
             continue
         answer = {"role": "assistant", "content": content, "reasoning_content": reasoning or None}
         answer["tool_calls"] = [_call(*call) for call in calls] or None  # type: ignore[assignment]
+        asked = template, tuple(sorted(SPECIAL_TOKENS.items()))
+        if len(as_taken([QUESTION, answer], asked)) > 2:  # in several messages, which are several outputs
+            continue
         try:
             history = render(
                 template,
