@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.common.chat_template import ChatTemplateError, render
+from tests.core.chat_output.corpus import SPECIAL_TOKENS, TOOLS
 
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "", "unk_token": ""}
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "Looks.", "parameters": PARAMETERS}}
-    for name in ("get_weather", "look_up")
-]
 CALLS = [
     {
         "id": f"call_{index:024x}",
@@ -73,7 +68,7 @@ def main(folder: str) -> int:
 def fault_of(template: str, kind: str) -> str:
     history, texts = HISTORIES[kind]
     try:
-        prompt = render(template, history, special_tokens=TOKENS, variables={"tools": TOOLS})
+        prompt = render(template, history, special_tokens=SPECIAL_TOKENS, variables={"tools": TOOLS})
     except ChatTemplateError as error:
         return f"refused ({error})"
     lost = [text for text in texts if text not in prompt]
