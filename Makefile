@@ -7,11 +7,12 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 MINUTES := 30
+BUDGET := 0
 NIGHTLY := test-lowest check-aarch64 sim sim-mutants sim-outputs chat-outputs fuzz bench
 # Into the environments below, whatever pip is told elsewhere.
 export PIP_USER := 0
 
-.PHONY: help check setup run test test-lowest nightly check-aarch64 first-hour fuzz sim sim-mutants sim-outputs chat-outputs lint lock protos docs model wheel bench gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
+.PHONY: help check setup run test test-lowest nightly check-aarch64 first-hour fuzz sim sim-mutants sim-outputs chat-outputs lint lock protos docs model wheel bench gpu-next gpu-wheels gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels gpu-kernel-resources clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -124,6 +125,13 @@ bench: $(READY)  ## list the benchmarks, or run one: NAME=fork ARGS="--rounds 3"
 	@$(BIN)/python -m bench $(NAME) $(ARGS)
 
 # These install nothing: PYTHON=/path/to/python has torch with CUDA and Triton. The first line says what else is lacking.
+gpu-next:  ## on a GPU, for BUDGET=seconds: what was never measured or is older than the code; 0: list it, without a GPU
+	@test $(BUDGET) = 0 || $(PYTHON) -m pagewire.installation gpu
+	$(if $(COMMIT),PAGEWIRE_COMMIT=$(COMMIT) )$(PYTHON) -m bench agenda --budget $(BUDGET) $(ARGS)
+
+gpu-wheels: $(READY)  ## download and list what a GPU machine lacks that can install nothing; ARGS="--python 3.12"
+	$(BIN)/python -m bench wheels $(ARGS)
+
 gpu-check:  ## on a GPU: both services against transformers and themselves, in PARTS="parity kills ..." (all)
 	@$(PYTHON) -m pagewire.installation gpu
 	$(PYTHON) -m tests.gpu.check $(if $(PARTS),--parts $(PARTS))

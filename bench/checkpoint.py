@@ -79,11 +79,12 @@ GPU_SHAPES = {
 }
 
 
-def configuration(shape: str, directory: Path) -> Path:
+def configuration(shape: str, directory: Path, **overrides: object) -> Path:
     """Returns a directory with the config.json of a bf16 Qwen3 model of one of GPU_SHAPES, without end tokens."""
     path = directory / shape
     path.mkdir(exist_ok=True)
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", **GPU_SHAPES[shape]}
+    config |= overrides
     further = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": None}
     (path / "config.json").write_text(json.dumps({**config, **further}, indent=1))
     return path

@@ -23,6 +23,7 @@ from google.protobuf.descriptor_pb2 import (
 from msgspec import Struct
 from prometheus_client.metrics_core import Metric
 
+from bench.gpu.results_page import tables
 from pagewire.common.gguf import SERVED_TYPES
 from pagewire.common.messages import WorkerCapacity
 from pagewire.common.network.families.reading import DTYPES
@@ -173,6 +174,10 @@ def migrating_page() -> str:
 
 def models_page() -> str:
     return with_part((FOLDER / "models.md").read_text(encoding="utf-8"), "weights", _formats_table())
+
+
+def gpu_page() -> str:
+    return with_part((FOLDER / "gpu.md").read_text(), "results on GPUs", tables())
 
 
 def architecture_page() -> str:
@@ -381,6 +386,7 @@ PAGES = {
     "worker_protocol.md": worker_page,
     "migrating.md": migrating_page,
     "models.md": models_page,
+    "gpu.md": gpu_page,
     "http_api.md": http_page,
     "../ARCHITECTURE.md": architecture_page,
 }

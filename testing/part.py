@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from testing import ledger
 from testing.record import machine, write
 
 MARK = "RESULT "
@@ -51,10 +53,12 @@ class Case:
 # In the process of a part.
 
 
-def run_cases(cases: Iterable[Case], done: int, after_each: Callable[[], None] = lambda: None) -> None:
-    """Runs the cases behind the first `done`, and says what became of each."""
-    for index, case in enumerate(cases):
-        if index < done:
+def run_cases(cases: Iterable[Case], done: Collection[str], after_each: Callable[[], None] = lambda: None) -> None:
+    """Run the cases whose names are not in `done`, and print the result of each."""
+    if os.getsid(0) == os.getpid():  # as `run_part` starts it
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    for case in cases:
+        if case.name in done:
             continue
         _tell({"name": case.name, "started": True})
         started = time.monotonic()
@@ -70,8 +74,8 @@ def run_cases(cases: Iterable[Case], done: int, after_each: Callable[[], None] =
         after_each()
 
 
-def run_on_device(cases: Iterable[Case], device: torch.device, done: int) -> None:
-    """Runs the cases behind the first `done`, each with the memory of the device to itself."""
+def run_on_device(cases: Iterable[Case], device: torch.device, done: Collection[str]) -> None:
+    """Run the cases whose names are not in `done`, each with the memory of the device to itself."""
 
     def release() -> None:
         gc.collect()
@@ -80,6 +84,12 @@ def run_on_device(cases: Iterable[Case], device: torch.device, done: int) -> Non
             torch.cuda.empty_cache()
 
     run_cases(cases, done, release)
+
+
+def _end_with_parent() -> None:
+    """Kill this session, which would keep the device busy, when the process that has started it ends."""
+    os.read(0, 1)
+    _kill(os.getpid())
 
 
 def _tell(result: dict) -> None:
@@ -119,20 +129,36 @@ def _driver() -> str | None:
         return None
 
 
-class Report:
-    """The results that are known so far, in a file: for each part the machine, and what it has found.
+# A part may be resumed where these of its heading are as they were, `is_complete` among them.
+_SAME_SOURCE = ("card", "driver", "torch", "triton", "digest", "is_complete")
 
-    Parts that are not run now keep what an earlier run on the same card has found.
+
+def _heading(part: str, heading: dict[str, Any]) -> dict[str, Any]:
+    source = {"commit": ledger.commit(), "digest": ledger.digest_of(part)}
+    return {**heading, **source, "is_complete": False, "results": []}
+
+
+class Report:
+    """The results that are known so far, in a file: for each part the machine, the source, and its results.
+
+    Parts that are not run now keep their results.
     """
 
-    def __init__(self, path: Path, heading: dict[str, Any], parts: Sequence[str]) -> None:
-        """Reads the file, if there is one. `heading` is the text of `describe`."""
+    def __init__(self, path: Path, heading: dict[str, Any], parts: Sequence[str], *, resumes: bool = False) -> None:
+        """Read the file, if it exists. `heading` is the result of `describe`. With `resumes`, a part that an earlier
+        run has begun on the same machine and source, and not completed, keeps its results; only the rest is run."""
         self._path = path
         self._lock = threading.Lock()
-        known = json.loads(path.read_text()).get("parts", {}) if path.exists() else {}
-        kept = {name: part for name, part in known.items() if part.get("card") == heading["card"]}
-        self.parts: dict[str, dict[str, Any]] = {**kept, **{name: {**heading, "results": []} for name in parts}}
+        known = ledger.parts_of(path)
+        begun = {name: _heading(name, heading) for name in parts}
+        resumed = {
+            name: known[name]
+            for name, part in begun.items()
+            if resumes and all(known.get(name, {}).get(key) == part.get(key) for key in _SAME_SOURCE)
+        }
+        self.parts: dict[str, dict[str, Any]] = {**known, **begun, **resumed}
         self._current = list(parts)
+        self._paused: set[str] = set()
         self._further: dict[str, Any] = {}
         self._write()
 
@@ -151,6 +177,20 @@ class Report:
             self.parts[part]["results"].append(result)
             self._write()
             print(line(result), flush=True)
+
+    def names(self, part: str) -> list[str]:
+        """Return the names of the cases that have a result."""
+        return [result["name"] for result in self.parts[part]["results"]]
+
+    def pause(self, part: str) -> None:
+        """Leave the rest of a part to a later run, which resumes it."""
+        self._paused.add(part)
+
+    def end(self, parts: Iterable[str]) -> None:
+        """Mark parts as complete, unless one of their processes was paused."""
+        for part in set(parts) - self._paused:
+            self.parts[part]["is_complete"] = True
+        self._write()
 
     def put(self, **further: Any) -> None:
         """Adds the judgements that follow from the results."""
@@ -181,41 +221,50 @@ def _timing_line(result: dict[str, Any]) -> str:
     return f"{result['seconds'] * 1e6:10.1f} us  {result['name']}{rate}{host}"
 
 
-def run_part(part: str, command: Sequence[str], report: Report, deadline: float) -> None:
-    """Runs its cases in a process, and in the next one where that dies; at the deadline the rest is left.
+def run_part(part: str, command: Sequence[str], report: Report, deadline: float, pause_at: float = math.inf) -> None:
+    """Run the cases of a part in a process, and the rest in another process if that one dies.
 
-    `command` gets one more argument, the number of cases that are done. `deadline` is on the monotonic clock. Whatever
-    the process has started ends with it.
+    Args:
+        command: gets the names of the cases that have results as further arguments.
+        deadline: on the monotonic clock; a case that still runs then has failed, and the cases after it are not run.
+        pause_at: on the same clock; the rest is then left to a later run.
+
+    Whatever the process has started ends with it.
     """
-    done = 0
     while True:
+        known = report.names(part)
         # A session of its own, by which all that it has started is known.
-        process = subprocess.Popen([*command, str(done)], stdout=subprocess.PIPE, text=True, start_new_session=True)
-        timer = threading.Timer(max(0.1, deadline - time.monotonic()), _kill, [process])
+        process = subprocess.Popen(
+            [*command, *known], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        timer = threading.Timer(max(0.1, min(deadline, pause_at) - time.monotonic()), _kill, [process.pid])
         timer.start()
         try:
-            started, finished = _read_results(process, part, report)
+            started = _read_results(process, part, report)
             status = process.wait()
         finally:
             timer.cancel()
-            _kill(process)
-        done += finished
+            _kill(process.pid)
+            assert process.stdin is not None
+            process.stdin.close()
         if status == 0:
+            return
+        if time.monotonic() >= pause_at:
+            report.pause(part)
             return
         if time.monotonic() >= deadline:
             report.add(part, {"name": started or part, "error": "out of time, with all behind it"})
             return
-        if started is None and finished == 0:
+        if started is None and report.names(part) == known:
             report.add(part, {"name": part, "error": f"its process ended with status {status}"})
             return
         if started is not None:
             report.add(part, {"name": started, "error": f"its process died with status {status}"})
-            done += 1
 
 
-def _kill(process: "subprocess.Popen[str]") -> None:
-    """Ends all that the process has started, whatever groups these are in."""
-    while pids := _processes_of(process.pid):
+def _kill(session: int) -> None:
+    """End all processes of a session, whatever groups these are in; its leader is the last."""
+    while pids := sorted(_processes_of(session), key=lambda pid: pid == session):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -233,9 +282,9 @@ def _processes_of(session: int) -> list[int]:
     return found
 
 
-def _read_results(process: "subprocess.Popen[str]", part: str, report: Report) -> tuple[str | None, int]:
-    """Returns the name of the case that was begun and not ended, and how many ended."""
-    started, finished = None, 0
+def _read_results(process: "subprocess.Popen[str]", part: str, report: Report) -> str | None:
+    """Return the name of the case that was begun and has no result, or None."""
+    started = None
     assert process.stdout is not None
     for text in process.stdout:
         if not text.startswith(MARK):
@@ -246,5 +295,5 @@ def _read_results(process: "subprocess.Popen[str]", part: str, report: Report) -
             started = result["name"]
         else:
             report.add(part, result)
-            started, finished = None, finished + 1
-    return started, finished
+            started = None
+    return started

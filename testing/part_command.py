@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from testing.ledger import path_of
 from testing.part import Report, describe
 from testing.record import RESULTS
 
@@ -14,7 +15,8 @@ SECONDS = 450.0
 
 
 def part_parser(command: str, description: str | None, parts: Mapping[str, object]) -> argparse.ArgumentParser:
-    """Returns a parser whose help lists the parts. A part's own process gets --part, and --done with the cases done."""
+    """Returns a parser whose help lists the parts. A part's own process gets --part, and --done with the names of the
+    cases that are done."""
     width = max(map(len, parts))
     parser = argparse.ArgumentParser(
         prog=f"python -m {command}",
@@ -25,9 +27,9 @@ def part_parser(command: str, description: str | None, parts: Mapping[str, objec
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), metavar="PART", help="default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="that a part may take (default: %(default)g)")
-    parser.add_argument("--output", type=Path, help=f"defaults to {RESULTS}/{_file_name(command)}")
+    parser.add_argument("--output", type=Path, help=f"default: {RESULTS}/gpu_{_last_word(command)}.CARD.json")
     parser.add_argument("--part", choices=parts, help=argparse.SUPPRESS)
-    parser.add_argument("--done", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--done", nargs="*", default=(), help=argparse.SUPPRESS)
     return parser
 
 
@@ -37,10 +39,10 @@ def open_report(command: str, parser: argparse.ArgumentParser, options: argparse
         parser.error("torch finds no CUDA device; run this on a machine that has one, with torch built for it")
     if options.device != "cuda" and options.output is None:
         parser.error(f"on {options.device} this is a rehearsal: name a file for its results with --output")
-    path = options.output or RESULTS / _file_name(command)
-    return Report(path, describe(torch.device(options.device)), options.parts)
+    heading = describe(torch.device(options.device))
+    return Report(options.output or path_of(_last_word(command), heading["card"]), heading, options.parts)
 
 
-def _file_name(command: str) -> str:
-    """Returns that of the results of `tests.gpu.check`, or of `bench speed`."""
-    return f"gpu_{re.split('[. ]', command)[-1]}.json"
+def _last_word(command: str) -> str:
+    """Return `check` of `tests.gpu.check`, `speed` of `bench speed`."""
+    return re.split("[. ]", command)[-1]

@@ -25,5 +25,8 @@ def cpu_model() -> str:
 
 
 def write(path: Path, figures: dict) -> None:
+    """Write figures to a file, which has the old or the new ones whenever the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=1) + "\n")
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(figures, indent=1) + "\n")
+    new.replace(path)

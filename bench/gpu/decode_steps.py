@@ -3,7 +3,8 @@
 import itertools
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,21 @@ NUM_WARM_UP_STEPS = 20
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """Rows that decode together, each at about `context` positions, for a number of timed steps."""
+    """Rows that decode together, each at about `context` positions, for a number of timed steps. Without any step,
+    prompts of this length alone."""
 
     num_rows: int
     context: int
     num_steps: int
+    num_warm_up_steps: int = NUM_WARM_UP_STEPS
 
     def rows(self, vocab_size: int, max_num_batched_tokens: int) -> list[Row]:
         """The first row has its prompt computed before the last: it decodes alone until all do."""
         num_prompt_steps = -(-self.num_rows * self.context // (max_num_batched_tokens - self.num_rows))
-        num_outputs = num_prompt_steps + NUM_WARM_UP_STEPS + self.num_steps + 1
-        rng, prompt_len = random.Random(0), max(1, self.context - NUM_WARM_UP_STEPS - self.num_steps // 2)
+        num_further_steps = self.num_warm_up_steps + self.num_steps
+        # Rows whose prompt is computed first decode until all others are.
+        num_outputs = num_prompt_steps + num_further_steps + 1 if num_further_steps else 1
+        rng, prompt_len = random.Random(0), max(1, self.context - self.num_warm_up_steps - self.num_steps // 2)
         return [Row(rng.choices(range(vocab_size), k=prompt_len), num_outputs) for _ in range(self.num_rows)]
 
 
@@ -65,15 +70,20 @@ class Worker:
         """Returns the plans of an epoch, from the first prompt on. The last `num_steps` are those to time."""
         rows = [replace(row, blocks=[]) for row in self._rows[load]]
         steps = plan_steps(rows, block_size=self._block_size, max_num_batched_tokens=self._budget, epoch=self._epoch)
-        last = max(index for index, step in enumerate(steps) if len(step.sampling_slots) == load.num_rows)
-        return steps[: last + 1]
+        full = [index for index, step in enumerate(steps) if len(step.sampling_slots) == load.num_rows]
+        return steps[: full[-1] + 1] if load.num_steps else steps
 
-    def results(self, plans: Iterable[StepPlan]) -> Iterator[tuple[float, StepResult]]:
-        """Carries out plans, at most `DEPTH` in flight. Yields each result with the time of `time.perf_counter` when it
-        came."""
+    def results(
+        self,
+        plans: Iterable[StepPlan],
+        around_launch: Callable[[StepPlan], AbstractContextManager[None]] = lambda plan: nullcontext(),
+    ) -> Iterator[tuple[float, StepResult]]:
+        """Carries out plans, at most `DEPTH` in flight, each launched within its `around_launch`. Yields each result
+        with the time of `time.perf_counter` when it came."""
         under_way = []
         for plan in plans:
-            under_way.append(self.loaded.runner.launch(plan))
+            with around_launch(plan):
+                under_way.append(self.loaded.runner.launch(plan))
             if len(under_way) == DEPTH:
                 result = under_way.pop(0).result()
                 yield time.perf_counter(), result

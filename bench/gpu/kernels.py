@@ -4,11 +4,12 @@
 
 Needs torch with CUDA and Triton, nothing else. Results are written after every case, so that a run which is cut short
 leaves what it has measured; each module runs in a process of its own, and a case that kills it costs that case alone.
-They go to bench/results/gpu_kernels_bench.json.
+They go to bench/results/gpu_kernels_bench.CARD.json.
 """
 
 import argparse
 import importlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from bench.gpu.device_timer import measure
 from bench.report import parser_of
 from testing.kernel_checks import MODULES
 from testing.kernel_checks.case import COPY, MATMUL, BenchCase
+from testing.ledger import path_of
 from testing.part import Case, Report, UnavailableError, describe, run_on_device, run_part
 from testing.record import RESULTS
 
@@ -73,6 +75,8 @@ def print_goals(goals: Sequence[dict]) -> None:
 
 
 def bench(case: BenchCase, device: torch.device) -> dict:
+    if device.type != "cuda":
+        raise UnavailableError(f"there is nothing to time on {device}")
     try:
         calls = case.make(device)
     except NotImplementedError as error:
@@ -83,21 +87,37 @@ def bench(case: BenchCase, device: torch.device) -> dict:
 
 
 def reference_cases() -> Iterator[BenchCase]:
-    """Yields cases that show how fast the device is: a copy far larger than its cache, and a large bfloat16 product."""
+    """Yield cases that show how fast the device is: a copy and a read far larger than its cache, a large product."""
 
     def copy(device: torch.device) -> list[Callable[[], object]]:
         source, target = torch.randint(0, 99, (2, _COPY_BYTES // 4), dtype=torch.int32, device=device)
         return [lambda: target.copy_(source)]
+
+    def read(device: torch.device) -> list[Callable[[], object]]:
+        source = torch.randn(_COPY_BYTES // 4, device=device)
+        return [lambda: source.sum()]
 
     def matmul(device: torch.device) -> list[Callable[[], object]]:
         left, right = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE, device=device).bfloat16()
         return [lambda: left @ right]
 
     yield BenchCase(COPY, copy, bytes_moved=2 * _COPY_BYTES)
+    yield BenchCase("read", read, bytes_moved=_COPY_BYTES)
     yield BenchCase(MATMUL, matmul, flops=2 * _MATMUL_SIZE**3)
 
 
-def run_one(module: str, device: torch.device, done: int) -> None:
+def run_modules(modules: Sequence[str], device: str, report: Report, seconds: float, pause_at: float = math.inf) -> int:
+    """Time the cases of modules, one module after the other, and judge all results. Return the exit status."""
+    deadline = time.monotonic() + seconds
+    for module in modules:
+        command = [sys.executable, "-m", "bench", "kernels", "--device", device, "--part", module, "--done"]
+        run_part(module, command, report, deadline, pause_at)
+        report.end([module])
+        report.put(goals=judge([result for part in report.parts.values() for result in part["results"]]))
+    return 1 if report.num_failed else 0
+
+
+def run_one(module: str, device: torch.device, done: Sequence[str]) -> None:
     cases = reference_cases() if module == DEVICE else importlib.import_module(module).bench_cases()
     run_on_device((Case(case.name, partial(bench, case, device)) for case in cases), device, done)
 
@@ -107,9 +127,9 @@ def main(flags: Sequence[str]) -> int:
     parser.add_argument("--modules", nargs="+", default=MODULES, help="of cases")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which nothing more is run")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_kernels_bench.json", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help=f"default: {RESULTS}/gpu_kernels_bench.CARD.json")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--done", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--done", nargs="*", default=(), help=argparse.SUPPRESS)
     options = parser.parse_args(flags)
     device = torch.device(options.device)
     if options.part is not None:
@@ -119,13 +139,8 @@ def main(flags: Sequence[str]) -> int:
         parser.error(f"there is nothing to time on {device}; use a CUDA device")
     if not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; run this on a machine that has one, with torch built for it")
-    modules = (DEVICE, *options.modules)
-    report = Report(options.output, describe(device), modules)
-    deadline = time.monotonic() + options.seconds
-    for module in modules:
-        command = [sys.executable, "-m", "bench", "kernels", "--device", options.device, "--part", module, "--done"]
-        run_part(module, command, report, deadline)
-    goals = judge([result for part in report.parts.values() for result in part["results"]])
-    print_goals(goals)
-    report.put(goals=goals)
-    return 1 if report.num_failed else 0
+    modules, heading = (DEVICE, *options.modules), describe(device)
+    report = Report(options.output or path_of("kernels_bench", heading["card"]), heading, modules)
+    status = run_modules(modules, options.device, report, options.seconds)
+    print_goals(judge([result for part in report.parts.values() for result in part["results"]]))
+    return status

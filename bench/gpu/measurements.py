@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from bench.checkpoint import GPU_SHAPES, configuration
 from bench.gpu.decode_steps import DecodeLoad, Worker, time_steps
 from bench.gpu.step_trace import step_times
+from bench.measure import in_turns
 from bench.peers.arms import PROGRAMS, Batch, child_environ, conversation
 from pagewire import AsyncClient, SamplingParams
 from pagewire.bench.run import run
@@ -47,6 +49,12 @@ class Sizes:
     num_profiled_steps: int
     swap_batch: int
     swap_bytes: int
+    table_batches: tuple[int, ...]  # of the tables of kernels
+    peer_batches: tuple[int, ...]  # of steps beside peers: each is compiled for a minute or more
+    prompts: tuple[tuple[int, int], ...]  # their number and length
+    num_streams: tuple[int, ...]
+    peer_workload: Workload
+    compiler: str  # torch.compile's, for peers
 
 
 # nano-vllm's own benchmark: github.com/GeeeekExplorer/nano-vllm, bench.py.
@@ -65,6 +73,12 @@ ON_GPU = Sizes(
     num_profiled_steps=50,
     swap_batch=64,
     swap_bytes=4_000_000_000,
+    table_batches=(1, 32, 256),
+    peer_batches=(1, 32),
+    prompts=((1, 1024), (8, 1024), (1, 32768)),
+    num_streams=(1, 32, 256),
+    peer_workload=Workload(64, LengthRange(100, 1024), LengthRange(100, 1024)),
+    compiler="inductor",
 )
 REHEARSAL = Sizes(
     small="tiny",
@@ -80,6 +94,12 @@ REHEARSAL = Sizes(
     num_profiled_steps=5,
     swap_batch=4,
     swap_bytes=1_000_000,
+    table_batches=(2,),
+    peer_batches=(2,),
+    prompts=((1, 64), (2, 64), (1, 300)),
+    num_streams=(1, 2),
+    peer_workload=Workload(2, LengthRange(10, 20), LengthRange(5, 10)),
+    compiler="eager",
 )
 # Each request with a temperature, as in nano-vllm's benchmark.
 SAMPLED = SamplingParams(temperature=0.6, ignore_eos=True)
@@ -124,14 +144,16 @@ def _decode(setting: Setting, shape: str, batches: tuple[int, ...]) -> Iterator[
 
     @functools.cache  # all cases use one
     def worker() -> Worker:
-        return _worker(setting, shape, list(loads.values()))
+        return make_worker(setting, shape, list(loads.values()))
 
     for batch, load in loads.items():
         yield Case(decode_name(shape, batch), lambda load=load: _time_rounds(worker(), load, sizes))
 
 
-def _worker(setting: Setting, shape: str, loads: list[DecodeLoad], **options: Any) -> Worker:
-    model = configuration(shape, setting.directory)
+def make_worker(
+    setting: Setting, shape: str, loads: list[DecodeLoad], max_position_embeddings: int = 4096, **options: Any
+) -> Worker:
+    model = configuration(shape, setting.directory, max_position_embeddings=max_position_embeddings)
     budget = setting.sizes.max_num_batched_tokens
     return Worker(model, setting.device, loads, dtype="bfloat16", max_num_batched_tokens=budget, **options)
 
@@ -158,32 +180,36 @@ def throughput(setting: Setting) -> Iterator[Case]:
     """Runs nano-vllm's workload through both services over gRPC."""
 
     def measure() -> dict[str, Any]:
-        model = configuration(setting.sizes.small, setting.directory)
-        budget = ["--max-num-batched-tokens", setting.sizes.max_num_batched_tokens]
-        worker = [*_worker_flags(setting), *budget]
-        with services.running(model, worker=worker, scheduler=budget) as system:
-            rates = asyncio.run(_serve_rounds(system.url, setting.sizes))
-        return {"tokens_per_s": statistics.median(rates), "rounds": rates, **_amounts(setting.sizes)}
+        workload = setting.sizes.workload
+        with serving(setting, setting.sizes.small) as url:
+            rates = [asyncio.run(_rate(url, setting, workload, seed)) for seed in range(setting.sizes.num_rounds + 1)]
+        del rates[0]  # it warms up
+        return {"tokens_per_s": statistics.median(rates), "rounds": rates, **_amounts(setting, workload)}
 
     yield Case(THROUGHPUT, measure)
 
 
-THROUGHPUT = "nano-vllm's workload, both services"
-PEER = "nano-vllm's workload, transformers generate_batch"
-
-
-def _worker_flags(setting: Setting) -> list[object]:
+@contextmanager
+def serving(setting: Setting, shape: str, *further: object) -> Iterator[str]:
+    """Runs both services; `further` are flags of the worker. Yields the scheduler's URL."""
+    budget = ["--max-num-batched-tokens", setting.sizes.max_num_batched_tokens]
     # On a CPU the default is a pool of gigabytes.
     pool = [] if setting.is_cuda else ["--num-device-blocks", 512]
-    return ["--device", setting.device, "--load-format", "dummy", "--dtype", "bfloat16", *pool]
+    worker = ["--device", setting.device, "--load-format", "dummy", "--dtype", "bfloat16", *pool, *budget, *further]
+    with services.running(configuration(shape, setting.directory), worker=worker, scheduler=budget) as system:
+        yield system.url
 
 
-def _requests(sizes: Sizes, seed: int) -> list[PlannedRequest]:
-    return replace(sizes.workload, seed=seed).requests(GPU_SHAPES[sizes.small]["vocab_size"])
+THROUGHPUT = "nano-vllm's workload, both services"
+PEER_OURS, PEER = (f"a quarter of nano-vllm's workload, {arm}" for arm in ("both services", "generate_batch"))
 
 
-def _amounts(sizes: Sizes) -> dict[str, Any]:
-    requests = _requests(sizes, seed=1)
+def _requests(setting: Setting, workload: Workload, seed: int) -> list[PlannedRequest]:
+    return replace(workload, seed=seed).requests(GPU_SHAPES[setting.sizes.small]["vocab_size"])
+
+
+def _amounts(setting: Setting, workload: Workload) -> dict[str, Any]:
+    requests = _requests(setting, workload, seed=1)
     return {
         "num_requests": len(requests),
         "num_prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
@@ -191,35 +217,43 @@ def _amounts(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-async def _serve_rounds(url: str, sizes: Sizes) -> list[float]:
-    """Returns the output tokens per second of each round, in which all requests are sent at once."""
-    rates = []
+async def _rate(url: str, setting: Setting, workload: Workload, seed: int) -> float:
+    """Returns the output tokens per second of a workload, all of whose requests are sent at once."""
+    requests = _requests(setting, workload, seed)
     async with AsyncClient(url) as client:
-        for index in range(sizes.num_rounds + 1):
-            requests = _requests(sizes, seed=index)
-            ran = await run(client, requests, SAMPLED, Progress(len(requests), None))
-            for request, record in zip(requests, ran.records, strict=True):
-                assert record.num_output_tokens == request.num_output_tokens, record.error
-            if index:  # the first warms up
-                rates.append(sum(request.num_output_tokens for request in requests) / ran.duration)
-    return rates
+        ran = await run(client, requests, SAMPLED, Progress(len(requests), None))
+    for request, record in zip(requests, ran.records, strict=True):
+        assert record.num_output_tokens == request.num_output_tokens, record.error
+    return sum(request.num_output_tokens for request in requests) / ran.duration
 
 
 def peer(setting: Setting) -> Iterator[Case]:
-    """Runs nano-vllm's workload through transformers' continuous batching, greedily, on the same device."""
+    """Runs a quarter of nano-vllm's workload through both services and transformers' continuous batching, in turns."""
 
     def measure() -> dict[str, Any]:
-        model = configuration(setting.sizes.small, setting.directory)
-        num_threads = 2
+        workload, num_rounds = setting.sizes.peer_workload, setting.sizes.num_rounds
+        model, num_threads = configuration(setting.sizes.small, setting.directory), 2
         command = [sys.executable, str(PROGRAMS / "transformers_peer.py"), str(model), "--mode", "generate_batch"]
         command += ["--load-format", "dummy", "--device", setting.device, "--dtype", "bfloat16"]
         command += ["--num-threads", str(num_threads)]
-        requests = _requests(setting.sizes, seed=1)
-        batch = Batch([list(request.prompt_token_ids) for request in requests], [r.num_output_tokens for r in requests])
-        with conversation(command, child_environ(num_threads)) as ask:
-            ask(batch.cut_to(WARM_UP_LEN))
-            seconds = float(ask(batch))
-        return {"tokens_per_s": sum(batch.output_lens) / seconds, **_amounts(setting.sizes)}
+        memory = ["--gpu-memory-utilization", 0.4] if setting.is_cuda else []
+        rates: dict[str, list[float]] = {PEER_OURS: [], PEER: []}
+        with (
+            serving(setting, setting.sizes.small, *memory) as url,
+            conversation(command, child_environ(num_threads)) as ask,
+        ):
+            for number, arm in in_turns([PEER_OURS, PEER], num_rounds):
+                requests = _requests(setting, workload, seed=number)
+                lengths = [request.num_output_tokens for request in requests]
+                if arm == PEER:
+                    batch = Batch([list(request.prompt_token_ids) for request in requests], lengths)
+                    rate = sum(lengths) / float(ask(batch if number > 0 else batch.cut_to(WARM_UP_LEN)))
+                else:
+                    rate = asyncio.run(_rate(url, setting, workload, number))
+                rates[arm] += [rate] if number > 0 else []
+        ours, theirs = (statistics.median(of_arm) for of_arm in rates.values())
+        figures = {"tokens_per_s": theirs, "ours_tokens_per_s": ours, "times_as_fast": ours / theirs}
+        return {**figures, "rounds": rates, **_amounts(setting, workload)}
 
     yield Case(PEER, measure)
 
@@ -228,11 +262,10 @@ def idle(setting: Setting) -> Iterator[Case]:
     """Measures how long the device is idle between decoding steps, by the worker's own trace."""
 
     def measure() -> dict[str, Any]:
-        sizes, model = setting.sizes, configuration(setting.sizes.small, setting.directory)
-        budget = ["--max-num-batched-tokens", sizes.max_num_batched_tokens]
+        sizes = setting.sizes
         profile = ["--profile", sizes.num_profiled_steps, "--profile-dir", setting.directory]
-        with services.running(model, worker=[*_worker_flags(setting), *budget, *profile], scheduler=budget) as system:
-            asyncio.run(_decode_together(system.url, sizes))
+        with serving(setting, sizes.small, *profile) as url:
+            asyncio.run(_decode_together(url, sizes))
         (path,) = setting.directory.glob("*.trace.json")
         trace = json.loads(path.read_text())
         if not setting.is_cuda:
@@ -275,7 +308,7 @@ def swap(setting: Setting) -> Iterator[Case]:
         shape = GPU_SHAPES[sizes.small]
         position_bytes = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
         num_blocks = -(-sizes.swap_bytes // (16 * position_bytes))
-        return _worker(setting, sizes.small, [load], num_further_blocks=num_blocks, num_host_blocks=num_blocks)
+        return make_worker(setting, sizes.small, [load], num_further_blocks=num_blocks, num_host_blocks=num_blocks)
 
     yield Case(PINNED_COPY, partial(_pinned_copies, setting))
     yield Case(SWAP, lambda: _swap_alone(worker(), sizes))

@@ -4,11 +4,12 @@
 
 Needs torch with CUDA, Triton, transformers, grpcio and nothing that this repository would install; weights are random
 and made on the device. Parts run one after the other, each in a process of its own that ends after --seconds at the
-latest. Results and goals go to bench/results/gpu_speed.json as they come; parts that are not run keep their last ones.
-The kernels have a benchmark of their own: make gpu-bench-kernels. With --device cpu and an --output it is a rehearsal
-of the same code with a tiny model, and no goal is judged.
+latest. Results and goals go to bench/results/gpu_speed.CARD.json as they come; parts that are not run keep their last
+ones. The kernels have a benchmark of their own: make gpu-bench-kernels. With --device cpu and an --output it is a
+rehearsal of the same code with a tiny model, and no goal is judged.
 """
 
+import math
 import sys
 import tempfile
 import time
@@ -20,10 +21,10 @@ from typing import Any
 import transformers
 
 from bench.goals import said
+from bench.gpu import measurements, peer_steps, prompts
 from bench.gpu.measurements import (
     IDLE,
     ON_GPU,
-    PARTS,
     PEER,
     PINNED_COPY,
     REHEARSAL,
@@ -37,6 +38,7 @@ from testing.part import Report, run_cases, run_part
 from testing.part_command import open_report, part_parser
 
 COMMAND = "bench speed"
+PARTS = {**measurements.PARTS, **prompts.PARTS, **peer_steps.PARTS}
 Results = Mapping[str, Mapping[str, Any]]  # by the names of the cases; failed ones are left out
 
 
@@ -82,7 +84,7 @@ GOALS = (
         4,
         "times",
         True,
-        lambda results: results[THROUGHPUT]["tokens_per_s"] / results[PEER]["tokens_per_s"],
+        lambda results: results[PEER]["times_as_fast"],
     ),
     Goal(
         "device idle between decoding steps at depth 2, batch 64",
@@ -132,16 +134,16 @@ def measured(report: Report) -> Results:
     return {result["name"]: result for result in every if "error" not in result and "unavailable" not in result}
 
 
-def run_all(parts: Sequence[str], device: str, report: Report, seconds: float) -> int:
+def run_all(parts: Sequence[str], device: str, report: Report, seconds: float, pause_at: float = math.inf) -> int:
     for part in parts:
         command = [sys.executable, "-m", *COMMAND.split(), "--device", device, "--part", part, "--done"]
-        run_part(part, command, report, time.monotonic() + seconds)
+        run_part(part, command, report, time.monotonic() + seconds, pause_at)
+        report.end([part])
         report.put(goals=[asdict(judgement) for judgement in judge(measured(report), is_gpu=device == "cuda")])
-    print_goals(judge(measured(report), is_gpu=device == "cuda"))
     return 1 if report.num_failed else 0
 
 
-def run_one(part: str, device: str, done: int) -> None:
+def run_one(part: str, device: str, done: Sequence[str]) -> None:
     """Runs a part in this process."""
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as directory:
@@ -156,4 +158,6 @@ def main(flags: Sequence[str]) -> int:
         run_one(options.part, options.device, options.done)
         return 0
     report = open_report(COMMAND, parser, options)
-    return run_all(options.parts, options.device, report, options.seconds)
+    status = run_all(options.parts, options.device, report, options.seconds)
+    print_goals(judge(measured(report), is_gpu=options.device == "cuda"))
+    return status

@@ -1,11 +1,11 @@
-"""Finds how long a device is idle between steps, in a trace that `pagewire worker --profile` has written.
+"""Finds how long a device is idle between steps, and the kernels of a step, in a trace of `pagewire worker --profile`.
 
 The worker marks what launches a step. Each operation on the device bears the correlation id of the call that launched
 it, or the graph that it is part of: so each belongs to a step.
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,60 @@ class StepTimes:
     idle_between: float  # from the last operation of one to the first of the next, all together
 
 
+@dataclass(frozen=True)
+class KernelRow:
+    """A kernel in the steps of a trace: how often a step runs it, and its microseconds, all of a step's together."""
+
+    name: str
+    calls: float
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The kernels of a step, averaged over the steps of a trace, the longest first. Times are in microseconds.
+
+    Attributes:
+        span: from the first operation of a step to the last.
+        gaps: of the span, in which the stream runs nothing.
+        launches: calls of the host that launch something; a graph is one.
+    """
+
+    num_steps: int
+    span: float
+    gaps: float
+    launches: float
+    kernels: tuple[KernelRow, ...]
+
+
 def step_times(trace: dict[str, Any]) -> StepTimes:
     """Reads the times of a trace. Raises ValueError for one with fewer than two steps on a device."""
+    ordered = sorted(_span(operations) for operations in _operations(trace))
+    gaps = [max(0.0, after[0] - before[1]) for before, after in itertools.pairwise(ordered)]
+    return StepTimes(len(ordered), (ordered[-1][1] - ordered[0][0]) / 1e6, sum(gaps) / 1e6)
+
+
+def step_table(trace: dict[str, Any]) -> StepTable:
+    """Return the kernels of a trace's steps. Raises ValueError for one with fewer than two steps on a device."""
+    steps = _operations(trace)
+    calls, totals = Counter[str](), Counter[str]()
+    for event in itertools.chain.from_iterable(steps):
+        calls[event["name"]] += 1
+        totals[event["name"]] += event["dur"]
+    spans = [end - start for start, end in map(_span, steps)]
+    launches = sum(len({event["args"]["correlation"] for event in operations}) for operations in steps)
+    rows = [KernelRow(name, calls[name] / len(steps), total / len(steps)) for name, total in totals.most_common()]
+    gaps = max(0.0, sum(spans) - totals.total()) / len(steps)
+    return StepTable(len(steps), sum(spans) / len(steps), gaps, launches / len(steps), tuple(rows))
+
+
+def _span(operations: list[dict[str, Any]]) -> tuple[float, float]:
+    """Return when the first operation begins, and the last one ends."""
+    return min(event["ts"] for event in operations), max(event["ts"] + event["dur"] for event in operations)
+
+
+def _operations(trace: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return the operations of each step on the stream of the forward passes."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     windows = [
         (event["ts"], event["ts"] + event["dur"])
@@ -41,16 +93,14 @@ def step_times(trace: dict[str, Any]) -> StepTimes:
     }
     on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
     stream = _busiest_stream(on_device)
-    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in on_device:
         step = step_of.get(event["args"].get("correlation"))
         if step is not None and event["args"].get("stream") == stream:
-            spans[step].append((event["ts"], event["ts"] + event["dur"]))
-    ordered = sorted((min(starts), max(ends)) for starts, ends in (zip(*span, strict=True) for span in spans.values()))
-    if len(ordered) < 2:
-        raise ValueError(f"the trace has {len(ordered)} steps on a device, and {len(windows)} that were launched")
-    gaps = [max(0.0, after[0] - before[1]) for before, after in itertools.pairwise(ordered)]
-    return StepTimes(len(ordered), (ordered[-1][1] - ordered[0][0]) / 1e6, sum(gaps) / 1e6)
+            found[step].append(event)
+    if len(found) < 2:
+        raise ValueError(f"the trace has {len(found)} steps on a device, and {len(windows)} that were launched")
+    return list(found.values())
 
 
 def _busiest_stream(on_device: list[dict[str, Any]]) -> object:

@@ -205,6 +205,10 @@ def bench_cases() -> Iterator[BenchCase]:
         flops = 2 * num_slots * hidden_size * out_size
         make = partial(_make_bench, layer)
         yield BenchCase(f"product of experts, {num_tokens} tokens", make, bytes_moved=num_bytes, flops=flops)
+        # As many tokens for each expert that is read.
+        shape = (round(num_read), -(-num_slots // round(num_read)), hidden_size, out_size)
+        make = partial(_make_batched_bench, shape)
+        yield BenchCase(f"torch's batched product, {num_tokens} tokens", make, bytes_moved=num_bytes, flops=flops)
     name, num_bytes = "routing and assignment of tokens, 64 tokens", 64 * (4 * 128 + 3 * 8 * 8)
     yield BenchCase(name, _make_routing_bench, bytes_moved=num_bytes)
 
@@ -216,6 +220,13 @@ def _make_bench(layer: Layer, device: torch.device) -> list[Callable[[], object]
     x = torch.randn(layer.num_tokens, layer.hidden_size, generator=generator, device=device).to(layer.dtype)
     sets = [make_weights(layer, 2 * layer.intermediate_size, layer.hidden_size, generator)[0] for _ in range(2)]
     return [partial(experts.multiply_routed, x, weights, assignment) for weights in sets]
+
+
+def _make_batched_bench(shape: tuple[int, int, int, int], device: torch.device) -> list[Callable[[], object]]:
+    num_experts, num_tokens, in_size, out_size = shape
+    bfloat16 = {"device": device, "dtype": torch.bfloat16}
+    x = torch.randn(num_experts, num_tokens, in_size, **bfloat16)
+    return [partial(torch.bmm, x, torch.randn(num_experts, in_size, out_size, **bfloat16)) for _ in range(2)]
 
 
 def _make_routing_bench(device: torch.device) -> list[Callable[[], object]]:

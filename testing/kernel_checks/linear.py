@@ -312,7 +312,7 @@ def bench_cases() -> Iterator[BenchCase]:
             num_bytes = out_size * in_size * PACKED[codes][0] // 8 + num_scales * (8 if has_minima else 2)
             yield BenchCase(
                 f"product of {num_rows} rows, [{out_size}, {in_size}] {codes} by {group_size}",
-                partial(_make_bench, layer),
+                partial(make_bench, layer),
                 bytes_moved=num_bytes + 2 * num_rows * (in_size + out_size),
                 flops=2 * num_rows * out_size * in_size,
             )
@@ -326,7 +326,7 @@ def bench_cases() -> Iterator[BenchCase]:
         )
 
 
-def _make_bench(layer: Layer, device: torch.device) -> list[Callable[[], object]]:
+def make_bench(layer: Layer, device: torch.device) -> list[Callable[[], object]]:
     """Sets exceed 100 MB together, which no cache holds."""
     generator = torch.Generator(device).manual_seed(0)
     packed = linear.pack(make_weight(layer, generator), device)

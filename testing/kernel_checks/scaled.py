@@ -204,19 +204,20 @@ def device_cases() -> Iterator[DeviceCase]:
 
 
 def bench_cases() -> Iterator[BenchCase]:
-    """Rounding and product together, of Qwen3-0.6B's and Qwen3-8B's sizes. Of few rows bound by the weight."""
+    """Rounding and product together, of Qwen3-0.6B's and Qwen3-8B's sizes. Of few rows bound by the weight. The sweep
+    `bench.gpu.products` has the same sizes of cuBLAS."""
     for kind in KINDS:
         for out_size, in_size in ((4096, 1024), (1024, 3072), (6144, 4096), (24576, 4096), (4096, 12288)):
             for num_rows in (1, 16, 512):
                 yield BenchCase(
                     f"{kind}: product of {num_rows} rows that are rounded, [{out_size}, {in_size}]",
-                    partial(_make_bench, Product(kind, num_rows, in_size, out_size)),
+                    partial(make_bench, Product(kind, num_rows, in_size, out_size)),
                     bytes_moved=out_size * in_size + 2 * num_rows * (in_size + out_size),
                     flops=2 * num_rows * out_size * in_size,
                 )
 
 
-def _make_bench(product: Product, device: torch.device) -> list[Callable[[], object]]:
+def make_bench(product: Product, device: torch.device) -> list[Callable[[], object]]:
     """Weights exceed 100 MB together, which no cache holds. Torch's product is taken where it agrees."""
     generator = torch.Generator(device).manual_seed(0)
     weight = make_weight(product, generator)

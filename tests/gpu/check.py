@@ -4,12 +4,13 @@
 
 Needs torch with CUDA, Triton, transformers, grpcio and nothing that this repository would install. Parts run side by
 side, those of many cases in slices, each in a process of its own that ends after --seconds at the latest. Results go
-to bench/results/gpu_check.json as they come; parts that are not run keep their last ones. The kernels have a check of
-their own: make gpu-check-kernels. With --device cpu and an --output it is a rehearsal of the same code, without what
+to bench/results/gpu_check.CARD.json as they come; parts that are not run keep their last ones. The kernels have a check
+of their own: make gpu-check-kernels. With --device cpu and an --output it is a rehearsal of the same code, without what
 only a GPU can do.
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -27,20 +28,26 @@ from testing.part_command import open_report, part_parser
 from tests.gpu.service_checks import PARTS, Setting
 
 COMMAND = "tests.gpu.check"
+NUM_JOBS = max(1, min(4, (os.cpu_count() or 1) // 2))
 NUM_THREADS = 2  # of transformers in a slice's process
 CASES_PER_SLICE = 8
 
 
-def run_checks(parts: Sequence[str], device: str, report: Report, seconds: float, num_jobs: int) -> int:
+def run_checks(
+    parts: Sequence[str], device: str, report: Report, seconds: float, pause_at: float = math.inf,
+    num_jobs: int = NUM_JOBS,
+) -> int:  # fmt: skip
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 is float32, in the services too
     command = [sys.executable, "-m", *COMMAND.split(), "--device", device]
 
     def run(part: str, number: int, count: int) -> None:
         one = [*command, "--part", part, "--slice", str(number), str(count), "--done"]
-        run_part(part, one, report, time.monotonic() + seconds)
+        run_part(part, one, report, time.monotonic() + seconds, pause_at)
 
     with ThreadPoolExecutor(num_jobs) as pool:
         for future in [pool.submit(run, *one) for part in parts for one in slices_of(part)]:
             future.result()
+    report.end(parts)
     num_unavailable = sum("unavailable" in result for result in report.results)
     print(
         f"{len(report.results) - report.num_failed - num_unavailable} checks passed, {report.num_failed} failed, "
@@ -56,7 +63,7 @@ def slices_of(part: str) -> list[tuple[str, int, int]]:
     return [(part, number, count) for number in range(count)]
 
 
-def run_one(part: str, number: int, count: int, device: str, done: int) -> None:
+def run_one(part: str, number: int, count: int, device: str, done: Sequence[str]) -> None:
     """Runs a slice of a part in this process: every case whose place in the part leaves this number."""
     torch.set_num_threads(NUM_THREADS)
     transformers.utils.logging.disable_progress_bar()
@@ -66,16 +73,14 @@ def run_one(part: str, number: int, count: int, device: str, done: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = part_parser(COMMAND, __doc__, PARTS)
-    num_jobs = max(1, min(4, (os.cpu_count() or 1) // 2))
-    parser.add_argument("--jobs", type=int, default=num_jobs, help="slices at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=NUM_JOBS, help="slices at a time (default: %(default)s)")
     parser.add_argument("--slice", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part is not None:
         run_one(options.part, *options.slice, options.device, options.done)
         return 0
     report = open_report(COMMAND, parser, options)
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 is float32, in the services too
-    return run_checks(options.parts, options.device, report, options.seconds, options.jobs)
+    return run_checks(options.parts, options.device, report, options.seconds, num_jobs=options.jobs)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
     python -m tests.gpu.check_kernels
 
 Needs torch with CUDA and Triton, nothing else. Modules of cases run side by side, each in a process of its own, and a
-case that kills it costs that case alone. Results go to bench/results/gpu_kernels_check.json as they come.
+case that kills it costs that case alone. Results go to bench/results/gpu_kernels_check.CARD.json as they come.
 """
 
 import argparse
 import importlib
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import torch
 
 from testing.kernel_checks import MODULES
 from testing.kernel_checks.case import DeviceCase
+from testing.ledger import path_of
 from testing.part import Case, Report, describe, run_on_device, run_part
 from testing.record import RESULTS
 
@@ -32,15 +34,19 @@ def check(case: DeviceCase, device: torch.device) -> dict:
     return {}
 
 
-def run_checks(modules: Sequence[str], device: str, report: Report, seconds: float, num_jobs: int) -> int:
+def run_checks(
+    modules: Sequence[str], device: str, report: Report, seconds: float, pause_at: float = math.inf,
+    num_jobs: int = len(MODULES),
+) -> int:  # fmt: skip
     command = [sys.executable, "-m", "tests.gpu.check_kernels", "--device", device]
     deadline = time.monotonic() + seconds
     with ThreadPoolExecutor(num_jobs) as pool:
         for future in [
-            pool.submit(run_part, module, [*command, "--part", module, "--done"], report, deadline)
+            pool.submit(run_part, module, [*command, "--part", module, "--done"], report, deadline, pause_at)
             for module in modules
         ]:
             future.result()
+    report.end(modules)
     print(f"{len(report.results) - report.num_failed} cases agree with the reference, {report.num_failed} do not")
     return 1 if report.num_failed else 0
 
@@ -51,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which nothing more is run")
     parser.add_argument("--jobs", type=int, default=len(MODULES), help="processes at a time (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_kernels_check.json", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help=f"default: {RESULTS}/gpu_kernels_check.CARD.json")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--done", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--done", nargs="*", default=(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if options.part is not None:
@@ -62,8 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; run this on a machine that has one, with torch built for it")
-    report = Report(options.output, describe(device), options.modules)
-    return run_checks(options.modules, options.device, report, options.seconds, options.jobs)
+    heading = describe(device)
+    report = Report(options.output or path_of("kernels_check", heading["card"]), heading, options.modules)
+    return run_checks(options.modules, options.device, report, options.seconds, num_jobs=options.jobs)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ import pytest
 from bench.checkpoint import GPU_SHAPES
 from bench.gpu import speed
 from bench.gpu.measurements import IDLE, ON_GPU, PEER, REHEARSAL, THROUGHPUT, decode_name
+from bench.gpu.results_page import COMPILED, OURS, PRODUCTS
 from bench.gpu.speed import GOALS, judge
-from bench.gpu.step_trace import STEP_PREFIX, step_times
+from bench.gpu.step_trace import STEP_PREFIX, KernelRow, step_table, step_times
 
 
 def test_a_rehearsal_measures_without_judging(tmp_path: Path) -> None:
     output = tmp_path / "gpu_speed.json"
-    parts = ["decode_small", "throughput", "swap", "idle"]
+    parts = ["decode_small", "throughput", "swap", "idle", "serving_small", "peer_steps_small", "step_tables_small"]
     assert speed.main(["--device", "cpu", "--output", str(output), "--parts", *parts]) == 0
     found = json.loads(output.read_text())
     assert list(found["parts"]) == parts
@@ -28,8 +29,15 @@ def test_a_rehearsal_measures_without_judging(tmp_path: Path) -> None:
     assert "cuda" in copies["unavailable"]
     assert alone["bytes"] >= REHEARSAL.swap_bytes
     assert beside["step_seconds_beside_moves"] > 0
-    (idle,) = found["parts"]["idle"]["results"]
-    assert "none of a GPU" in idle["unavailable"]
+    for part in ("idle", "step_tables_small"):
+        (traced,) = found["parts"][part]["results"]
+        assert "none of a GPU" in traced["unavailable"]
+    for streams in found["parts"]["serving_small"]["results"]:
+        assert 0 < streams["first_token_p50"] <= streams["first_token_p99"]
+        assert 0 < streams["gap_p50"] <= streams["gap_p99"]
+    (beside,) = found["parts"]["peer_steps_small"]["results"]
+    assert list(beside["rounds"]) == [OURS, COMPILED, PRODUCTS]
+    assert all(len(times) == REHEARSAL.num_rounds and min(times) > 0 for times in beside["rounds"].values())
     assert [(goal["value"], goal["is_met"]) for goal in found["goals"]] == [(None, None)] * len(GOALS)
 
 
@@ -49,7 +57,7 @@ def test_goals_are_judged_on_a_gpu_where_all_they_need_is_there() -> None:
     }
     ratio = f"{THROUGHPUT}, beside transformers generate_batch"
     assert judged[ratio].is_met is None
-    with_peer = judge({**results, PEER: {"tokens_per_s": 5000.0}}, is_gpu=True)
+    with_peer = judge({**results, PEER: {"times_as_fast": 4.2}}, is_gpu=True)
     (judgement,) = [judgement for judgement in with_peer if judgement.name == ratio]
     assert (judgement.value, judgement.is_met) == (pytest.approx(4.2), True)
     assert judgement.goal == "at least 4 times"
@@ -60,7 +68,9 @@ def test_every_goal_is_about_something_that_is_measured() -> None:
     shapes = [(ON_GPU.small, ON_GPU.small_batches), (ON_GPU.large, ON_GPU.large_batches)]
     names = [decode_name(shape, batch) for shape, batches in shapes for batch in batches]
     assert all(shape in GPU_SHAPES for shape, _ in shapes)
-    every = {"step_seconds": 1.0, "tokens_per_s": 1.0, "idle_share": 1.0, "bytes_per_s": 1.0, "slowdown": 1.0}
+    every = dict.fromkeys(
+        ("step_seconds", "tokens_per_s", "times_as_fast", "idle_share", "bytes_per_s", "slowdown"), 1.0
+    )
     others = (THROUGHPUT, PEER, IDLE, *(speed.PINNED_COPY, speed.SWAP, speed.SWAP_BESIDE_DECODE))
     judged = judge(dict.fromkeys([*names, *others], every), is_gpu=True)
     assert all(judgement.value is not None for judgement in judged)
@@ -72,7 +82,9 @@ class Trace:
     def __init__(self) -> None:
         self.events: list[dict] = []
 
-    def step(self, number: int, launched_at: float, operations: list[tuple[float, float, int]]) -> None:
+    def step(
+        self, number: int, launched_at: float, operations: list[tuple[float, float, int]], name: str = "k"
+    ) -> None:
         """Operations on the device are (start, end, stream), in microseconds."""
         mark = {"ph": "X", "cat": "user_annotation", "name": f"{STEP_PREFIX}{number}", "tid": 1}
         self.events.append({**mark, "ts": launched_at, "dur": 10.0})
@@ -80,11 +92,15 @@ class Trace:
             correlation = len(self.events)
             call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": launched_at + 1}
             self.events.append({**call, "dur": 1.0, "args": {"correlation": correlation}})
-            operation = {"ph": "X", "cat": "kernel", "name": "k", "tid": stream, "ts": start, "dur": end - start}
+            operation = {"ph": "X", "cat": "kernel", "name": name, "tid": stream, "ts": start, "dur": end - start}
             self.events.append({**operation, "args": {"correlation": correlation, "stream": stream}})
 
+    @property
+    def trace(self) -> dict:
+        return {"traceEvents": [{"ph": "M", "name": "process_name"}, *self.events]}
+
     def times(self):
-        return step_times({"traceEvents": [{"ph": "M", "name": "process_name"}, *self.events]})
+        return step_times(self.trace)
 
 
 def test_idle_time_is_what_lies_between_steps_on_their_stream() -> None:
@@ -97,6 +113,23 @@ def test_idle_time_is_what_lies_between_steps_on_their_stream() -> None:
     assert times.num_steps == 3
     assert times.total == pytest.approx(300e-6)
     assert times.idle_between == pytest.approx(40e-6)
+
+
+def test_a_table_has_the_kernels_gaps_and_launches_of_a_step() -> None:
+    """What is copied on another stream is in none of them."""
+    trace = Trace()
+    trace.step(1, 0, [(100, 150, 7), (160, 200, 7), (200, 230, 13)], name="product")
+    trace.step(2, 50, [(210, 250, 7), (252, 300, 7)], name="product")
+    trace.step(3, 210, [(330, 402, 7)], name="attention")
+    table = step_table(trace.trace)
+    assert table.num_steps == 3
+    assert table.span == pytest.approx((100 + 90 + 72) / 3)
+    assert table.gaps == pytest.approx((10 + 2) / 3)
+    assert table.launches == pytest.approx(5 / 3)
+    assert table.kernels == (
+        KernelRow("product", pytest.approx(4 / 3), pytest.approx(178 / 3)),
+        KernelRow("attention", pytest.approx(1 / 3), pytest.approx(72 / 3)),
+    )
 
 
 def test_a_trace_without_steps_is_refused() -> None:

@@ -1,0 +1,38 @@
+"""Downloads the wheels that a GPU machine lacks which can install nothing, and lists them with their sizes.
+
+    python -m bench wheels [--python 3.12] [--folder dist/gpu-wheels]
+
+That machine is taken to have torch with CUDA, Triton and transformers, with what these need. There:
+`python3 -m pip install --no-index --no-deps --target SITE gpu-wheels/*.whl`.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.report import parser_of
+from pagewire.installation import NEEDED
+
+THERE = {"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "regex", "PyYAML", "Jinja2"}
+LACKING = sorted({package.name for extra in ("", "gpu") for package in NEEDED[extra]} - THERE)
+PLATFORMS = (
+    *(f"--platform=manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)),
+    "--platform=manylinux2014_x86_64",
+)
+
+
+def main(flags: Sequence[str]) -> int:
+    """Download the wheels, in the versions of constraints.txt, and print them. Return the status of pip."""
+    parser = parser_of("wheels", __doc__)
+    parser.add_argument("--python", default="3.12", metavar="VERSION", help="of that machine (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path("dist/gpu-wheels"), help="default: %(default)s")
+    options = parser.parse_args(flags)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", *PLATFORMS]
+    command += ["--implementation=cp", f"--python-version={options.python}", "-c", "constraints.txt"]
+    if status := subprocess.run([*command, "-d", str(options.folder), *LACKING], check=False).returncode:
+        return status
+    sizes = {wheel.name: wheel.stat().st_size / 2**20 for wheel in sorted(options.folder.glob("*.whl"))}
+    print("\n".join(f"{size:8.1f} MiB  {name}" for name, size in sizes.items()))
+    print(f"{sum(sizes.values()):8.1f} MiB  in {options.folder}")
+    return 0
