@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, gener
 from prometheus_client.registry import Collector
 
 from pagewire.common.transport.addresses import join
+from pagewire.common.transport.host_names import HostNames
 from pagewire.common.transport.listening import check_port, passive_host, refusal
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 
@@ -72,6 +73,7 @@ class _HttpServer(ThreadingHTTPServer):
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self.registry = registry
+        self.names = HostNames(host)
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
         found = socket.getaddrinfo(passive_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = found[0]
@@ -103,6 +105,13 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = TIMEOUT
 
     def do_GET(self) -> None:
+        hosts = self.headers.get_all("Host", ["localhost"] if self.request_version == "HTTP/1.0" else [])
+        if len(hosts) != 1:
+            self.send_error(HTTPStatus.BAD_REQUEST, explain="send one header Host")
+            return
+        if why := self.server.names.refusal(hosts[0]):
+            self.send_error(HTTPStatus.FORBIDDEN, explain=why)
+            return
         if self.path.partition("?")[0] not in ("/", "/metrics"):
             self.send_error(HTTPStatus.NOT_FOUND, explain="the metrics are at /metrics")
             return

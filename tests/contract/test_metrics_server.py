@@ -39,9 +39,9 @@ def server() -> Iterator[MetricsServer]:
     server.close()
 
 
-def get(server: MetricsServer, path: str = "/metrics", accept: str = "") -> tuple[int, str, str]:
+def get(server: MetricsServer, path: str = "/metrics", **headers: str) -> tuple[int, str, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    connection.request("GET", path, headers={"Accept": accept} if accept else {})
+    connection.request("GET", path, headers=headers)
     response = connection.getresponse()
     found = response.status, response.headers["Content-Type"], response.read().decode()
     connection.close()
@@ -50,7 +50,7 @@ def get(server: MetricsServer, path: str = "/metrics", accept: str = "") -> tupl
 
 @pytest.mark.parametrize("accept", ["", PROMETHEUS_2, PROMETHEUS_3], ids=["curl", "Prometheus 2", "Prometheus 3"])
 def test_names_keep_their_colons_for_any_client(server: MetricsServer, accept: str) -> None:
-    status, content_type, text = get(server, accept=accept)
+    status, content_type, text = get(server, Accept=accept)
     assert (status, content_type) == (200, "text/plain; version=0.0.4; charset=utf-8")
     names = {family.name for family in text_string_to_metric_families(text)}
     assert {"vllm:num_requests_waiting", "vllm:num_requests_running", "pagewire:device_blocks"} <= names
@@ -73,6 +73,25 @@ def test_the_client_library_would_answer_otherwise() -> None:
 
 def test_other_paths_are_not_found(server: MetricsServer) -> None:
     assert get(server, "/secret")[0] == 404
+
+
+def test_another_hosts_name_is_refused_on_loopback(server: MetricsServer) -> None:
+    """A web page whose name was rebound to this machine would read the answer."""
+    hosts = {"localhost:1": 200, "LOCALHOST": 200, "[::1]": 200, "evil.example": 403, "evil.example:9090": 403, "": 403}
+    assert {host: get(server, Host=host)[0] for host in hosts} == hosts
+    host = b"host: localhost\r\n"
+    for version, sent, status in ((b"1.1", b"", b"400"), (b"1.1", host * 2, b"400"), (b"1.0", b"", b"200")):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(b"GET /metrics HTTP/%b\r\n%b\r\n" % (version, sent))
+            assert client.makefile("rb").readline().split()[1] == status
+
+
+def test_any_name_is_served_where_others_reach_the_port() -> None:
+    server = MetricsServer(CollectorRegistry(), "0.0.0.0", 0)
+    try:
+        assert get(server, Host="metrics.example")[0] == 200
+    finally:
+        server.close()
 
 
 def test_silent_connections_are_closed_and_bounded(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:

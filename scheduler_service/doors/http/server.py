@@ -5,7 +5,6 @@ A call is served in the task of its connection, and ends with its client: what i
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagewire.common import __version__
 from pagewire.common.transport.addresses import join
+from pagewire.common.transport.host_names import HostNames
 from pagewire.common.transport.listening import check_port, max_open_connections, passive_host, refusal
 from pagewire.common.transport.tls import TlsFiles
 from scheduler_service.doors.http import event_stream
@@ -118,13 +118,16 @@ class HttpDoor:
         self._num_body_bytes = 0  # of bodies that are on their way
         self._unread = UnreadAnswers()
         self._begun_at = now()
-        self._hosts = _allowed_hosts(address.host)
+        self._hosts = HostNames(address.host)
         self._origins = frozenset(allowed_origins)
         self._as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
         self._router = Router(self._routes(), redirect_slashes=False)
         self._socket = Listener(_bound(address.host, address.port), max_open_connections() // 2)  # gRPC has the others
         self.url = f"{'http' if address.tls is None else 'https'}://{join(address.host, self._socket.getsockname()[1])}"
-        self._server = self._make_server(address.tls, allowed_origins)
+        self._application: ASGIApp = self._serve
+        if allowed_origins:
+            self._application = CORSMiddleware(self._serve, allowed_origins, allow_methods=["*"], allow_headers=["*"])
+        self._server = self._make_server(address.tls)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -147,15 +150,22 @@ class HttpDoor:
             await stream.break_silence()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a call, as ASGI has it."""
+        """Serve a call, as ASGI has it. Preflight requests are calls too."""
+        # The first of a name counts.
+        scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        why = self._hosts.refusal(scope["header_values"].get(b"host", "localhost"))
+        if why:
+            await error_response(HttpRefusal(403, why), scope["path"])(scope, receive, send)
+        else:
+            await self._application(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # or the router would answer in plain text
         send = partial(self._unread.send, send, scope["abort"])
         stream = EventStream(send)
         scope["stream"] = stream
-        # The first of a name counts.
-        scope["header_values"] = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
         try:
-            self._check_page(scope)
+            self._check_origin(scope)
             # As it was sent: slashes within an id are none of the path's.
             await self._router({**scope, "path": scope["raw_path"].decode()}, receive, send)
         except HTTPException as error:
@@ -171,13 +181,10 @@ class HttpDoor:
             failure = RefusedError(Reason.INTERNAL, "the call has failed; see the server's log")
             await _refuse(failure, stream, scope, receive, send)
 
-    def _make_server(self, tls: TlsFiles | None, allowed_origins: Sequence[str]) -> "_Server":
-        application: ASGIApp = self
-        if allowed_origins:
-            application = CORSMiddleware(self, allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    def _make_server(self, tls: TlsFiles | None) -> "_Server":
         return _Server(
             uvicorn.Config(
-                application,
+                self,
                 http=HttpConnection,
                 ws="none",
                 lifespan="off",
@@ -433,16 +440,12 @@ class HttpDoor:
             raise RefusedError(Reason.UNAVAILABLE, self._intake.engine.availability.unavailable_reason)
         return name
 
-    def _check_page(self, scope: Scope) -> None:
-        """Refuse a web page's call that comes under another name than this machine's own (DNS rebinding), and what a
-        page of another origin asks for: it could read no answer, but what it starts would run."""
+    def _check_origin(self, scope: Scope) -> None:
+        """Refuse what a web page of another origin asks for: it could read no answer, but what it starts would run."""
         headers = scope["header_values"]
-        named, origin = headers.get(b"host", "localhost"), headers.get(b"origin")
-        host = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
-        if self._hosts and host.strip("[]").lower() not in self._hosts:
-            raise HttpRefusal(403, f"the host {named[:80]!r} is not this machine; call it by 127.0.0.1 or localhost")
+        origin = headers.get(b"origin")
         is_open = scope["method"] in ("GET", "HEAD") or not self._origins.isdisjoint(("*", origin))
-        if origin is not None and not is_open and origin.partition("://")[2] != named:
+        if origin is not None and not is_open and origin.partition("://")[2] != headers.get(b"host", "localhost"):
             raise HttpRefusal(403, f"the web page's origin {origin[:80]!r} may not call; name it in --allowed-origins")
 
 
@@ -479,15 +482,6 @@ def _of_route(status: int, scope: Scope) -> str:
     if status == 405:
         return f"{scope['path'][:80]} is not served by {scope['method']}"
     return f"there is no {scope['path'][:80]} here; see /docs for what there is"
-
-
-def _allowed_hosts(host: str) -> frozenset[str]:
-    """Return the names under which a server that only this machine reaches is called; none where others reach it."""
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        is_loopback = False
-    return frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower()}) if is_loopback else frozenset()
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -153,6 +153,8 @@ async def test_web_pages_may_call_where_that_is_asked_for(model: Path, server: H
         assert answer.headers["access-control-allow-origin"] == asks["origin"]
         stranger = await opened.client.options(PATH, headers=asks | {"origin": "https://evil.example"})
         assert (stranger.status_code, "access-control-allow-origin" in stranger.headers) == (400, False)
+        rebound = await opened.client.options(PATH, headers=asks | {"host": "evil.example"})
+        assert (rebound.status_code, "access-control-allow-origin" in rebound.headers) == (403, False)
 
 
 async def test_the_head_has_bounds(server: HttpServer) -> None:

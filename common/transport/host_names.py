@@ -1,0 +1,29 @@
+"""The names by which clients may call an HTTP server that only its own machine can reach."""
+
+import ipaddress
+
+
+class HostNames:
+    """The values of the header Host that an HTTP server accepts.
+
+    A web page can let its own name resolve to 127.0.0.1 (DNS rebinding). The browser then lets the page read the
+    answers of a server on this machine, but sends the page's name as Host. A server on another address than loopback
+    accepts every name, since its names are not known.
+    """
+
+    def __init__(self, host: str) -> None:
+        """`host` is the address that the server listens on."""
+        name = host.strip("[]").lower()
+        try:
+            is_loopback = name == "localhost" or ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            is_loopback = False
+        self._names = frozenset({"localhost", "127.0.0.1", "::1", name}) if is_loopback else frozenset()
+
+    def refusal(self, named: str) -> str:
+        """Return why a request with this Host is refused, or an empty string if it is accepted."""
+        name, _, port = named.rpartition(":")
+        name = name if port.isdigit() else named
+        if not self._names or name.strip("[]").lower() in self._names:
+            return ""
+        return f"the host {named[:80]!r} is not this machine; call it by 127.0.0.1 or localhost"
