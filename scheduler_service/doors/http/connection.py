@@ -1,19 +1,22 @@
 """The connections of the HTTP server, with bounds on what clients can do to them: how many there are, what stands
-before a body, how long they may say nothing, how long they may read nothing, how many requests come ahead, what waits
-until it is read."""
+before a body, how long they may say nothing, how long they may read nothing, how much comes ahead, what waits until it
+is read. Requests that RFC 9112 forbids are refused here if the parser accepts them."""
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from httptools import HttpParserError
+from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import Message, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as UvicornConnection
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as Cycle
 
-from scheduler_service.doors.http.refusals import Error, ErrorAnswer
+from scheduler_service.doors.http.refusals import HttpRefusal, error_answer
 
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 64 << 10  # of the path and all headers, and of anything else of which no body comes
@@ -24,7 +27,13 @@ UNREAD_TIMEOUT_S = 60.0  # in which a client reads some of what waits for it
 MAX_UNREAD_BYTES = 128 << 20
 _PIECE_BYTES = 64 << 10
 _ACCEPTED_IN_A_ROW = 16  # asyncio would take thousands before it does anything else
-MAX_AHEAD = 16  # requests that have come on a connection before the one ahead of them was answered
+# Requests ahead: those that arrive before the previous one is answered. Beyond this bound a connection is not read.
+MAX_AHEAD_BYTES = 64 << 10
+# All requests in a piece become objects at once. After this many pieces other tasks run first.
+_PIECE_PARSED_BYTES = 1 << 10
+_PIECES_IN_A_ROW = 16
+_HOST = re.compile(rb"(\[[\w:.%~-]+\]|[\w.~!$&'()*+,;=%-]*)(:\d*)?")
+_ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(.*)")
 
 
 class Listener(socket.socket):
@@ -92,7 +101,22 @@ class UnreadAnswers:
             self._num_bytes.pop(abort, None)
 
 
+class _Flow(FlowControl):
+    """Flow control that does not read on while too many bytes wait to be parsed."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
+
+
 class HttpConnection(UvicornConnection):
+    flow: _Flow
+    _received: bytearray  # and not parsed yet
+    _num_body_bytes = 0  # of the body's announced length that have not arrived
+    _ignores_input = False  # no further request is served
+    _parses_later = False
     _num_head_bytes = 0
     _num_unused_bytes = 0  # that have come since something could be made of them
     _is_in_head = False
@@ -103,12 +127,15 @@ class HttpConnection(UvicornConnection):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow = _Flow(transport)
+        self._received = bytearray()
         certificate = transport.get_extra_info("peercert") or {}
         names = certificate.get("subjectAltName", ())
         self._certificate_names = tuple(name for kind, name in names if kind == "DNS")
         self._end_after(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._ignores_input = True
         self._stop_timer()
         self.resume_writing()
         if self._serving is not None and not self._serving.response_complete:  # uvicorn tells the last to come alone
@@ -119,10 +146,10 @@ class HttpConnection(UvicornConnection):
         self.cycle = self._serving  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        self._num_unused_bytes += len(data)
-        super().data_received(data)
-        if self._num_unused_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("")
+        self._unset_keepalive_if_required()
+        if not self._ignores_input:
+            self._received += data
+            self._parse()
 
     def on_message_begin(self) -> None:
         self._num_head_bytes = self._num_unused_bytes = 0
@@ -147,21 +174,33 @@ class HttpConnection(UvicornConnection):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         self._is_in_head = False
-        if len(self.pipeline) >= MAX_AHEAD:
-            raise HttpParserError("too many requests ahead")
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        if method == b"CONNECT":
+            raise HttpRefusal(405, "CONNECT is not supported: this server is no proxy")
+        if self.parser.should_upgrade():
+            return  # `_parse_piece` parses the head again
+        self._check_head(version)
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        self._num_body_bytes = int(lengths[0]) if lengths else 0
         super().on_headers_complete()
+        self.flow.resume_reading()  # else it would not be noticed that the client goes before it has its answers
 
     def on_body(self, body: bytes) -> None:
         self._num_unused_bytes = 0
+        self._num_body_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._num_unused_bytes = 0
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
+        self.cycle.keep_alive &= self.parser.should_keep_alive()  # a trailer may say so too
 
     def on_response_complete(self) -> None:
         served = self._serving
         super().on_response_complete()
+        self._parse()
         self._unset_keepalive_if_required()  # a line without a request would end uvicorn's timer
         if served is not None and self._serving is served and not self._is_in_head:
             self._end_after(HEAD_TIMEOUT_S if served.more_body or self.transport.is_closing() else KEEP_ALIVE_S)
@@ -176,19 +215,93 @@ class HttpConnection(UvicornConnection):
             self._unread_timer.cancel()
             self._unread_timer = None
 
-    def send_400_response(self, msg: str) -> None:
-        """Say in JSON what uvicorn says in plain text, and nothing within or before another request's answer."""
-        self._end_after(HEAD_TIMEOUT_S)
+    def _parse(self) -> None:
+        """Parse the received bytes until a request waits for the answer to the previous one. Other tasks run in
+        between."""
+        if self._parses_later:
+            return
+        for _ in range(_PIECES_IN_A_ROW):
+            if not self._received or self.pipeline or self._ignores_input:
+                break
+            self._parse_piece()
+        else:
+            self._parses_later = True
+            self.loop.call_soon(self._parse_on)
+        is_full = len(self._received) > MAX_AHEAD_BYTES
+        if is_full != self.flow.is_full:
+            self.flow.is_full = is_full
+            (self.flow.pause_reading if is_full else self.flow.resume_reading)()
+
+    def _parse_on(self) -> None:
+        self._parses_later = False
+        self._parse()
+
+    def _parse_piece(self) -> None:
+        piece = self._received[: max(_PIECE_PARSED_BYTES, self._num_body_bytes)]
+        del self._received[: len(piece)]
+        self._num_unused_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except HttpParserUpgrade as upgrade:
+            # The parser takes the body for another protocol, so the head is parsed again as one without an offer.
+            version = self.parser.get_http_version().encode()
+            head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+            head += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+            self._received[:0] = b"\r\n".join((*head, b"", piece[upgrade.args[0] :]))
+        except HttpParserError as error:
+            self._refuse(error.__context__)
+        else:
+            if self._num_unused_bytes > MAX_HEAD_BYTES:
+                self._refuse(None)
+
+    def _check_head(self, version: str) -> None:
+        """Replace a target in absolute form by its path, and the header Host by its authority. Raises HttpRefusal if
+        RFC 9112 forbids the head."""
+        if version not in ("1.0", "1.1"):
+            raise HttpRefusal(505, f"HTTP/{version} is not supported; send HTTP/1.1")
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (version == "1.0" or codings != [b"chunked"]):
+            is_unknown = version == "1.1" and codings[-1].endswith(b"chunked")
+            raise HttpRefusal(501 if is_unknown else 400, "the only transfer coding is chunked, and needs HTTP/1.1")
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (version == "1.1" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
+            raise HttpRefusal(400, "the request needs one header Host, which is HOST or HOST:PORT")
+        if b"#" in self.url:
+            raise HttpRefusal(400, "the request's target has a fragment; send it without #")
+        if absolute := _ABSOLUTE.fullmatch(self.url):
+            if not _HOST.fullmatch(absolute[1]):
+                raise HttpRefusal(400, "the authority of the request's target is not HOST or HOST:PORT")
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", absolute[1])]
+            self.url = absolute[2] if absolute[2].startswith(b"/") else b"/" + absolute[2]
+        elif not self.url.startswith((b"/", b"*")):
+            raise HttpRefusal(400, "the request's target is neither a path nor a URL of http")
+
+    def _refuse(self, cause: BaseException | None) -> None:
+        """Close the connection after the answers that it owes. If it owes none, report the cause in JSON unless an
+        answer has begun."""
+        self._ignores_input = True
+        self._received.clear()
+        self._stop_timer()
+        if self.pipeline and self.pipeline[0][0].more_body:
+            self.pipeline.popleft()
         serving = self._serving
-        if serving is None or serving.response_complete or (serving.more_body and not serving.response_started):
+        if self._owes_answer():
+            self.cycle = self.pipeline[0][0] if self.pipeline else serving  # type: ignore[assignment]
+            self.cycle.keep_alive = False
+            return
+        self._end_after(HEAD_TIMEOUT_S)
+        if serving is None or serving.response_complete or not serving.response_started:
             text = f"this is no HTTP request, or has more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes of them"
-            body = msgspec.json.encode(ErrorAnswer(Error(text, "invalid_request_error")))
-            head = (
-                "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                f"content-length: {len(body)}\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+            refusal = cause if isinstance(cause, HttpRefusal) else HttpRefusal(400, text)
+            body = msgspec.json.encode(error_answer(refusal, ""))
+            head = f"content-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            self.transport.write(STATUS_LINE[refusal.status] + head.encode() + body)
         self.transport.close()
+
+    def _owes_answer(self) -> bool:
+        """Return whether a request has arrived whole and is not answered."""
+        serving = self._serving
+        return serving is not None and not serving.response_complete and not serving.more_body
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
         self._serving = cycle
@@ -205,7 +318,7 @@ class HttpConnection(UvicornConnection):
         self._timer = self.loop.call_later(seconds, self._end)
 
     def _end(self) -> None:
-        if self.flow.read_paused:  # until what came before is answered
+        if self.flow.read_paused or self._received:  # until what came before is answered
             self._end_after(HEAD_TIMEOUT_S)
         elif self.transport.get_write_buffer_size():
             self.transport.abort()  # a client that reads nothing would never let it close

@@ -7,8 +7,6 @@ import json
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,11 @@ from scheduler_service.doors.http import body, connection, event_stream
 from scheduler_service.doors.http import server as http_server
 from tests.contract.certificates import Authority
 from tests.contract.http.door import DONE, HttpServer, serve_http
+from tests.contract.http.sockets import PATH, VERSION, answer_to, connected, posted, status_of
 
-PATH = "/v1/completions"
-VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 MIB = 1 << 20
 _ASKED = json.dumps({"prompt": "x" * 1_000_000, "return_token_strs": True}).encode()
 LARGE = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(_ASKED), _ASKED)
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture
@@ -45,49 +41,6 @@ def open_connections(monkeypatch: pytest.MonkeyPatch) -> set[object]:
     monkeypatch.setattr(connection.HttpConnection, "connection_made", add)
     monkeypatch.setattr(connection.HttpConnection, "connection_lost", remove)
     return held
-
-
-@asynccontextmanager
-async def connected(
-    server: HttpServer, tls: ssl.SSLContext | None = None, num_ahead: int | None = None
-) -> AsyncIterator[Stream]:
-    """`num_ahead`: so many bytes come before they are read, or somewhat more."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.socket() as client:
-        if num_ahead is not None:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_ahead)
-        client.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
-        limit = num_ahead or MIB
-        name = None if tls is None else host
-        reader, writer = await asyncio.open_connection(sock=client, ssl=tls, server_hostname=name, limit=limit)
-        try:
-            async with asyncio.timeout(30):
-                yield reader, writer
-        finally:
-            writer.close()
-
-
-def posted(head: str = "", **asked: Any) -> bytes:
-    content = json.dumps({"prompt": "x", "seed": 0} | asked).encode()
-    return f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n{head}content-length: {len(content)}\r\n\r\n".encode() + content
-
-
-async def answer_to(server: HttpServer, sent: bytes) -> bytes:
-    """All that comes until the server closes the connection, or nothing if it resets it."""
-    async with connected(server) as (reader, writer):
-        try:
-            writer.write(sent)
-            return await reader.read()
-        except ConnectionError:
-            return b""
-
-
-async def status_of(server: HttpServer, sent: bytes) -> int:
-    """The status of the next answer on a connection that stays open."""
-    async with connected(server) as (reader, writer):
-        writer.write(sent)
-        return int((await reader.readline()).split()[1])
 
 
 async def test_a_whole_answer_that_takes_long_is_no_stream(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,15 +123,6 @@ async def test_an_idle_connection_ends(model: Path, monkeypatch: pytest.MonkeyPa
                 await reader.readuntil(b"}")
                 writer.write(b"\r\n" if sent == VERSION else b"b")
                 assert await reader.read() == b""
-
-
-async def test_requests_that_come_far_ahead_end_their_connection(server: HttpServer) -> None:
-    """They wait in memory, of which each takes much more than it has bytes."""
-    server.stack.worker.step_seconds = 0.02
-    assert b"200 OK" not in await answer_to(server, posted(max_tokens=200) + VERSION * 1000)
-    await server.stack.until_idle()
-    answers = await answer_to(server, VERSION * 16 + VERSION.replace(b"1.1", b"1.0"))
-    assert answers.count(b"200 OK") == 17
 
 
 async def test_a_client_that_goes_with_requests_ahead(server: HttpServer) -> None:
