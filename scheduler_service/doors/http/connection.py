@@ -6,11 +6,12 @@ import asyncio
 import re
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 from httptools import HttpParserError, HttpParserUpgrade
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as UvicornConnection
@@ -32,6 +33,9 @@ MAX_AHEAD_BYTES = 64 << 10
 # All requests in a piece become objects at once. After this many pieces other tasks run first.
 _PIECE_PARSED_BYTES = 1 << 10
 _PIECES_IN_A_ROW = 16
+# The bytes that begin each answer. They are written one at a time to find out whether a client is gone.
+_PROBES = b"HTTP/1.1 "
+_PROBE_S = 0.005  # before the first probe; each further delay is three times as long
 _HOST = re.compile(rb"(\[[\w:.%~-]+\]|[\w.~!$&'()*+,;=%-]*)(:\d*)?")
 _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(.*)")
 
@@ -111,10 +115,24 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
+class _BegunHead(asyncio.WriteTransport):
+    """A transport for the head of an answer whose first bytes are already written."""
+
+    def __init__(self, transport: asyncio.WriteTransport, num_written: int) -> None:
+        super().__init__()
+        self._transport = transport
+        self._num_written = num_written
+
+    def write(self, data: Any) -> None:
+        self._transport.write(data[self._num_written :])
+
+
 class HttpConnection(UvicornConnection):
     flow: _Flow
     _received: bytearray  # and not parsed yet
     _num_body_bytes = 0  # of the body's announced length that have not arrived
+    _num_probes = 0  # written since the last answer
+    _is_half_closed = False  # the client sends nothing more, and is gone or reads what it asked for
     _ignores_input = False  # no further request is served
     _parses_later = False
     _num_head_bytes = 0
@@ -124,6 +142,7 @@ class HttpConnection(UvicornConnection):
     _serving: Cycle | None = None  # or served last; others may wait behind it
     _timer: asyncio.TimerHandle | None = None  # which ends a connection that is silent
     _unread_timer: asyncio.TimerHandle | None = None
+    _probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -137,6 +156,7 @@ class HttpConnection(UvicornConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         self._ignores_input = True
         self._stop_timer()
+        self._stop_probes()
         self.resume_writing()
         if self._serving is not None and not self._serving.response_complete:  # uvicorn tells the last to come alone
             self._serving.disconnected = True
@@ -150,6 +170,13 @@ class HttpConnection(UvicornConnection):
         if not self._ignores_input:
             self._received += data
             self._parse()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection if a client that has closed its half awaits answers. TLS has no half-closed connection
+        in asyncio. A client that is gone looks the same until something is written to it."""
+        self._is_half_closed = True
+        self._probe_later(_PROBE_S)
+        return self.scheme == "http" and (self._owes_answer() or bool(self._received))
 
     def on_message_begin(self) -> None:
         self._num_head_bytes = self._num_unused_bytes = 0
@@ -182,6 +209,7 @@ class HttpConnection(UvicornConnection):
         self._check_head(version)
         lengths = [value for name, value in self.headers if name == b"content-length"]
         self._num_body_bytes = int(lengths[0]) if lengths else 0
+        self.expect_100_continue &= version != "1.0"
         super().on_headers_complete()
         self.flow.resume_reading()  # else it would not be noticed that the client goes before it has its answers
 
@@ -196,6 +224,7 @@ class HttpConnection(UvicornConnection):
             return
         super().on_message_complete()
         self.cycle.keep_alive &= self.parser.should_keep_alive()  # a trailer may say so too
+        self.cycle.waiting_for_100_continue = False
 
     def on_response_complete(self) -> None:
         served = self._serving
@@ -231,6 +260,8 @@ class HttpConnection(UvicornConnection):
         if is_full != self.flow.is_full:
             self.flow.is_full = is_full
             (self.flow.pause_reading if is_full else self.flow.resume_reading)()
+        if self._is_half_closed and not self._received and not self._owes_answer():
+            self.transport.close()
 
     def _parse_on(self) -> None:
         self._parses_later = False
@@ -305,7 +336,59 @@ class HttpConnection(UvicornConnection):
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
         self._serving = cycle
-        super()._start_asgi_task(cycle, app)
+        self._num_probes = 0
+        super()._start_asgi_task(cycle, partial(self._serve, cycle, app))
+        if self._is_half_closed:
+            self._probe_later(_PROBE_S)
+
+    async def _serve(self, cycle: Cycle, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, partial(self._send, cycle))
+
+    async def _send(self, cycle: Cycle, message: Any) -> None:
+        """Send a part of an answer. An answer to HTTP/1.0 is not chunked; it ends when the connection closes. While the
+        client still sends, the connection is half-closed first: a reset could overtake the answer."""
+        is_old = cycle.scope["http_version"] == "1.0"
+        if message["type"] == "http.response.start":
+            self._stop_probes()
+            if is_old:
+                cycle.chunked_encoding = False
+            if cycle.waiting_for_100_continue:
+                cycle.keep_alive = False  # the client may send its next request instead of this one's body
+            if self._num_probes:
+                cycle.transport = _BegunHead(self.transport, self._num_probes)  # type: ignore[assignment]
+            try:
+                await cycle.send(message)
+            finally:
+                cycle.transport = self.transport
+            return
+        if is_old:
+            cycle.expected_content_length = len(message.get("body", b""))  # or uvicorn takes it for too long
+        is_last = not message.get("more_body", False)
+        is_early = is_last and cycle.more_body and not cycle.keep_alive and self.transport.can_write_eof()
+        if is_early:
+            self._ignores_input = cycle.keep_alive = True
+        await cycle.send(message)
+        if is_early:
+            self.transport.write_eof()
+
+    def _probe_later(self, seconds: float) -> None:
+        self._stop_probes()
+        self._probe_timer = self.loop.call_later(seconds, self._probe, 3 * seconds)
+
+    def _probe(self, seconds: float) -> None:
+        """Write the next byte of the answer ahead of the others. A client that is gone resets the connection, which the
+        following write finds out."""
+        serving = self._serving
+        if serving is not None and self._owes_answer() and not serving.response_started:
+            probe = _PROBES[self._num_probes : self._num_probes + 1]
+            self.transport.write(probe)
+            self._num_probes += len(probe)
+        self._probe_later(seconds)
+
+    def _stop_probes(self) -> None:
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+            self._probe_timer = None
 
     def _count(self, num_bytes: int) -> None:
         self._num_unused_bytes = 0

@@ -134,16 +134,6 @@ async def test_a_client_that_goes_with_requests_ahead(server: HttpServer) -> Non
     assert server.stack.worker.step_seconds * 200 > 3  # or it might have ended by itself
 
 
-async def test_a_client_that_closes_its_half_has_gone(server: HttpServer) -> None:
-    server.stack.worker.step_seconds = 0.02
-    async with connected(server) as (reader, writer):
-        writer.write(posted(max_tokens=200))
-        await server.stack.until(lambda loads: loads.num_running == 1)
-        writer.write_eof()
-        await server.stack.until_idle()
-        assert await reader.read() == b""
-
-
 async def test_nothing_is_said_within_another_answer(server: HttpServer) -> None:
     server.stack.worker.step_seconds = 0.02
     async with connected(server) as (reader, writer):

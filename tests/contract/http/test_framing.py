@@ -5,11 +5,12 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scheduler_service.doors.http import connection
-from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.http.door import DONE, HttpServer, serve_http
 from tests.contract.http.sockets import PATH, VERSION, Stream, answer_to, connected, posted, status_of
 
 POST = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n".encode()
@@ -21,6 +22,7 @@ OFFERS = {
     "websocket": b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
     "several": b"upgrade: h2c, websocket\r\nconnection: keep-alive, upgrade\r\nupgrade: TLS/1.0\r\n",
 }
+OLD_STREAM = posted(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0")
 
 
 class Arrivals:
@@ -185,6 +187,36 @@ async def test_a_connection_that_a_trailer_ends_is_closed(server: HttpServer) ->
     assert (answer.count(b"200 OK"), b"connection: close" in answer) == (1, True)
 
 
+async def test_a_client_without_leave_to_send_may_send_another_request(server: HttpServer) -> None:
+    """So the connection ends, since the server cannot know whether the body comes or the next request."""
+    refused = POST.replace(b"localhost", b"evil.example")
+    sent = refused + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(VERSION)
+    async with connected(server) as (reader, writer):
+        writer.write(sent)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert (head.split()[1], b"connection: close" in head) == (b"403", True)
+        writer.write(VERSION)
+        assert b"HTTP/1.1" not in await reader.read()
+
+
+async def test_an_old_client_is_not_told_to_continue(server: HttpServer, arrivals: Arrivals) -> None:
+    whole = posted("expect: 100-continue\r\n", max_tokens=2).replace(b"HTTP/1.1", b"HTTP/1.0")
+    async with connected(server) as stream:
+        await send_in_pieces(stream, arrivals, whole, [whole.index(b"{")])
+        assert b"200 OK" in await stream[0].readline()
+
+
+async def test_an_early_answer_arrives_while_the_client_sends(server: HttpServer) -> None:
+    """Also where the connection ends with it: a reset would drop it on its way."""
+    size = 24 << 20
+    sent = POST + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size
+    async with connected(server) as (reader, writer):
+        writer.write(sent + b" " * size)
+        await writer.drain()
+        answer = await reader.read()
+    assert answer.split()[1] == b"413"
+
+
 async def test_many_chunks_leave_others_their_turn(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each costs a call, however small it is: 43,000 of them come in one packet."""
     num_parsed, turns = 0, []
@@ -205,6 +237,23 @@ async def test_many_chunks_leave_others_their_turn(server: HttpServer, monkeypat
     content = b"".join(b"1\r\n%c\r\n" % each for each in CONTENT + b" " * 200_000)
     assert await status_of(server, POST + CHUNKED + b"\r\n" + content + b"0\r\n\r\n") == 200
     assert (num_parsed, max(turns) < 3000) == (len(CONTENT) + 200_000, True)
+
+
+# HTTP/1.0
+
+
+async def test_an_old_client_gets_no_chunks(server: HttpServer) -> None:
+    for sent in (OLD_STREAM, OLD_STREAM.replace(b"host:", b"connection: keep-alive\r\nhost:")):
+        head, _, content = (await answer_to(server, sent)).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        events = content.decode().split("\n\n")
+        assert events[-2:] == [DONE, ""]
+        assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+    head, _, content = (await answer_to(server, OLD_STREAM.replace(b"true", b"null"))).partition(b"\r\n\r\n")
+    assert f"content-length: {len(content)}".encode() in head
+    head, _, content = (await answer_to(server, b"HEAD /version HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+    assert (b"200 OK" in head, content) == (True, b"")
 
 
 # Requests ahead
@@ -236,3 +285,54 @@ async def test_small_requests_ahead_wait_as_bytes(server: HttpServer, arrivals: 
         for _ in range(2000):
             assert (await next_answer(reader))[0] == 403
     assert 0 < arrivals.most_waiting <= 41
+
+
+# Clients that close their half
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["HTTP/1.1", "HTTP/1.0"])
+@pytest.mark.parametrize("asked", [{}, {"stream": True}], ids=["whole", "stream"])
+async def test_a_client_that_closes_its_half_gets_its_answer(
+    server: HttpServer, is_old: bool, asked: dict[str, Any]
+) -> None:
+    server.stack.worker.step_seconds = 0.03
+    sent = posted(max_tokens=30, **asked).replace(b"HTTP/1.1", b"HTTP/1.0" if is_old else b"HTTP/1.1")
+    async with connected(server) as (reader, writer):
+        writer.write(sent)
+        await server.stack.until(lambda loads: loads.num_running == 1)
+        writer.write_eof()
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.count(b"HTTP") == 1
+    assert (DONE.encode() if asked else b'"usage"') in answer
+
+
+async def test_all_requests_of_a_closed_half_are_answered(server: HttpServer) -> None:
+    server.stack.worker.step_seconds = 0.03
+    async with connected(server) as (reader, writer):
+        writer.write((posted(max_tokens=10) + VERSION * 20) * 2 + b"GET /ver")
+        writer.write_eof()
+        answers = await reader.read()
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200"] * 42
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /ver", VERSION, posted()[:-1]], ids=["nothing", "head", "all", "body"])
+async def test_a_closed_half_without_an_answer_due_is_closed(server: HttpServer, sent: bytes) -> None:
+    async with connected(server) as (reader, writer):
+        writer.write(sent)
+        if sent == VERSION:
+            assert (await next_answer(reader))[0] == 200
+        writer.write_eof()
+        assert await reader.read() == b""
+    await server.stack.until_idle()
+
+
+@pytest.mark.parametrize("asked", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "several"])
+async def test_a_client_that_closes_both_halves_ends_its_request(server: HttpServer, asked: dict[str, Any]) -> None:
+    """It looks like one that closes its own, until something is written to it."""
+    server.stack.worker.step_seconds = 0.1  # by itself the request would end later than the test
+    async with connected(server) as (_, writer):
+        writer.write(posted(max_tokens=240, ignore_eos=True, **asked))
+        await server.stack.until(lambda loads: loads.num_running > 0)
+        writer.close()
+        await server.stack.until_idle()
