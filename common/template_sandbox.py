@@ -65,14 +65,13 @@ class Overspent(TemplateFailure):
 
 
 class Template:
-    """A compiled chat template. May be used on any thread; one rendering at a time."""
+    """A compiled chat template. May be used on several threads at the same time."""
 
     def __init__(self, text: str) -> None:
         """Raises TemplateFailure."""
         if len(text) > MAX_TEMPLATE_CHARS:
             raise TemplateFailure(f"it has {len(text)} characters; {MAX_TEMPLATE_CHARS} are the most")
         self._environment = _Environment()
-        self._lock = threading.Lock()
         try:
             self._template = self._environment.from_string(text)
         except Exception as error:  # deep nesting, say, fails in Python's own compiler
@@ -80,12 +79,11 @@ class Template:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Raises TemplateFailure."""
-        with self._lock:
-            self._environment.budget = _Budget()
-            try:
-                return self._template.render(variables)
-            except Exception as error:  # whatever the author's code raises
-                raise _failure(error) from None
+        self._environment.renew_budget()
+        try:
+            return self._template.render(variables)
+        except Exception as error:  # whatever the author's code raises
+            raise _failure(error) from None
 
 
 def _failure(error: Exception) -> TemplateFailure:
@@ -160,7 +158,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", _Generation],
             finalize=_finalize,
         )
-        self.budget = _Budget()
+        self._rendering = threading.local()  # of each thread
+        self.renew_budget()
         for name in _REMOVED_FILTERS:
             del self.filters[name]
         del self.globals["lipsum"]  # it makes text at will
@@ -172,6 +171,15 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _Namespace
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
+
+    @property
+    def budget(self) -> _Budget:
+        """The budget of the rendering on this thread."""
+        budget: _Budget = self._rendering.budget
+        return budget
+
+    def renew_budget(self) -> None:
+        self._rendering.budget = _Budget()
 
     def _generate(self, source: nodes.Template, *args: Any, **settings: Any) -> str:
         return super()._generate(_Metering().visit(source), *args, **settings)

@@ -5,6 +5,8 @@ import random
 import string
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from jinja2.filters import FILTERS
@@ -361,3 +363,25 @@ def test_any_text_is_a_template_or_a_clear_error(seed: int) -> None:
             source[place : place + rng.randrange(4)] = rng.choice([*pieces, rng.choice(string.printable)])
         with contextlib.suppress(TemplateFailure):
             Template("".join(source)).render(VARIABLES)
+
+
+def test_a_template_is_rendered_on_several_threads_at_once() -> None:
+    """Each rendering has a budget of its own."""
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __str__(self) -> str:
+            has_begun.set()
+            return str(may_go_on.wait(20))
+
+    loops = "{% for i in range(number) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
+    template = Template(loops + "{{ value }}")
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(template.render, {"number": 1, "value": Slow()})
+        assert has_begun.wait(20)
+        other = threads.submit(template.render, {"number": MAX_STEPS // 4000, "value": "x"})
+        assert other.result(20) == "x"
+        may_go_on.set()
+        assert slow.result(20) == "True"
+    with pytest.raises(Overspent):
+        template.render({"number": MAX_STEPS // 1000, "value": "x"})
