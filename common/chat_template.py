@@ -70,7 +70,9 @@ def up_to_last(prompt: str, message: Message) -> str:
     """Cuts off what a template writes behind the content of the last message, as transformers does. Raises
     ChatTemplateError."""
     content = text_of(message)
-    place = prompt.rfind(content.strip())
+    # Looked for from the end, as by rfind, which is quadratic in the worst case.
+    from_end = prompt[::-1].find(content.strip()[::-1])
+    place = len(prompt) - from_end - len(content.strip()) if from_end >= 0 else -1
     if place < 0 or not content.strip():
         raise ChatTemplateError(
             "the last message does not stand in the prompt as it was sent, or is empty; leave continue_final_message "
