@@ -7,6 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 128  # as deep as the library of grammars reads
+# Of what one call of a decoder reads, which keeps the interpreter's lock: it takes 20 ms at most, of a slow processor.
+MAX_VALUES = 1 << 19
+# What reading costs, in numbers without a fraction.
+_TEXT, _CONTAINER, _FRACTION, _EXPONENT = 4, 6, 15, 500
+_UNCOUNTED = bytes(set(range(256)) - set(b",:[{.eE"))
 _TOO_DEEP = f"it has more than {MAX_DEPTH} lists and objects within one another"
 
 
@@ -36,9 +41,31 @@ class StrictEncoder(json.JSONEncoder):
 to_json = StrictEncoder().encode
 
 
+def count_values(text: bytes) -> int:
+    """Return how many values JSON has, each counted by what reading it costs at most: a number 1, a text or key 4, a
+    list or object 6, a number with a fraction 15, one with an exponent 500.
+
+    Counting takes some milliseconds for 4 MiB. What is no JSON has some number.
+    """
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_texts = text.count(b'"') // 2
+    if num_texts * _TEXT > MAX_VALUES:
+        return num_texts * _TEXT
+    outside = b"".join(text.split(b'"')[::2]) if num_texts else text
+    num_letters = outside.count(b"true") + outside.count(b"false")
+    outside = outside.translate(None, _UNCOUNTED)
+    num_exponents = outside.count(b"e") + outside.count(b"E") - num_letters
+    num_containers = outside.count(b"[") + outside.count(b"{")
+    num_weighed = _TEXT * num_texts + _CONTAINER * num_containers + _FRACTION * outside.count(b".")
+    return num_weighed + _EXPONENT * num_exponents + outside.count(b",")
+
+
 def from_json(text: str) -> Any:
-    """Return what JSON of strangers says. Raises ValueError for what is none, and for more than MAX_DEPTH lists and
-    objects within one another."""
+    """Return what JSON of strangers says. Raises ValueError for what is none, for more than MAX_VALUES, and for more
+    than MAX_DEPTH lists and objects within one another."""
+    if (number := count_values(text.encode(errors="surrogatepass"))) > MAX_VALUES:
+        raise ValueError(f"it has {number} values, more than {MAX_VALUES}")
     try:
         read = json.loads(text)
     except RecursionError:

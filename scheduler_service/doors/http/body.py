@@ -13,11 +13,12 @@ import msgspec
 from msgspec import Meta, Struct, defstruct, field, structs
 from starlette.types import Receive, Scope
 
+from pagewire.common.strict_json import MAX_VALUES, count_values
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.doors.http.refusals import HttpRefusal
 from scheduler_service.serving.refusal import RefusedError, invalid
 
-MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # a body is decoded in the event loop, where all streams wait for it
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 BODY_TIMEOUT_S = 30.0
 _SHOWN_CHARS = 60
 _MAX_SHOWN_BYTES = 64 << 10  # of a body of which a value is shown, for which it is decoded once more
@@ -59,6 +60,12 @@ def _too_large(num_bytes: int) -> HttpRefusal:
 
 def decode_body(body: bytes, kind: type[_Request]) -> _Request:
     """Raises RefusedError."""
+    if (number := count_values(body)) > MAX_VALUES:
+        raise invalid(
+            "",
+            f"the body has {number} values, this server takes {MAX_VALUES}: a text counts as 4, a list or object as "
+            "6, a number with a fraction as 15, one with an exponent as 500; send fewer",
+        )
     try:
         return _decoder(kind).decode(body)
     except msgspec.ValidationError as error:

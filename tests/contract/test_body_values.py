@@ -1,0 +1,87 @@
+"""Bodies are counted before they are decoded, so that no kind of value makes decoding long."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pagewire.common.strict_json import MAX_VALUES, count_values, from_json
+from scheduler_service.doors.http.body import MAX_BODY_BYTES, decode_body
+from scheduler_service.doors.http.requests import CompletionRequest
+from scheduler_service.serving.refusal import RefusedError
+
+BEGIN, END = b'{"prompt": "x", "metadata": {"a": [', b"]}}"
+KINDS = {
+    "numbers": (b"1", 1),
+    "lists": (b"[]", 7),
+    "objects": (b"{}", 7),
+    "texts": (b'"a"', 5),
+    "keys": (b'{"a":1}', 11),
+    "fractions": (b"9007199254740993.00000000000000000001", 16),
+    "exponents": (b"1e308", 501),
+    "large exponents": (b"1E-320", 501),
+    "truths": (b"true", 1),
+}
+
+
+def body_of(piece: bytes, number: int) -> bytes:
+    return BEGIN + b",".join([piece] * number) + END
+
+
+def used(work: Callable[[], Any]) -> float:
+    """The least processor time of three."""
+    times = []
+    for _ in range(3):
+        began = time.process_time()
+        work()
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def decode(body: bytes) -> Any:
+    try:
+        return decode_body(body, CompletionRequest)
+    except RefusedError as refusal:
+        return refusal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_counted(kind: str) -> None:
+    piece, weight = KINDS[kind]
+    base = count_values(BEGIN + END)
+    assert count_values(body_of(piece, 1000)) - base == 1000 * weight - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (b"[]", 6),
+        (b'"[[[,,,{{{1e5.5"', 4),
+        (b'"\\"[1,2]\\\\"', 4),
+        (b'["\\\\", 1.5, "\\\\\\"[", -2e5, true, false, null]', 6 + 4 + 15 + 4 + 500 + 6),
+    ],
+)
+def test_what_stands_in_texts_does_not_count(text: bytes, number: int) -> None:
+    assert count_values(text) == number
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_takes_much_longer_than_numbers(kind: str) -> None:
+    """As large a body as is taken: before there was a count, 4 MiB of exponents took ten seconds."""
+    piece, weight = KINDS[kind]
+    most = min((MAX_BODY_BYTES - 100) // (len(piece) + 1), (MAX_VALUES - 100) // weight)
+    numbers = body_of(b"12", MAX_VALUES - 100)
+    whole, larger = body_of(piece, most), body_of(piece, (MAX_BODY_BYTES - 100) // (len(piece) + 1))
+    assert not isinstance(decode(whole), RefusedError)
+    assert used(lambda: decode(whole)) <= 6 * used(lambda: decode(numbers))
+    assert used(lambda: decode(larger)) <= 6 * used(lambda: decode(numbers))
+
+
+def test_too_many_values_are_refused_with_their_number() -> None:
+    refusal = decode(body_of(b"[]", 1_000_000))
+    assert isinstance(refusal, RefusedError)
+    body = body_of(b"[]", 1_000_000)
+    assert f"the body has {count_values(body)} values, this server takes {MAX_VALUES}" in str(refusal)
+    with pytest.raises(ValueError, match=f"more than {MAX_VALUES}"):
+        from_json("[" + ",".join(["[]"] * 1_000_000) + "]")
