@@ -5,6 +5,7 @@ is read. Requests that RFC 9112 forbids are refused here if the parser accepts t
 import asyncio
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -75,24 +76,22 @@ class _Accepted(socket.socket):
 
 
 class UnreadAnswers:
-    """Answers on their way to all clients. Beyond a bound the connections end that have taken longest: a client that
-    reads is done soon."""
+    """Answers on their way to all clients. Beyond a bound connections end: of the tenant with the most bytes, the one
+    that has taken longest. A client that reads is done soon, and no tenant ends another's."""
 
     def __init__(self) -> None:
-        self._num_bytes: dict[Callable[[], None], int] = {}  # by what ends the connection; oldest first
+        self._unread: dict[Callable[[], None], tuple[str, int]] = {}  # tenant and bytes, by what ends it; oldest first
+        self._num_bytes: Counter[str] = Counter()  # by tenant
 
-    async def send(self, send: Send, abort: Callable[[], None], message: Message) -> None:
+    async def send(self, send: Send, scope: Scope, message: Message) -> None:
         """Send a message of a call's answer, a piece whenever the client has read enough of what came before: a
         transport copies all that it is given, and that of TLS takes it for read."""
         body = memoryview(message.get("body", b""))
         if len(body) <= _PIECE_BYTES:
             await send(message)
             return
-        self._num_bytes[abort] = len(body)
-        while sum(self._num_bytes.values()) > MAX_UNREAD_BYTES:
-            oldest = next(iter(self._num_bytes))
-            del self._num_bytes[oldest]
-            oldest()
+        abort: Callable[[], None] = scope["abort"]
+        self._add(abort, scope["state"].get("tenant", ""), len(body))
         try:
             while len(body) > _PIECE_BYTES:
                 await send({**message, "body": body[:_PIECE_BYTES], "more_body": True})
@@ -102,7 +101,22 @@ class UnreadAnswers:
             abort()  # nothing can come behind a part of a message
             raise
         finally:
-            self._num_bytes.pop(abort, None)
+            self._remove(abort)
+
+    def _add(self, abort: Callable[[], None], tenant: str, size: int) -> None:
+        self._unread[abort] = tenant, size
+        self._num_bytes[tenant] += size
+        while self._num_bytes.total() > MAX_UNREAD_BYTES:
+            [(most, _)] = self._num_bytes.most_common(1)
+            oldest = next(each for each, (whose, _) in self._unread.items() if whose == most)
+            self._remove(oldest)
+            oldest()
+
+    def _remove(self, abort: Callable[[], None]) -> None:
+        tenant, size = self._unread.pop(abort, ("", 0))
+        self._num_bytes[tenant] -= size
+        if not self._num_bytes[tenant]:
+            del self._num_bytes[tenant]
 
 
 class _Flow(FlowControl):

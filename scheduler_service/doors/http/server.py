@@ -161,7 +161,7 @@ class HttpDoor:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # or the router would answer in plain text
-        send = partial(self._unread.send, send, scope["abort"])
+        send = partial(self._unread.send, send, scope)
         stream = EventStream(send)
         scope["stream"] = stream
         try:
@@ -418,6 +418,7 @@ class HttpDoor:
             key = headers.get(b"authorization", f"Bearer {alone}" if alone else None)
         caller = Caller(self._tenants, key, scope["certificate_names"])
         caller.check()
+        scope["state"]["tenant"] = caller.tenant("")
         trace = {name.decode(): headers[name] for name in _TRACE_HEADERS if name in headers}
         return Call(caller, headers.get(_SESSION_HEADER, ""), trace)
 

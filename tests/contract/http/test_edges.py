@@ -203,7 +203,8 @@ async def test_events_of_several_prompts_are_whole() -> None:
         sent.append(bytes(message.get("body", b"")))
         await asyncio.sleep(0)
 
-    stream = event_stream.EventStream(partial(connection.UnreadAnswers().send, send, lambda: None))
+    scope = {"abort": lambda: None, "state": {}}
+    stream = event_stream.EventStream(partial(connection.UnreadAnswers().send, send, scope))
     events = [letter * MIB for letter in (b"a", b"b")]
     await asyncio.gather(*map(stream.tell, events))
     assert b"".join(sent) == b"".join(b"data: %b\n\n" % event for event in events)
@@ -219,11 +220,33 @@ async def test_a_message_that_is_cut_ends_its_connection() -> None:
         await never.wait()
 
     message = {"type": "http.response.body", "body": bytes(MIB), "more_body": True}
-    call = asyncio.create_task(connection.UnreadAnswers().send(send, lambda: next(num_aborts), message))
+    scope = {"abort": lambda: next(num_aborts), "state": {}}
+    call = asyncio.create_task(connection.UnreadAnswers().send(send, scope, message))
     await sending.wait()
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert next(num_aborts) == 1
+
+
+async def test_unread_answers_end_those_of_their_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_UNREAD_BYTES", 4 * MIB)
+    never, unread, ended = asyncio.Event(), connection.UnreadAnswers(), []
+
+    async def send(message: Any) -> None:
+        await never.wait()
+
+    calls = []
+    for name, tenant, size in (("small", "b", 1), ("old", "a", 1), ("new", "a", 1), ("newest", "a", 2)):
+        scope = {"abort": lambda name=name: ended.append(name), "state": {"tenant": tenant}}
+        message = {"type": "http.response.body", "body": bytes(size * MIB)}
+        calls.append(asyncio.create_task(unread.send(send, scope, message)))
+        await asyncio.sleep(0)
+    assert ended == ["old"]
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert not unread._unread
+    assert not unread._num_bytes
 
 
 async def _all_of(reader: asyncio.StreamReader) -> bytes:
