@@ -121,6 +121,7 @@ class HttpDoor:
         self._hosts = HostNames(address.host)
         self._origins = frozenset(allowed_origins)
         self._as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
+        self._page, self._document = page().encode(), _encode(document(self._as_read))  # made once: it takes long
         self._router = Router(self._routes(), redirect_slashes=False)
         self._socket = Listener(_bound(address.host, address.port), max_open_connections() // 2)  # gRPC has the others
         self.url = f"{'http' if address.tls is None else 'https'}://{join(address.host, self._socket.getsockname()[1])}"
@@ -249,10 +250,10 @@ class HttpDoor:
         return Response(self._read_metrics(), media_type="text/plain; version=0.0.4")
 
     async def _docs(self, request: object) -> Response:
-        return Response(page(), media_type="text/html")
+        return Response(self._page, media_type="text/html")
 
     async def _openapi(self, request: object) -> Response:
-        return Response(_encode(document(self._as_read)), media_type=_JSON)
+        return Response(self._document, media_type=_JSON)
 
     async def _models(self, request: Any) -> Response:
         self._call(request.scope)

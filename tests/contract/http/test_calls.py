@@ -15,6 +15,7 @@ from openai.types import Model
 from pagewire.common import __version__
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.doors.http import body, connection, event_stream
+from scheduler_service.doors.http import server as http_server
 from testing.scheduler_stack import expected_tokens
 from tests.contract.certificates import Authority
 from tests.contract.http.door import DONE, HttpServer, serve_http
@@ -189,6 +190,13 @@ async def test_a_body_has_its_time(model: Path, monkeypatch: pytest.MonkeyPatch)
         async with asyncio.timeout(5):
             assert b"408" in await reader.readline()
         writer.close()
+
+
+async def test_documents_are_made_once(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("page", "document"):
+        monkeypatch.setattr(http_server, name, None)
+    for path in ("/docs", "/openapi.json"):
+        assert (await server.client.get(path)).status_code == 200
 
 
 async def test_tenants(model: Path, tmp_path: Path) -> None:
