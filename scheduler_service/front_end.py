@@ -98,7 +98,6 @@ def _stats(
     certificate_lives: Callable[[], dict[str, Life]],
     num_log_lines_dropped: Callable[[], int],
 ) -> FrontEndStats:
-    texts = servicer.intake.texts
     return FrontEndStats(
         model_name=link.served_model_name,
         is_connected=link.is_connected,
@@ -106,7 +105,7 @@ def _stats(
         num_ended=dict(link.num_ended),
         num_failed=link.num_failed,
         num_generation_tokens=link.counts.num_kept,
-        waiting_text_bytes=texts.num_waiting_bytes if texts is not None else 0,
+        waiting_text_bytes=servicer.intake.turns.waiting.num_bytes,
         num_unread_failures=servicer.num_unread_failures,
         num_log_lines_dropped=num_log_lines_dropped(),
         certificate_lives=certificate_lives(),

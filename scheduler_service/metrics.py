@@ -138,7 +138,10 @@ _METRICS_COUNTERS = {
 }
 # Gauges that are told as they are: their texts, and their names in ServiceStats.
 _SERVICE_GAUGES = {
-    "pagewire:waiting_text_bytes": ("Bytes of texts that wait to be tokenized.", "waiting_text_bytes"),
+    "pagewire:waiting_text_bytes": (
+        "Bytes of texts that wait for work on them.",
+        "waiting_text_bytes",
+    ),
     "pagewire:detached_bytes": ("Bytes that are kept of detached requests, and of responses.", "detached_bytes"),
     "pagewire:kv_event_bytes": ("Bytes of KV events that are kept for subscribers.", "kv_event_bytes"),
     "pagewire:unread_failures": (

@@ -157,6 +157,7 @@ class RequestService:
             await self._server.stop(0 if stop_now.is_set() else _CLOSE_TIMEOUT)
             await self._health.end()
             await cancel([stopping, *tasks])
+            self._servicer.intake.turns.close()
             if self.tokenizer is not None:
                 self.tokenizer.close()
 

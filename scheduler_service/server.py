@@ -180,10 +180,9 @@ class _Scheduler:
         return _PIECES_A_BLOCK * num_blocks + _PIECES_A_REQUEST * state.waiting.num_sequences
 
     def _service_stats(self) -> ServiceStats:
-        texts = self._servicer.intake.texts
         return ServiceStats(
             num_log_lines_dropped=self._num_log_lines_dropped(),
-            waiting_text_bytes=texts.num_waiting_bytes if texts is not None else 0,
+            waiting_text_bytes=self._servicer.intake.turns.waiting.num_bytes,
             detached_bytes=self._detached.num_bytes,
             kv_event_bytes=self._kv_event_log.num_bytes,
             num_unread_failures=self._servicer.num_unread_failures,

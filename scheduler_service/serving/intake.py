@@ -18,7 +18,12 @@ from scheduler_service.serving.prompt_text import ANY_NUMBER, PromptTexts, TextL
 from scheduler_service.serving.refusal import OF_ADMISSION, Reason, RefusedError, invalid, unknown
 from scheduler_service.serving.tenants.caller import Call
 from scheduler_service.serving.tenants.quota import Quotas
+from scheduler_service.serving.turns import TenantBytes
 
+# What answers may hold in memory until they are sent, by what their requests ask for: of all tenants, and of one or one
+# call.
+MAX_ANSWER_BYTES = 256 << 20
+MAX_TENANT_ANSWER_BYTES = MAX_ANSWER_BYTES // 4
 _NO_RULES = ChatRules()
 
 
@@ -45,7 +50,9 @@ class Intake:
         self.engine = engine
         self.model = model
         self.tokenizer = tokenizer
-        self.texts = PromptTexts(tokenizer, text_limits) if tokenizer is not None else None
+        self.turns = text_limits.turns()
+        self.answers = TenantBytes("answers", MAX_ANSWER_BYTES, MAX_TENANT_ANSWER_BYTES)
+        self.texts = PromptTexts(tokenizer, text_limits, self.turns) if tokenizer is not None else None
         self._max_pending_calls = max_pending_calls
         self._detached = detached
         self._quotas = quotas
@@ -66,14 +73,30 @@ class Intake:
         label: int = 0,
         is_relayed: bool = False,
     ) -> ActiveRequest:
-        """Queue what a request asks for that came with a call, which says how long it may take.
+        """Queue what a request asks for that came with a call, as `start` does. Raises RefusedError."""
+        request = await self.resolve(parsed, call, output_mode)
+        return self.start(
+            parsed, request, call, with_text=with_text, ready_list=ready_list, label=label, is_relayed=is_relayed
+        )
+
+    def start(
+        self,
+        parsed: ParsedRequest,
+        request: Request,
+        call: Call,
+        *,
+        with_text: bool = True,
+        ready_list: ReadyList | None = None,
+        label: int = 0,
+        is_relayed: bool = False,
+    ) -> ActiveRequest:
+        """Queue a request that is resolved.
 
         Without text there is nothing to watch for stop texts in either. If there are only tokens to tell, they wait in
         the `ready_list`, under labels from `label` on; what has more goes through its outputs, so that nothing
         overtakes. `is_relayed`: the client watches for stop texts itself, and tells how much of each sample it has
         kept. Raises RefusedError.
         """
-        request = await self._resolve(parsed, call, output_mode)
         sampling = request.sampling
         is_plain = request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
         active = ActiveRequest(
@@ -139,8 +162,9 @@ class Intake:
                 )
                 active.abort()
 
-    async def _resolve(self, parsed: ParsedRequest, call: Call, output_mode: OutputMode) -> Request:
-        """Make the request in full, in which every value is set. Raises RefusedError."""
+    async def resolve(self, parsed: ParsedRequest, call: Call, output_mode: OutputMode) -> Request:
+        """Make the request in full, in which every value is set. A call says how long it may take. Raises
+        RefusedError."""
         deadline = None if call.time_remaining is None else self.engine.clock.now() + call.time_remaining
         if parsed.is_embedding and output_mode is OutputMode.DETACHED:
             raise invalid("request.embed", "an embedding cannot be detached; call Embed and wait for it")
@@ -191,6 +215,7 @@ class Intake:
                 is_hypothesis=request.beam is not None,
                 keep_stop_token_text=parsed.include_stop_text,
                 is_kept=request.output_mode is OutputMode.DETACHED,
+                is_whole=request.output_mode is OutputMode.WHOLE,
             )
             for index in range(request.n)
         ]

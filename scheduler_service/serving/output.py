@@ -15,7 +15,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.observer import ENDED_WELL
@@ -54,17 +54,17 @@ class OutputDecoder(Protocol):
         """Return the text that was held back, and a stop text in it."""
 
 
-class LogprobColumns:
-    """Log-probabilities that are kept for long: a few bytes each, where objects would take hundreds.
-
-    It is a list of positions that can be lengthened and read in slices.
-    """
+class LogprobColumns(Sequence[TokenLogprobs]):
+    """Log-probabilities that are kept for long: a few bytes each, where objects would take hundreds."""
 
     def __init__(self) -> None:
         self._ranks = array("I")  # by position
         self._starts = array("I", [0])  # where those of each position begin below, and where the last end
         self._token_ids = array("I")  # of a position, its own token comes first
         self._logprobs = array("d")
+
+    def __len__(self) -> int:
+        return len(self._ranks)
 
     @property
     def num_bytes(self) -> int:
@@ -80,8 +80,15 @@ class LogprobColumns:
                 self._logprobs.append(logprob)
             self._starts.append(len(self._token_ids))
 
-    def __getitem__(self, positions: slice) -> list[TokenLogprobs]:
-        return [self._entry(position) for position in range(*positions.indices(len(self._ranks)))]
+    @overload
+    def __getitem__(self, position: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> list[TokenLogprobs]: ...
+
+    def __getitem__(self, position: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        entries = map(self._entry, range(len(self))[position] if isinstance(position, slice) else (position,))
+        return list(entries) if isinstance(position, slice) else next(entries)
 
     def _entry(self, position: int) -> TokenLogprobs:
         start, end = self._starts[position], self._starts[position + 1]
@@ -104,9 +111,10 @@ class SampleRecord:
         is_hypothesis: bool = False,
         keep_stop_token_text: bool = False,
         is_kept: bool = False,
+        is_whole: bool = False,
     ) -> None:
         """Without a `decoder` all text is empty. `label` is its name in a ready list. `keep_stop_token_text`: the token
-        that ends the output leaves text."""
+        that ends the output leaves text. `is_whole`: it is read once, at its end."""
         self.index = index
         self.label = label
         self.sequence_id = -1  # in the engine, once the request is queued
@@ -137,10 +145,12 @@ class SampleRecord:
         self._text = io.StringIO()
         self._num_chars = 0
         self._text_ends: MutableSequence[int] = array("I") if is_kept else []  # where in the text each token's own ends
-        self._logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
+        self._make_logprobs: Callable[[], LogprobColumns | list[TokenLogprobs]]
+        self._make_logprobs = LogprobColumns if is_kept or is_whole else list
+        self._logprobs: LogprobColumns | list[TokenLogprobs] = self._make_logprobs()
         self._cumulative_logprobs: MutableSequence[float] = array("d") if is_kept else []  # up to each token
         self._cumulative_logprob: float | None = 0.0 if with_logprobs or is_hypothesis else None
-        self._prompt_logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
+        self._prompt_logprobs: LogprobColumns | list[TokenLogprobs] = self._make_logprobs()
 
     @property
     def num_bytes(self) -> int:
@@ -264,11 +274,11 @@ class SampleRecord:
         self._token_ids.clear()
         self._text_ends.clear()
         if self._with_logprobs:
-            self._logprobs = []
+            self._logprobs = self._make_logprobs()
             self._cumulative_logprobs.clear()
         if self._prompt_logprobs:
             self._first_prompt_logprob = self.num_prompt_logprobs
-            self._prompt_logprobs = []
+            self._prompt_logprobs = self._make_logprobs()
 
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None = None) -> None:
         """Take tokens whose text comes with the last of them. Those after a stop text do not belong to the output."""

@@ -1,23 +1,22 @@
-"""The text of a prompt becomes tokens here, within bounds of time and memory whatever clients send."""
+"""Prompts from text to tokens and back, within bounds of time and memory whatever clients send."""
 
-import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
-from scheduler_service.serving.refusal import Reason, RefusedError, invalid
+from scheduler_service.serving.checkpoint.tokenizer import IncrementalDecoder, Tokenizer
+from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.turns import PIECE_SIZE, TenantBytes, Turns
 
-# Texts of more bytes take their turn: one at a time of each tenant, on a thread of their own.
-LONG_TEXT_BYTES = 64 * 1024
 ANY_NUMBER = 2**31  # of tokens, where a text need not fit the model
+_TOKEN_BYTES = 8  # of a token id in a list
+_PIECE_TOKENS = PIECE_SIZE // _TOKEN_BYTES  # that become text in one turn: a decoder keeps the interpreter's lock
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Limits in bytes of UTF-8; `max_waiting` and `max_tenant_waiting` are of all texts that wait for their tokens, so
-    that no tenant's keep out those of all others."""
+    """Limits in bytes of UTF-8; `max_waiting` and `max_tenant_waiting` are of all texts, conversations and lists of
+    tokens that wait for work on them, so that no tenant's keep out those of all others."""
 
     max_prompt: int = 1024 * 1024
     max_waiting: int = 64 * 1024 * 1024
@@ -26,14 +25,15 @@ class TextLimits:
     def max_tenant_waiting(self) -> int:
         return max(self.max_prompt, self.max_waiting // 4)
 
+    def turns(self) -> Turns:
+        return Turns(TenantBytes("texts", self.max_waiting, self.max_tenant_waiting))
+
 
 class PromptTexts:
-    def __init__(self, tokenizer: Tokenizer, limits: TextLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: TextLimits, turns: Turns) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._waiting: Counter[str] = Counter()  # bytes by tenant; none is 0
-        self._long_texts: dict[str, asyncio.Lock] = {}  # of tenants that have one; waited for in order of arrival
-        self.num_waiting_bytes = 0
+        self._turns = turns
 
     async def encode(
         self,
@@ -47,22 +47,42 @@ class PromptTexts:
         """Return the tokens of a prompt, which `field` of the request holds. Raises RefusedError."""
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
+        is_long = size > PIECE_SIZE
         try:
-            # A long text waits for the one before it of its tenant, so that many of one tenant hold up no other's.
-            is_long = size > LONG_TEXT_BYTES
-            lock = self._long_texts.setdefault(tenant, asyncio.Lock()) if is_long else nullcontext()
-            async with self._counted(size, tenant), lock:
-                token_ids = await self._tokenizer.encode(
-                    text,
-                    max_sequence_tokens - 1,
-                    add_special_tokens=add_special_tokens,
-                    is_long=is_long,
-                )
+            with self._turns.waiting.held(tenant, size):
+                async with self._turns.turn(tenant, is_long=is_long):
+                    token_ids = await self._tokenizer.encode(
+                        text,
+                        max_sequence_tokens - 1,
+                        add_special_tokens=add_special_tokens,
+                        is_long=is_long,
+                    )
         except ValueError as error:
             raise invalid(field, str(error)) from None
         if isinstance(token_ids, int):
             raise too_many_tokens(field, token_ids, max_sequence_tokens)
         return token_ids
+
+    async def count(self, text: str, tenant: str) -> int:
+        """Return how many tokens a text of an output has, without special ones around it. Raises RefusedError."""
+        is_long = len(text) > PIECE_SIZE
+        async with self._turns.turn(tenant, is_long=is_long):
+            counted = await self._tokenizer.encode(text, -1, add_special_tokens=False, is_long=is_long) if text else 0
+        assert isinstance(counted, int), "more than -1 tokens are not listed"
+        return counted
+
+    async def decode(self, token_ids: Sequence[int], tenant: str, *, skip_special_tokens: bool) -> str:
+        """Return the text of tokens that exist, a piece in each turn of the tenant. Raises RefusedError."""
+        size, texts = len(token_ids) * _TOKEN_BYTES, []
+        if size <= PIECE_SIZE:
+            whole = partial(self._tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+            return await self._turns.run(tenant, size, whole)
+        decoder = IncrementalDecoder(self._tokenizer, (), skip_special_tokens=skip_special_tokens)
+        with self._turns.waiting.held(tenant, size):
+            for start in range(0, len(token_ids), _PIECE_TOKENS):
+                piece = token_ids[start : start + _PIECE_TOKENS]
+                texts.append(await self._turns.call(tenant, decoder.push, piece))
+        return "".join(texts) + decoder.flush()
 
     def _check_size(self, size: int, max_sequence_tokens: int, field: str) -> None:
         """Raises RefusedError for a text that is not worth tokenizing."""
@@ -80,34 +100,6 @@ class PromptTexts:
                 f"than {most} bytes; this server allows {max_sequence_tokens} for prompt and output together; "
                 "shorten it",
             )
-
-    @asynccontextmanager
-    async def _counted(self, size: int, tenant: str) -> AsyncIterator[None]:
-        """Count the text inside the block, in which it waits for its tokens. Raises RefusedError."""
-        for whose, waiting, limit in (
-            ("this tenant", self._waiting[tenant], self._limits.max_tenant_waiting),
-            ("all tenants", self.num_waiting_bytes, self._limits.max_waiting),
-        ):
-            if waiting and waiting + size > limit:
-                self._forget_if_unused(tenant)
-                raise RefusedError(
-                    Reason.RESOURCE_EXHAUSTED,
-                    f"texts of {whose} with {waiting} bytes wait to be tokenized, this one has {size}, and the limit "
-                    f"is {limit}; try again later",
-                )
-        self._waiting[tenant] += size
-        self.num_waiting_bytes += size
-        try:
-            yield
-        finally:
-            self._waiting[tenant] -= size
-            self.num_waiting_bytes -= size
-            self._forget_if_unused(tenant)
-
-    def _forget_if_unused(self, tenant: str) -> None:
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
-            self._long_texts.pop(tenant, None)
 
 
 def too_many_tokens(field: str, num_tokens: int, max_sequence_tokens: int) -> RefusedError:

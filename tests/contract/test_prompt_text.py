@@ -6,11 +6,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from scheduler_service.serving.prompt_text import LONG_TEXT_BYTES, PromptTexts, TextLimits
+from scheduler_service.serving.prompt_text import PromptTexts, TextLimits
 from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.turns import PIECE_SIZE, Turns
 from testing.scheduler_stack import details, request, serve, status_of
 
-LONG = "x" * (LONG_TEXT_BYTES + 1)
+LONG = "x" * (PIECE_SIZE + 1)
 
 
 class HeldTokenizer:
@@ -22,7 +23,7 @@ class HeldTokenizer:
         self._has_more = asyncio.Event()
 
     async def encode(self, text: str, max_tokens: int, *, add_special_tokens: bool, is_long: bool) -> list[int] | int:
-        assert is_long == (len(text.encode()) > LONG_TEXT_BYTES)
+        assert is_long == (len(text.encode()) > PIECE_SIZE)
         release: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append((text, release))
         self._has_more.set()
@@ -40,6 +41,11 @@ class HeldTokenizer:
         self.waiting.pop(index)[1].set_result(None)
 
 
+def limited(tokenizer: HeldTokenizer, limits: TextLimits) -> tuple[PromptTexts, Turns]:
+    turns = limits.turns()
+    return PromptTexts(tokenizer, limits, turns), turns
+
+
 async def refusal(texts: PromptTexts, text: str, tenant: str = "", limit: int = 10**6) -> RefusedError:
     with pytest.raises(RefusedError) as error:
         await texts.encode(text, tenant, limit)
@@ -48,7 +54,7 @@ async def refusal(texts: PromptTexts, text: str, tenant: str = "", limit: int = 
 
 async def test_what_cannot_fit_is_not_tokenized() -> None:
     tokenizer = HeldTokenizer(max_token_bytes=8)
-    texts = PromptTexts(tokenizer, TextLimits(max_prompt=1000))
+    texts, _ = limited(tokenizer, TextLimits(max_prompt=1000))
     too_long = await refusal(texts, "\u65e5" * 334)
     assert (too_long.reason, too_long.field) == (Reason.INVALID_ARGUMENT, "text")
     assert "has 1002 bytes, this server takes 1000 (--max-prompt-bytes)" in str(too_long)
@@ -63,7 +69,7 @@ async def test_what_cannot_fit_is_not_tokenized() -> None:
 
 async def test_too_many_tokens_name_their_number() -> None:
     tokenizer = HeldTokenizer()
-    texts = PromptTexts(tokenizer, TextLimits())
+    texts, _ = limited(tokenizer, TextLimits())
     task = asyncio.create_task(texts.encode("x" * 20, "", 20))
     await tokenizer.until_waiting(1)
     tokenizer.release(0)
@@ -73,22 +79,22 @@ async def test_too_many_tokens_name_their_number() -> None:
 
 async def test_what_waits_is_bounded_for_a_tenant_and_for_all() -> None:
     tokenizer = HeldTokenizer()
-    texts = PromptTexts(tokenizer, TextLimits(max_prompt=60, max_waiting=100))
+    texts, turns = limited(tokenizer, TextLimits(max_prompt=60, max_waiting=100))
     tasks = [asyncio.create_task(texts.encode("x" * 50, tenant, 1000)) for tenant in ("a", "b")]
     await tokenizer.until_waiting(2)
-    assert texts.num_waiting_bytes == 100
+    assert turns.waiting.num_bytes == 100
     for tenant, whose in (("a", "this tenant with 50 bytes"), ("c", "all tenants with 100 bytes")):
         error = await refusal(texts, "x" * 20, tenant)
         assert error.reason is Reason.RESOURCE_EXHAUSTED
         assert whose in str(error)
     tasks[0].cancel()
     await asyncio.gather(tasks[0], return_exceptions=True)
-    assert texts.num_waiting_bytes == 50
+    assert turns.waiting.num_bytes == 50
     tokenizer.release(1)
     await tasks[1]
-    assert texts.num_waiting_bytes == 0
-    assert not texts._waiting
-    assert not texts._long_texts
+    assert turns.waiting.num_bytes == 0
+    assert not turns.waiting._held
+    assert not turns._queues
 
 
 def test_a_tenant_has_a_quarter_and_at_least_one_prompt() -> None:
@@ -99,7 +105,7 @@ def test_a_tenant_has_a_quarter_and_at_least_one_prompt() -> None:
 
 async def test_one_long_text_of_a_tenant_at_a_time() -> None:
     tokenizer = HeldTokenizer()
-    texts = PromptTexts(tokenizer, TextLimits())
+    texts, turns = limited(tokenizer, TextLimits())
     sent = [("a", LONG + "1"), ("a", LONG + "2"), ("b", LONG + "3"), ("a", "short")]
     tasks = [asyncio.create_task(texts.encode(text, tenant, 10**6)) for tenant, text in sent]
     assert await tokenizer.until_waiting(3) == [LONG + "1", LONG + "3", "short"]
@@ -109,7 +115,7 @@ async def test_one_long_text_of_a_tenant_at_a_time() -> None:
     for _ in range(3):
         tokenizer.release(0)
     await asyncio.gather(*tasks)
-    assert not texts._long_texts
+    assert not turns._queues
 
 
 async def test_a_server_refuses_long_texts_at_once(checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire import installation, options
-from pagewire.common import template_sandbox
+from pagewire.common import strict_json, template_sandbox
 from pagewire.common.gguf import ARCHITECTURES, SERVED_TYPES, model_file
 from pagewire.common.gguf.tokenizer_files import classes
 from pagewire.common.grammars import trial
@@ -32,7 +32,7 @@ from scheduler_service.doors.http import server as door
 from scheduler_service.doors.scheduler import shared_call
 from scheduler_service.links.worker import liveness
 from scheduler_service.server import EXIT_FENCED
-from scheduler_service.serving import grammars, parsed_request, recording
+from scheduler_service.serving import grammars, intake, parsed_request, recording, turns
 from scheduler_service.serving.checkpoint import chat_template
 from tests.environments import constraints
 from tests.project.documents import DOCUMENTS, ROOT, read
@@ -45,8 +45,8 @@ MIB = 1 << 20
 # Of the HTTP server.
 HEAD_S, BODY_S = f"{connection.HEAD_TIMEOUT_S:g} s", f"{body.BODY_TIMEOUT_S:g} s"
 HEADERS, HEAD_KIB = connection.MAX_HEADERS, connection.MAX_HEAD_BYTES >> 10
-BODY_MIB, BODIES_MIB, SMALL_KIB = body.MAX_BODY_BYTES // MIB, door.MAX_BODIES_BYTES // MIB, door._SMALL_BODY_BYTES >> 10
-OF_BODIES = door.MAX_BODIES_BYTES, door._SMALL_BODY_BYTES
+BODY_MIB, BODIES_MIB, SMALL_KIB = body.MAX_BODY_BYTES // MIB, door.MAX_BODIES_BYTES // MIB, turns.PIECE_SIZE >> 10
+OF_BODIES = door.MAX_BODIES_BYTES, turns.PIECE_SIZE
 UNREAD = "as much" if (connection.MAX_UNREAD_BYTES, connection._PIECE_BYTES) == OF_BODIES else "another bound"
 KEEP_ALIVE_S, UNREAD_S = f"{connection.KEEP_ALIVE_S:g} s", f"{connection.UNREAD_TIMEOUT_S:g} s"
 MAX_NAMES = parsed_request._MAX_NAME_CHARS
@@ -91,8 +91,11 @@ FACTS = [
     ("docs/sizing.md", f"`--health-port` take {metrics_server.MAX_CONNECTIONS} each"),
     ("docs/sizing.md", f"a head of {HEADERS} headers, {HEAD_KIB} KiB, in {HEAD_S};"),
     ("docs/sizing.md", f"a body of {BODY_MIB} MiB, in {BODY_S} |"),
+    ("docs/sizing.md", f"a body has at most {strict_json.MAX_VALUES:,} values"),
+    ("docs/sizing.md", f"in answers: {intake.MAX_TENANT_ANSWER_BYTES // MIB} MiB of one"),
+    ("docs/sizing.md", f"of a tenant, {intake.MAX_ANSWER_BYTES // MIB} MiB together"),
     ("docs/sizing.md", f"on their way: {BODIES_MIB} MiB together, but for {SMALL_KIB} KiB of each"),
-    ("docs/sizing.md", f"answers not yet read: {UNREAD} |"),
+    ("docs/sizing.md", f"answers not yet read: {UNREAD} as all bodies |"),
     ("docs/sizing.md", f"| {connection.MAX_AHEAD_BYTES >> 10} KiB of requests ahead on a connection |"),
     ("docs/sizing.md", f"| {KEEP_ALIVE_S} between"),
     ("docs/sizing.md", f" {UNREAD_S} of reading nothing"),

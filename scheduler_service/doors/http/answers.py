@@ -1,8 +1,22 @@
 """The answers of the HTTP API, in OpenAI's shapes, with vLLM's additions where they are asked for."""
 
-from typing import Literal
+import itertools
+from collections.abc import Iterable
+from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+_PIECE_ITEMS = 2048  # of a list, that are encoded by one call: it keeps the interpreter's lock
+encode = msgspec.json.Encoder().encode
+
+
+def encode_list(items: Iterable[Any]) -> Any:
+    """Return a list as an answer may hold it in place of its items, written in pieces as these are made."""
+    rest, pieces = iter(items), []
+    while piece := list(itertools.islice(rest, _PIECE_ITEMS)):
+        pieces.append(encode(piece)[1:-1])
+    return Raw(b"[%b]" % b",".join(pieces))
 
 
 class PromptTokensDetails(Struct, frozen=True):

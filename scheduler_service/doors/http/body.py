@@ -17,6 +17,7 @@ from pagewire.common.strict_json import MAX_VALUES, count_values
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from scheduler_service.doors.http.refusals import HttpRefusal
 from scheduler_service.serving.refusal import RefusedError, invalid
+from scheduler_service.serving.turns import PIECE_SIZE, Turns
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 BODY_TIMEOUT_S = 30.0
@@ -56,6 +57,13 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
 
 def _too_large(num_bytes: int) -> HttpRefusal:
     return HttpRefusal(413, f"the body has {num_bytes} bytes or more, this server takes {MAX_BODY_BYTES}; shorten it")
+
+
+async def decode_in_turn(body: bytes, kind: type[_Request], tenant: str, turns: Turns) -> tuple[_Request, int]:
+    """Return the request, and its size: its bytes, or its values if these are more. A large one is decoded in the
+    turn of its tenant. Raises RefusedError."""
+    size = len(body) if len(body) > PIECE_SIZE else max(len(body), count_values(body))
+    return await turns.carry_out(tenant, size, decode_body, body, kind), size
 
 
 def decode_body(body: bytes, kind: type[_Request]) -> _Request:

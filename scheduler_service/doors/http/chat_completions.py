@@ -136,7 +136,18 @@ async def complete_chat(
 
 async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
     """Return the requests of a chat, and what reads their outputs. Raises RefusedError."""
-    prompt = await render_messages(intake.model, request)
+    prompt = await render_messages(request, call, intake)
+    tenant = call.caller.tenant(request.tenant or "")
+    return await intake.turns.carry_out(tenant, call.size, _read, request, prompt, call, intake)
+
+
+def parser_maker(request: ChatCompletionRequest, prompt_end: str, intake: Intake) -> ParserMaker:
+    """Return what makes readers of a chat's outputs, for a prompt that ends so. Raises RefusedError."""
+    output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
+    return partial(output.parser, prompt_end, functions_of(request, output))
+
+
+def _read(request: ChatCompletionRequest, prompt: str, call: Call, intake: Intake) -> tuple[ReadCall, ParserMaker]:
     output = intake.chats.format_of(chosen_template(intake.model, request.chat_template))
     functions = functions_of(request, output)
     options, names = sampling_options(
@@ -150,6 +161,7 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
         raise invalid("top_logprobs", "top_logprobs is set, but logprobs is not true; set it, or leave both unset")
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
+        names["logprobs"] = "logprobs" if request.top_logprobs is None else "top_logprobs"
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -169,4 +181,4 @@ async def read_chat(request: ChatCompletionRequest, call: Call, intake: Intake) 
             add_special_tokens=False,
         )
     answer_id = drawn if request.request_id is None else f"chatcmpl-{request.request_id}"
-    return ReadCall([read], answer_id, called), make_parser
+    return ReadCall([read], answer_id, called, bool(request.echo), bool(request.return_token_ids)), make_parser

@@ -1,5 +1,6 @@
 """`/v1/completions`: texts or token ids as prompts, and what comes after them."""
 
+import itertools
 import secrets
 from typing import Any
 
@@ -17,11 +18,12 @@ from scheduler_service.doors.http.answering import (
 from scheduler_service.doors.http.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, UsageCounts
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall, RequestNames, parsed, sampling_options, structured
-from scheduler_service.doors.http.prompts import separate_prompts
+from scheduler_service.doors.http.prompts import reading_size, separate_prompts
 from scheduler_service.doors.http.requests import CompletionRequest
 from scheduler_service.doors.http.token_texts import CompletionTokens, TokenTexts
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
+from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -91,22 +93,27 @@ class CompletionWriter:
             tokens = self._tokens[index] = CompletionTokens(self._texts)
         if echoed is None:
             return tokens.logprobs(delta.logprobs)
-        return tokens.logprobs([*echoed.logprobs, *delta.logprobs], echoed.prompt_token_ids[0])
+        return tokens.logprobs(itertools.chain(echoed.logprobs, delta.logprobs), echoed.prompt_token_ids[0])
 
 
 async def complete_prompts(
     request: CompletionRequest, call: Call, intake: Intake, model_name: str, stream: EventStream
 ) -> bytes | None:
     """Return the answer, unless it is streamed. Raises RefusedError."""
-    asked = read_completion(request, call, intake)
-    echoed = [await _text_of(prompt.prompt, intake) for prompt in asked.requests] if request.echo else []
+    asked = await read_completion(request, call, intake)
+    echoed = [await _text_of(prompt, intake) for prompt in asked.requests] if request.echo else []
     writer = CompletionWriter(request, (asked.answer_id, model_name), intake, echoed)
     num_best = request.n or 1 if request.best_of is not None else None
     return await answer_call(request, asked, call, intake, writer, stream, num_best)
 
 
-def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
+async def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
     """Raises RefusedError."""
+    tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.prompt, call)
+    return await intake.turns.carry_out(tenant, size, _read, request, call, intake)
+
+
+def _read(request: CompletionRequest, call: Call, intake: Intake) -> ReadCall:
     options, names = sampling_options(request, intake.model, structured(request))
     called = RequestNames("prompt", **names)
     if request.max_tokens == 0 and not request.echo:
@@ -136,7 +143,8 @@ def read_completion(request: CompletionRequest, call: Call, intake: Intake) -> R
             )
             for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
         ]
-    return ReadCall(requests, drawn if request.request_id is None else f"cmpl-{request.request_id}", called)
+    answer_id = drawn if request.request_id is None else f"cmpl-{request.request_id}"
+    return ReadCall(requests, answer_id, called, bool(request.echo), bool(request.return_token_ids))
 
 
 def _check_best_of(request: CompletionRequest, best_of: int) -> None:
@@ -147,12 +155,13 @@ def _check_best_of(request: CompletionRequest, best_of: int) -> None:
         raise invalid("best_of", "which samples are best is known at the end alone; leave stream or best_of unset")
 
 
-async def _text_of(prompt: str | tuple[int, ...], intake: Intake) -> str:
+async def _text_of(asked: ParsedRequest, intake: Intake) -> str:
     """Return the text of a prompt. Raises RefusedError."""
+    prompt = asked.prompt
     if isinstance(prompt, str):
         return prompt
-    if intake.tokenizer is None:
+    if intake.texts is None:
         raise invalid("echo", "the served checkpoint has no tokenizer, and knows no text of a prompt; leave echo unset")
     # Tokens that there are not are refused later.
     known = [token_id for token_id in prompt if token_id < intake.model.vocab_size]
-    return await intake.tokenizer.text_of(known, skip_special_tokens=False)
+    return await intake.texts.decode(known, asked.request.tenant, skip_special_tokens=False)

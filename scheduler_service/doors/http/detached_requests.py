@@ -5,14 +5,13 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from pagewire.common.transport.translation import enum_names
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.doors.http.answering import counts
-from scheduler_service.doors.http.answers import DetachedAnswer, DetachedOutput, PromptTokensDetails
+from scheduler_service.doors.http.answers import DetachedAnswer, DetachedOutput, PromptTokensDetails, encode
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.requests import DetachedQuery, GenerationRequest, NamedRequest
@@ -29,7 +28,7 @@ from scheduler_service.serving.tenants.caller import Call
 _STATES: Mapping[int, Any] = enum_names(scheduler_pb2.ResultState.DESCRIPTOR)
 _FINISH_REASONS = enum_names(scheduler_pb2.FinishReason.DESCRIPTOR)
 _OF_ANSWERS = ("stream", "stream_options", "echo", "best_of", "timeout")
-_encode = msgspec.json.Encoder().encode
+_BYTE_VALUES = 4  # that writing a byte of a message counts as: log-probabilities take few
 
 
 async def submit_detached(
@@ -45,7 +44,7 @@ async def submit_detached(
     with asked.names.in_refusals():
         message = scheduler_pb2.SubmitRequest(request=await encoded_request(parsed, intake))
         submitted = await answer_of(forward("Submit", message, call))
-    return _encode(DetachedAnswer(submitted.request_id, "running"))
+    return encode(DetachedAnswer(submitted.request_id, "running"))
 
 
 async def read_detached(
@@ -59,16 +58,17 @@ async def read_detached(
         result = await answer_of(forward("GetResult", scheduler_pb2.GetResultRequest(**named), call))
         if not result.outputs:  # a record alone, of what was answered otherwise
             raise unknown_result(query.request_id)
-        outputs = []
+        outputs: list[Any] = []
         for output in result.outputs:
-            outputs.append(_output(output, texts, intake))
+            size = _BYTE_VALUES * output.ByteSize()
+            outputs.append(await intake.turns.carry_out(named["tenant"], size, _encoded, output, texts, intake))
             await asyncio.sleep(0)  # others have their turn
         failure = result.failure.message if result.HasField("failure") else UNSET
-        return _encode(DetachedAnswer(result.request_id, _STATES[result.state], outputs, failure))
+        return encode(DetachedAnswer(result.request_id, _STATES[result.state], outputs, failure))
     message = scheduler_pb2.AttachRequest(**named, from_token=query.from_token or 0)
     async with contextlib.aclosing(forward("Attach", message, call)) as deltas:
         async for delta in deltas:
-            await stream.tell(_encode(_output(delta, texts, intake)))
+            await stream.tell(encode(_output(delta, texts, intake)))
     await stream.end()
     return None
 
@@ -76,7 +76,7 @@ async def read_detached(
 async def abort_request(named: NamedRequest, call: Call, intake: Intake) -> bytes:
     """End a request that came by any door. Raises RefusedError."""
     await intake.abort(**_named(named, call), call=call)
-    return _encode({"request_id": named.request_id})
+    return encode({"request_id": named.request_id})
 
 
 def _named(named: NamedRequest, call: Call) -> dict[str, str]:
@@ -92,6 +92,10 @@ async def encoded_request(parsed: ParsedRequest, intake: Intake) -> scheduler_pb
     message.sampling.include_stop_str_in_output = parsed.include_stop_text
     message.sampling.skip_special_tokens = parsed.skip_special_tokens
     return message
+
+
+def _encoded(output: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> Raw:
+    return Raw(encode(_output(output, texts, intake)))
 
 
 def _output(delta: scheduler_pb2.GenerateResponse, texts: TokenTexts, intake: Intake) -> DetachedOutput:

@@ -1,17 +1,23 @@
 """`/v1/embeddings`: one or several texts, or their token ids, each as numbers of length 1."""
 
+import asyncio
 import base64
 import math
 import secrets
 import struct
+from typing import Any
+
+from msgspec import Raw
 
 from scheduler_service.core.request import SequenceEnd
 from scheduler_service.doors.http.answering import all_of, now, numbered
-from scheduler_service.doors.http.answers import EmbeddingAnswer, EmbeddingItem, UsageCounts
+from scheduler_service.doors.http.answers import EmbeddingAnswer, EmbeddingItem, UsageCounts, encode
 from scheduler_service.doors.http.options import RequestNames, parsed
-from scheduler_service.doors.http.prompts import separate_prompts
+from scheduler_service.doors.http.prompts import reading_size, separate_prompts
 from scheduler_service.doors.http.requests import EmbeddingRequest
+from scheduler_service.serving.checkpoint.model_info import ModelInfo
 from scheduler_service.serving.intake import Intake
+from scheduler_service.serving.parsed_request import ParsedRequest
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
 
@@ -21,22 +27,25 @@ _NUMBER_BYTES = 4
 async def embed_inputs(request: EmbeddingRequest, call: Call, intake: Intake, model_name: str) -> EmbeddingAnswer:
     """Return an embedding of each input. Raises RefusedError."""
     drawn = f"embd-{secrets.token_hex(12)}"
-    prompts = separate_prompts(request.input, "input")
+    tenant, size = call.caller.tenant(request.tenant or ""), reading_size(request.input, call)
     with RequestNames("input", embed="model").in_refusals():
-        requests = [
-            parsed(request, prompt, None, call, intake.model, request_id=name)
-            for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
-        ]
+        requests = await intake.turns.carry_out(tenant, size, _read, request, drawn, call, intake.model)
         ends = [end for _, end in await all_of(intake.embed(each, call) for each in requests)]
     num_tokens = sum(end.num_prompt_tokens for end in ends)
-    return EmbeddingAnswer(
-        request.request_id or drawn,
-        "list",
-        now(),
-        model_name,
-        [EmbeddingItem("embedding", index, _shown(request, end)) for index, end in enumerate(ends)],
-        UsageCounts(num_tokens, 0, num_tokens),
-    )
+    data: list[Any] = []
+    for index, end in enumerate(ends):
+        data.append(Raw(encode(EmbeddingItem("embedding", index, _shown(request, end)))))
+        await asyncio.sleep(0)  # others have their turn
+    usage = UsageCounts(num_tokens, 0, num_tokens)
+    return EmbeddingAnswer(request.request_id or drawn, "list", now(), model_name, data, usage)
+
+
+def _read(request: EmbeddingRequest, drawn: str, call: Call, model: ModelInfo) -> list[ParsedRequest]:
+    prompts = separate_prompts(request.input, "input")
+    return [
+        parsed(request, prompt, None, call, model, request_id=name)
+        for prompt, name in zip(prompts, numbered(request.request_id or drawn, len(prompts)), strict=True)
+    ]
 
 
 def _shown(request: EmbeddingRequest, end: SequenceEnd) -> list[float] | str:

@@ -24,6 +24,7 @@ from scheduler_service.serving.tenants.caller import Call
 
 _SAME = (*SampledRequest.__annotations__, "n", "prompt_logprobs", "beam_width", "length_penalty")
 _NULL = b"null"
+_MAX_BAD_WORDS = 1024
 _PARENT = "sampling."  # of the paths of fields that stand in a request itself here
 _LISTS_OF_TOKENS = "token_ids.ids"
 # What an output must match: the field that says so, the kind, and its value.
@@ -57,6 +58,8 @@ class ReadCall(NamedTuple):
     requests: list[ParsedRequest]
     answer_id: str
     names: RequestNames
+    echoes: bool = False  # each answer begins with its prompt
+    shows_tokens: bool = False  # with its token ids, the prompt's too
 
 
 def sampling_options(
@@ -146,6 +149,9 @@ def structured(request: GenerationRequest) -> Iterator[FoundGrammar]:
 
 def _ruled_out(request: GenerationRequest, model: ModelInfo) -> Iterator[FoundGrammar]:
     """Yield what rules tokens or texts out, as grammars in Lark. Raises RefusedError."""
+    for field, limit in (("allowed_token_ids", model.vocab_size), ("bad_words", _MAX_BAD_WORDS)):
+        if (count := len(getattr(request, field) or ())) > limit:
+            raise invalid(field, f"{field} has {count} entries, at most {limit} are allowed; send fewer")
     if request.allowed_token_ids is not None:
         for position, token_id in enumerate(request.allowed_token_ids):
             check_token_id(f"allowed_token_ids[{position}]", token_id, model)

@@ -1,6 +1,5 @@
 """The prompts of a request: texts, token ids, or the text that a chat template makes of a conversation."""
 
-import asyncio
 from typing import Any, cast
 
 import msgspec
@@ -14,8 +13,11 @@ from scheduler_service.doors.http.requests import (
     ToolField,
 )
 from scheduler_service.serving.checkpoint.model_info import ModelInfo
+from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import invalid
+from scheduler_service.serving.tenants.caller import Call
 
+_PROMPT_VALUES = 512  # that making a request of a prompt counts as
 # Fields of a request that are variables of a template.
 _VARIABLES = ("documents", "reasoning_effort")
 
@@ -34,17 +36,26 @@ def separate_prompts(given: PromptField, field: str) -> list[str | tuple[int, ..
     return [item if isinstance(item, str) else tuple(item) for item in cast(list[str | list[int]], given)]
 
 
-async def render_messages(model: ModelInfo, request: ChatCompletionRequest | TokenizeRequest) -> str:
-    """Return the text of a conversation's prompt. Raises RefusedError."""
-    template = chosen_template(model, request.chat_template)
+def reading_size(given: PromptField, call: Call) -> int:
+    """Return the values that making requests of a call's prompts counts as."""
+    num_prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else min(len(given), MAX_PROMPTS)
+    return max(call.size, _PROMPT_VALUES * num_prompts)
+
+
+async def render_messages(request: ChatCompletionRequest | TokenizeRequest, call: Call, intake: Intake) -> str:
+    """Return the text of a conversation's prompt, rendered in the tenant's turn. Raises RefusedError."""
+    template = chosen_template(intake.model, request.chat_template)
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("continue_final_message", GOES_TWO_WAYS)
+    tenant = call.caller.tenant(getattr(request, "tenant", None) or "")
+    return await intake.turns.run(tenant, call.size, _rendered, template, request, intake.model)
+
+
+def _rendered(template: str, request: ChatCompletionRequest | TokenizeRequest, model: ModelInfo) -> str:
     messages = request.messages or []
     adds_prompt = not request.continue_final_message and request.add_generation_prompt is not False
     try:
-        # A template may take its time.
-        text = await asyncio.to_thread(
-            render,
+        text = render(
             template,
             messages,
             special_tokens=model.special_tokens,

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
 import uvicorn
 from msgspec import Struct
 from starlette.datastructures import QueryParams
@@ -30,8 +29,8 @@ from pagewire.common.transport.listening import check_port, max_open_connections
 from pagewire.common.transport.tls import TlsFiles
 from scheduler_service.doors.http import event_stream
 from scheduler_service.doors.http.answering import longest_sequence, now
-from scheduler_service.doors.http.answers import Model, Models
-from scheduler_service.doors.http.body import decode_body, decode_query, lenient, read_body
+from scheduler_service.doors.http.answers import Model, Models, encode
+from scheduler_service.doors.http.body import MAX_BODY_BYTES, decode_in_turn, decode_query, lenient, read_body
 from scheduler_service.doors.http.chat_completions import complete_chat, read_chat
 from scheduler_service.doors.http.completions import complete_prompts, read_completion
 from scheduler_service.doors.http.connection import HttpConnection, Listener, UnreadAnswers
@@ -67,17 +66,16 @@ from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid, timed_out
 from scheduler_service.serving.tenants.caller import Call, Caller
 from scheduler_service.serving.tenants.tenant_file import TenantFile
+from scheduler_service.serving.turns import PIECE_SIZE, TenantBytes
 
 logger = logging.getLogger(__name__)
 
 _SESSION_HEADER = b"x-session-id"
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _CLOSE_TIMEOUT_S = 2
-# Bodies that are on their way have so much memory together, but for those that are small.
+# Bodies larger than PIECE_SIZE that are on their way have this much memory together, and those of a tenant a quarter.
 MAX_BODIES_BYTES = 128 << 20
-_SMALL_BODY_BYTES = 64 << 10
 _JSON = "application/json"
-_encode = msgspec.json.Encoder().encode
 # Serves a request, and returns the answer unless it is streamed.
 Serve = Callable[[Any, Call, EventStream], Awaitable[bytes | None]]
 
@@ -115,13 +113,13 @@ class HttpDoor:
         self._read_metrics = read_metrics
         self._streams: set[EventStream] = set()
         self._comments: set[asyncio.Task[None]] = set()
-        self._num_body_bytes = 0  # of bodies that are on their way
+        self._bodies = TenantBytes("bodies", MAX_BODIES_BYTES, max(MAX_BODY_BYTES, MAX_BODIES_BYTES // 4))
         self._unread = UnreadAnswers()
         self._begun_at = now()
         self._hosts = HostNames(address.host)
         self._origins = frozenset(allowed_origins)
         self._as_read: Callable[[type[Struct]], Any] = lenient if is_lenient else lambda kind: kind
-        self._page, self._document = page().encode(), _encode(document(self._as_read))  # made once: it takes long
+        self._page, self._document = page().encode(), encode(document(self._as_read))  # made once: it takes long
         self._router = Router(self._routes(), redirect_slashes=False)
         self._socket = Listener(_bound(address.host, address.port), max_open_connections() // 2)  # gRPC has the others
         self.url = f"{'http' if address.tls is None else 'https'}://{join(address.host, self._socket.getsockname()[1])}"
@@ -243,7 +241,7 @@ class HttpDoor:
         raise RefusedError(Reason.UNAVAILABLE, availability.unavailable_reason or "no worker computes now")
 
     async def _version(self, request: object) -> Response:
-        return Response(_encode({"version": __version__}), media_type=_JSON)
+        return Response(encode({"version": __version__}), media_type=_JSON)
 
     async def _metrics(self, request: Any) -> Response:
         self._call(request.scope).caller.check_operator("/metrics")
@@ -257,17 +255,17 @@ class HttpDoor:
 
     async def _models(self, request: Any) -> Response:
         self._call(request.scope)
-        return Response(_encode(Models("list", [self._card(name) for name in self._model_names()])), media_type=_JSON)
+        return Response(encode(Models("list", [self._card(name) for name in self._model_names()])), media_type=_JSON)
 
     async def _model(self, request: Any) -> Response:
         self._call(request.scope)
         name = unquote(request.path_params["name"])
         self._check_model(name)
-        return Response(_encode(self._card(name)), media_type=_JSON)
+        return Response(encode(self._card(name)), media_type=_JSON)
 
     async def _complete(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes | None:
         if request.detached:
-            return await self._submit(request, read_completion(request, call, self._intake), call)
+            return await self._submit(request, await read_completion(request, call, self._intake), call)
         return await complete_prompts(request, call, self._intake, self._model_name(), stream)
 
     async def _complete_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes | None:
@@ -313,22 +311,22 @@ class HttpDoor:
         return await abort_request(named, call, self._intake)
 
     async def _render_prompts(self, request: CompletionRequest, call: Call, stream: EventStream) -> bytes:
-        read = read_completion(request, call, self._intake)
-        return _encode(await render(read, self._intake, self._model_name()))
+        read = await read_completion(request, call, self._intake)
+        return encode(await render(read, self._intake, self._model_name()))
 
     async def _render_chat(self, request: ChatCompletionRequest, call: Call, stream: EventStream) -> bytes:
         asked, _ = await read_chat(request, call, self._intake)
         (prompt,) = await render(asked, self._intake, self._model_name())
-        return _encode(prompt)
+        return encode(prompt)
 
     async def _embed(self, request: EmbeddingRequest, call: Call, stream: EventStream) -> bytes:
-        return _encode(await embed_inputs(request, call, self._intake, self._model_name()))
+        return encode(await embed_inputs(request, call, self._intake, self._model_name()))
 
     async def _tokenize(self, request: TokenizeRequest, call: Call, stream: EventStream) -> bytes:
-        return _encode(await tokenize(request, call, self._intake))
+        return await tokenize(request, call, self._intake)
 
     async def _detokenize(self, request: DetokenizeRequest, call: Call, stream: EventStream) -> bytes:
-        return _encode(await detokenize(request, call, self._intake))
+        return await detokenize(request, call, self._intake)
 
     def _card(self, name: str) -> Model:
         return Model(name, "model", self._begun_at, "pagewire", self._served(), None, longest_sequence(self._intake))
@@ -337,13 +335,15 @@ class HttpDoor:
         kind = self._as_read(route.request)
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-            call = self._call(scope)
+            call, size = self._call(scope), 0
             if route.is_named:
                 named = {name: unquote(value) for name, value in scope["path_params"].items()}
                 request = decode_query({**QueryParams(scope["query_string"]), **named}, kind)
             else:
-                request = decode_body(await self._read_body(scope, receive), kind)
-            call = replace(call, time_remaining=getattr(request, "timeout", None))
+                tenant = call.caller.tenant("")
+                body = await self._read_body(scope, receive, tenant)
+                request, size = await decode_in_turn(body, kind, tenant, self._intake.turns)
+            call = replace(call, time_remaining=getattr(request, "timeout", None), size=size)
             self._check_model(getattr(request, "model", None))
             try:
                 async with self._while_connected(scope, receive) as stream, asyncio.timeout(call.time_remaining):
@@ -360,24 +360,23 @@ class HttpDoor:
 
     # What a call goes through
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _read_body(self, scope: Scope, receive: Receive, tenant: str) -> bytes:
         """Return the whole body, if it has room among those that are on their way. Raises RefusedError, HttpRefusal."""
-        num_bytes = 0
+        num_bytes = num_counted = 0
 
         async def receive_counted() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, num_counted
             message = await receive()
-            num_come = len(message.get("body", b""))
-            num_bytes += num_come
-            self._num_body_bytes += num_come
-            if num_bytes > _SMALL_BODY_BYTES and self._num_body_bytes > MAX_BODIES_BYTES:
-                raise RefusedError(Reason.RESOURCE_EXHAUSTED, "too many large bodies are on their way; try again later")
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > PIECE_SIZE:
+                self._bodies.add(tenant, num_bytes - num_counted)
+                num_counted = num_bytes
             return message
 
         try:
             return await read_body(scope, receive_counted)
         finally:
-            self._num_body_bytes -= num_bytes
+            self._bodies.remove(tenant, num_counted)
 
     @contextlib.asynccontextmanager
     async def _while_connected(self, scope: Scope, receive: Receive) -> AsyncIterator[EventStream]:
@@ -474,7 +473,7 @@ async def _refuse(
 ) -> None:
     """End a call by an error, as its last event if it has begun."""
     if stream.has_begun:
-        await stream.tell(_encode(error_answer(refused, scope["path"])), "error")
+        await stream.tell(encode(error_answer(refused, scope["path"])), "error")
         await stream.end()
     else:
         await error_response(refused, scope["path"])(scope, receive, send)

@@ -1,9 +1,12 @@
 """`/tokenize` and `/detokenize`, and the prompts of completions and conversations as the tokens that they become."""
 
 import asyncio
+from functools import partial
+
+from msgspec import Raw
 
 from scheduler_service.doors.http.answering import longest_sequence
-from scheduler_service.doors.http.answers import DecodedPrompt, RenderedPrompt, Tokens
+from scheduler_service.doors.http.answers import DecodedPrompt, RenderedPrompt, Tokens, encode, encode_list
 from scheduler_service.doors.http.options import ReadCall
 from scheduler_service.doors.http.prompts import render_messages
 from scheduler_service.doors.http.requests import DetokenizeRequest, TokenizeRequest
@@ -13,8 +16,10 @@ from scheduler_service.serving.prompt_text import ANY_NUMBER
 from scheduler_service.serving.refusal import Reason, RefusedError, invalid
 from scheduler_service.serving.tenants.caller import Call
 
+_NAME_VALUES = 16  # that finding a token's name counts as
 
-async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> Tokens:
+
+async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> bytes:
     """Make tokens of a text, or of a conversation. Raises RefusedError."""
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "send either a prompt or messages")
@@ -22,42 +27,47 @@ async def tokenize(request: TokenizeRequest, call: Call, intake: Intake) -> Toke
         text, special, field = request.prompt, request.add_special_tokens is not False, "prompt"
     else:
         text, special, field = (
-            await render_messages(intake.model, request),
+            await render_messages(request, call, intake),
             request.add_special_tokens is True,
             "messages",
         )
-    token_ids = await _encode(text, special, field, call, intake)
-    names = list(map(_tokenizer(intake).name_of, token_ids)) if request.return_token_strs else None
-    return Tokens(len(token_ids), longest_sequence(intake), token_ids, names)
+    tokenizer, tenant = _tokenizer(intake), call.caller.tenant("")
+    assert intake.texts is not None, "there is a tokenizer"
+    token_ids = await intake.texts.encode(text, tenant, ANY_NUMBER, field=field, add_special_tokens=special)
+    num_values = len(token_ids) * (_NAME_VALUES if request.return_token_strs else 1)
+    write = partial(_written, token_ids, tokenizer if request.return_token_strs else None, longest_sequence(intake))
+    return await intake.turns.carry_out(tenant, num_values, write)
 
 
-async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> DecodedPrompt:
+def _written(token_ids: list[int], naming: Tokenizer | None, max_model_len: int) -> bytes:
+    names = None if naming is None else encode_list(map(naming.name_of, token_ids))
+    return encode(Tokens(len(token_ids), max_model_len, encode_list(token_ids), names))
+
+
+async def detokenize(request: DetokenizeRequest, call: Call, intake: Intake) -> bytes:
     """Make a text of tokens. Raises RefusedError."""
-    vocab_size = intake.model.vocab_size
-    for position, token_id in enumerate(request.tokens):
-        if token_id >= vocab_size:
-            raise invalid(
-                f"tokens[{position}]", f"token id {token_id} is not below the vocabulary's size, {vocab_size}"
-            )
-    return DecodedPrompt(await _tokenizer(intake).text_of(request.tokens, skip_special_tokens=False))
-
-
-async def render(read: ReadCall, intake: Intake, model_name: str) -> list[RenderedPrompt]:
-    """Return the tokens of each prompt as they would be queued. Raises RefusedError."""
-    with read.names.in_refusals():
-        return [
-            RenderedPrompt(each.request.request_id, model_name, list(await intake.tokenize(each)))
-            for each in read.requests
-        ]
-
-
-async def _encode(text: str, special: bool, field: str, call: Call, intake: Intake) -> list[int]:
     _tokenizer(intake)
     assert intake.texts is not None, "there is a tokenizer"
+    vocab_size = intake.model.vocab_size
+    highest = max(request.tokens, default=0)
+    if highest >= vocab_size:
+        raise invalid(
+            f"tokens[{request.tokens.index(highest)}]",
+            f"token id {highest} is not below the vocabulary's size, {vocab_size}",
+        )
     tenant = call.caller.tenant("")
-    token_ids = await intake.texts.encode(text, tenant, ANY_NUMBER, field=field, add_special_tokens=special)
-    await asyncio.sleep(0)  # others have their turn before many numbers are written
-    return token_ids
+    return encode(DecodedPrompt(await intake.texts.decode(request.tokens, tenant, skip_special_tokens=False)))
+
+
+async def render(read: ReadCall, intake: Intake, model_name: str) -> list[Raw]:
+    """Return the tokens of each prompt as they would be queued. Raises RefusedError."""
+    rendered = []
+    with read.names.in_refusals():
+        for each in read.requests:
+            token_ids = encode_list(await intake.tokenize(each))
+            rendered.append(Raw(encode(RenderedPrompt(each.request.request_id, model_name, token_ids))))
+            await asyncio.sleep(0)  # others have their turn
+    return rendered
 
 
 def _tokenizer(intake: Intake) -> Tokenizer:

@@ -138,9 +138,11 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.DetokenizeResponse:
         """Make texts of tokens."""
-        tokenizer = self.intake.tokenizer
-        if tokenizer is None:
+        texts = self.intake.texts
+        if texts is None:
             raise _no_tokenizer("prompts")
+        tenant = self._entrance.call(context).caller.tenant("")
+        skip_special_tokens = value_or(request, "skip_special_tokens", True)
         response = scheduler_pb2.DetokenizeResponse()
         for index, prompt in enumerate(request.prompts):
             highest, vocab_size = max(prompt.ids, default=0), self.intake.model.vocab_size
@@ -148,9 +150,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 raise invalid(
                     f"prompts[{index}].ids", f"token id {highest} is not below the vocabulary's size, {vocab_size}"
                 )
-            response.texts.append(
-                await tokenizer.text_of(prompt.ids, skip_special_tokens=value_or(request, "skip_special_tokens", True))
-            )
+            response.texts.append(await texts.decode(list(prompt.ids), tenant, skip_special_tokens=skip_special_tokens))
         return response
 
     def _tenant(self, request: Any, context: grpc.aio.ServicerContext) -> str:

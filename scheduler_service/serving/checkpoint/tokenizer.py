@@ -8,7 +8,6 @@ import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,11 +76,6 @@ class Tokenizer:
         """
         threads, encode = (self._long_text_thread, self._encode_long) if is_long else (self._threads, self._encode)
         return await asyncio.get_running_loop().run_in_executor(threads, encode, text, max_tokens, add_special_tokens)
-
-    async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Decode token ids to text, off the event loop."""
-        decode = partial(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._byte_tokens.keys().isdisjoint(token_ids):

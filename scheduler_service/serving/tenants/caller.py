@@ -107,3 +107,4 @@ class Call:
     session_id: str = ""  # of its requests that name none: proxies know headers, not requests
     trace: Mapping[str, str] = field(default_factory=dict)  # the headers of the W3C's that tell the trace it is part of
     time_remaining: float | None = None  # seconds after which its client waits no more
+    size: int = 0  # bytes of its body, or its JSON values if these are more

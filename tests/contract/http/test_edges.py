@@ -343,8 +343,13 @@ async def test_a_chunked_body_has_the_bounds_of_others(model: Path, monkeypatch:
         assert await status_of(server, head + too_much * 17) == 413
 
 
-async def test_bodies_on_their_way_have_a_bound_together(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_on_their_way_have_a_bound_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_BODIES_BYTES", 2 * MIB)
+    async with serve_http(model) as server:
+        await _check_bodies_on_their_way(server)
+
+
+async def _check_bodies_on_their_way(server: HttpServer) -> None:
     begun = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {2 * MIB}\r\n\r\n".encode()
     async with connected(server) as (_, first), connected(server) as (reader, second):
         for writer in (first, second):

@@ -389,16 +389,16 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[special])
     tokenizer.save(str(model / "tokenizer.json"))
     begun: list[tuple[Call, ParsedRequest, Request]] = []
-    begin = Intake.begin
+    start = Intake.start
 
-    async def noted(intake: Intake, parsed: ParsedRequest, call: Call, *args: Any, **options: Any) -> ActiveRequest:
-        active = await begin(intake, parsed, call, *args, **options)
+    def noted(intake: Intake, parsed: ParsedRequest, request: Request, call: Call, **options: Any) -> ActiveRequest:
+        active = start(intake, parsed, request, call, **options)
         if isinstance(intake.engine, SchedulerLink):
             begun.append((call, parsed, active.request))
         return active
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Intake, "begin", noted)
+        patch.setattr(Intake, "start", noted)
         async with serve_http(model) as server:
             yield Door(server, tokenizer, begun)
 

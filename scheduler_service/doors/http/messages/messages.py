@@ -113,7 +113,7 @@ async def answer_message(
 ) -> bytes | None:
     """Return the message, unless it is streamed. Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, make_parser = await read_chat(_chat(request, intake), call, intake)
+        asked, make_parser = await read_chat(await _chat(request, call, intake), call, intake)
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
             message_id = f"msg_{request.request_id or secrets.token_hex(12)}"
             head = MessageAnswer(
@@ -135,14 +135,14 @@ async def answer_message(
 async def count_tokens(request: CountTokensRequest, call: Call, intake: Intake) -> bytes:
     """Raises RefusedError."""
     with _NAMES.in_refusals():
-        asked, _ = await read_chat(_chat(request, intake), call, intake)
+        asked, _ = await read_chat(await _chat(request, call, intake), call, intake)
         return _encode(TokenCount(len(await intake.tokenize(asked.requests[0]))))
 
 
-def _chat(request: CountTokensRequest, intake: Intake) -> ChatCompletionRequest:
+async def _chat(request: CountTokensRequest, call: Call, intake: Intake) -> ChatCompletionRequest:
     """Return the chat that a request means. Clients give a budget to any model: one that has no reasoning keeps to it.
     Raises RefusedError."""
-    chat = chat_of(request)
+    chat = await intake.turns.carry_out(call.caller.tenant(request.tenant or ""), call.size, chat_of, request)
     if intake.chats.format_of(chosen_template(intake.model, None)).has_reasoning:
         return chat
     return msgspec.structs.replace(chat, thinking_token_budget=None)

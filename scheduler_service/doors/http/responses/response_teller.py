@@ -23,12 +23,12 @@ from scheduler_service.doors.http.responses.answers import (
     ResponseUsage,
     ThoughtText,
 )
-from scheduler_service.serving.checkpoint.tokenizer import Tokenizer
+from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.output import Delta
-from scheduler_service.serving.prompt_text import ANY_NUMBER
 
 ID_PREFIX = "resp_"  # of a response's id, before the request's
 _STATUSES = {EndReason.STOP: "completed", EndReason.LENGTH: "incomplete", EndReason.ABORT: "cancelled"}
+_CHAR_VALUES = 4  # that reading a character of an output counts as
 _encode = msgspec.json.Encoder().encode
 _LAST_EVENTS = {"cancelled": "incomplete"}  # which clients know no event of
 
@@ -36,11 +36,12 @@ _LAST_EVENTS = {"cancelled": "incomplete"}  # which clients know no event of
 class ResponseTeller:
     """Makes the events of a response of what comes of an output."""
 
-    def __init__(self, parser: OutputParser, begun: ResponseAnswer, tokenizer: Tokenizer) -> None:
-        """`begun` is the response as it begins."""
+    def __init__(self, parser: OutputParser, begun: ResponseAnswer, intake: Intake, tenant: str) -> None:
+        """`begun` is the response of a tenant as it begins."""
         self._parser = parser
         self._begun = begun
-        self._tokenizer = tokenizer
+        self._intake = intake
+        self._tenant = tenant
         self._name = begun.id.removeprefix(ID_PREFIX)
         self._num_events = 0
         self._is_in_progress = False
@@ -61,7 +62,8 @@ class ResponseTeller:
             self._is_in_progress = True
             in_progress = msgspec.structs.replace(self._begun, status="in_progress")
             events.append(self._event("response.in_progress", response=in_progress))
-        events += self._tell_text(delta.text, is_last=end is not None)
+        size = _CHAR_VALUES * len(delta.text)
+        events += await self._intake.turns.carry_out(self._tenant, size, self._told, delta.text, end is not None)
         if end is not None:
             status = _STATUSES[end.reason]
             details = Incomplete("max_output_tokens") if status == "incomplete" else None
@@ -77,6 +79,9 @@ class ResponseTeller:
         yield from self._close("completed" if status == "completed" else "incomplete")
         response = msgspec.structs.replace(self._begun, status=status, output=self._items, **told)
         yield self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)
+
+    def _told(self, text: str, is_last: bool) -> list[ResponseEvent]:
+        return list(self._tell_text(text, is_last=is_last))
 
     def _tell_text(self, text: str, *, is_last: bool) -> Iterator[ResponseEvent]:
         for part in self._parser.feed(text, is_last=is_last):
@@ -145,14 +150,13 @@ class ResponseTeller:
 
     async def _usage(self, end: SequenceEnd) -> ResponseUsage:
         """Count the tokens of reasoning by its text: one token may end it and go on behind it."""
-        text = "".join(self._reasoning)
-        token_ids = await self._tokenizer.encode(text, ANY_NUMBER, add_special_tokens=False) if text else []
-        assert isinstance(token_ids, list), "any number of tokens is asked for"
+        assert self._intake.texts is not None, "chats are of texts"
+        num_reasoning = await self._intake.texts.count("".join(self._reasoning), self._tenant)
         return ResponseUsage(
             end.num_prompt_tokens,
             CachedTokens(end.num_cached_tokens),
             end.num_output_tokens,
-            ReasoningTokens(len(token_ids)),
+            ReasoningTokens(num_reasoning),
             end.num_prompt_tokens + end.num_output_tokens,
         )
 

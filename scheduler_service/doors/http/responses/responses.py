@@ -1,5 +1,6 @@
 """`/v1/responses`, OpenAI's Responses API: chats, whose answers are items of reasoning, text, calls of functions."""
 
+import dataclasses
 import secrets
 
 import msgspec
@@ -8,11 +9,12 @@ from scheduler_service.doors.http.answering import begin_requests, deltas_of, no
 from scheduler_service.doors.http.chat_completions import read_chat
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import RequestNames
+from scheduler_service.doors.http.requests import ChatCompletionRequest
 from scheduler_service.doors.http.responses.answers import ResponseAnswer
 from scheduler_service.doors.http.responses.conversation import chat_meant, items_of
-from scheduler_service.doors.http.responses.requests import ResponsesRequest
+from scheduler_service.doors.http.responses.requests import InputItem, ResponsesRequest
 from scheduler_service.doors.http.responses.response_teller import ID_PREFIX, tell_events
-from scheduler_service.doors.http.responses.stored_responses import ResponseRecord, StoredResponses
+from scheduler_service.doors.http.responses.stored_responses import PROMPT_END_CHARS, ResponseRecord, StoredResponses
 from scheduler_service.serving.intake import Intake
 from scheduler_service.serving.refusal import invalid
 from scheduler_service.serving.tenants.caller import Call
@@ -40,14 +42,19 @@ async def answer_response(
         raise invalid("timeout", "timeout is of an answer, and one in background is not waited for; leave it unset")
     request = msgspec.structs.replace(request, request_id=request.request_id or secrets.token_hex(24))
     with _NAMES.in_refusals():
-        conversation = await stored.conversation(request.previous_response_id) if request.previous_response_id else []
-        conversation += items_of(request, conversation)
-        asked, make_parser = await read_chat(chat_meant(request, conversation), call, intake)
-        record = ResponseRecord(conversation, _begun(request, model_name))
+        conversation: list[InputItem] = []
+        if request.previous_response_id:
+            conversation, size = await stored.conversation(request.previous_response_id)
+            call = dataclasses.replace(call, size=max(call.size, size))
+        chat = await stored.in_turn(call.size, _chat, request, conversation)
+        asked, make_parser = await read_chat(chat, call, intake)
+        prompt = asked.requests[0].prompt
+        assert isinstance(prompt, str), "chats are of texts"
+        record = ResponseRecord(conversation, _begun(request, model_name), prompt_end=prompt[-PROMPT_END_CHARS:])
         if request.background:
             return await stored.begin(request, record, asked, stream)
         if is_stored:
-            record.encoded()  # what would not be kept is not computed
+            await stored.in_turn(call.size, record.encoded)  # what would not be kept is not computed
         async with begin_requests(asked, call, intake, is_streamed=bool(request.stream)) as [progress]:
             teller = stored.teller(make_parser, record)
             if not request.stream:
@@ -65,6 +72,12 @@ async def answer_response(
                 await stream.end()
                 return None
             return _encode(events[-1].response)
+
+
+def _chat(request: ResponsesRequest, conversation: list[InputItem]) -> ChatCompletionRequest:
+    """Add what is asked to a conversation, and return the chat that is meant. Raises RefusedError."""
+    conversation += items_of(request, conversation)
+    return chat_meant(request, conversation)
 
 
 def _begun(request: ResponsesRequest, model_name: str) -> ResponseAnswer:

@@ -3,15 +3,16 @@ of each a record, which only doors understand, under the id of its request."""
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from pagewire.common.strict_json import MAX_VALUES, count_values
 from pagewire.common.transport.message_size import MAX_MESSAGE_BYTES
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.doors.http.chat_completions import read_chat
+from scheduler_service.doors.http.chat_completions import parser_maker
 from scheduler_service.doors.http.detached_requests import encoded_request
 from scheduler_service.doors.http.event_stream import EventStream
 from scheduler_service.doors.http.options import ReadCall
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # what names it has room beside
 _PAGE_ITEMS = 20
+PROMPT_END_CHARS = 256
+_Result = TypeVar("_Result")
 _encode = msgspec.json.Encoder().encode
 _decode_items = msgspec.json.Decoder(list[InputItem]).decode
 
@@ -40,6 +43,7 @@ class ResponseRecord(Struct, frozen=True):
     input: list[InputItem]  # all that it answers, what came before the request's own input too
     response: ResponseAnswer  # as it has ended; one in background as it begins
     request: ResponsesRequest | None = None  # of one in background, without its input: how the output is read
+    prompt_end: str = ""  # which says how the output begins
 
     def encoded(self) -> bytes:
         """Raises RefusedError for one that is too large to be kept."""
@@ -50,6 +54,12 @@ class ResponseRecord(Struct, frozen=True):
                 "store",
                 f"the response and its conversation have {len(record)} bytes, {_RECORD_BYTES} can be kept; shorten it, "
                 f"or send {advice}",
+            )
+        if (number := count_values(record)) > MAX_VALUES:
+            raise invalid(
+                "store",
+                f"the response and its conversation have {number} values, {MAX_VALUES} can be kept; shorten it, or "
+                "send store: false",
             )
         return record
 
@@ -62,7 +72,7 @@ class StoredResponses:
 
     def __init__(self, tenant: str | None, call: Call, intake: Intake, forward: Forward) -> None:
         """Raises RefusedError for a tenant that is not the caller's."""
-        self._tenant = call.caller.tenant(tenant or "")
+        self.tenant = call.caller.tenant(tenant or "")
         self._call = call
         self._intake = intake
         self._forward = forward
@@ -70,9 +80,10 @@ class StoredResponses:
     async def keep(self, record: ResponseRecord) -> ResponseAnswer:
         """Keep a response that has ended, and return it. What was computed is not lost where it cannot be kept: the
         response says that it is not stored."""
-        named = {"request_id": record.response.id.removeprefix(ID_PREFIX), "tenant": self._tenant}
+        named = {"request_id": record.response.id.removeprefix(ID_PREFIX), "tenant": self.tenant}
         try:
-            message = scheduler_pb2.KeepRecordRequest(record=record.encoded(), **named)
+            encoded = await self.in_turn(self._call.size, record.encoded)
+            message = scheduler_pb2.KeepRecordRequest(record=encoded, **named)
             await answer_of(self._forward("KeepRecord", message, self._call))
         except RefusedError as refusal:
             logger.warning("the response of request %r is answered, but not kept: %s", named["request_id"], refusal)
@@ -85,17 +96,17 @@ class StoredResponses:
         """Begin a response in background, and return it, unless it is streamed. Raises RefusedError."""
         record = msgspec.structs.replace(record, request=msgspec.structs.replace(request, input=""))
         with asked.names.in_refusals():
-            message = scheduler_pb2.SubmitRequest(
-                request=await encoded_request(asked.requests[0], self._intake), record=record.encoded()
-            )
+            encoded = await self.in_turn(self._call.size, record.encoded)
+            request_message = await encoded_request(asked.requests[0], self._intake)
+            message = scheduler_pb2.SubmitRequest(request=request_message, record=encoded)
             await answer_of(self._forward("Submit", message, self._call))
         if not request.stream:
             return _encode(record.response)
         await self._tell(record, stream)
         return None
 
-    async def conversation(self, response_id: str) -> list[InputItem]:
-        """Return what a request goes on with that names a response. Raises RefusedError."""
+    async def conversation(self, response_id: str) -> tuple[list[InputItem], int]:
+        """Return what a request goes on with that names a response, and its size in bytes. Raises RefusedError."""
         record, result = await self._find(response_id, "previous_response_id")
         response = await self._response(record, result)
         if response.status not in ("completed", "incomplete"):
@@ -103,11 +114,13 @@ class StoredResponses:
                 "previous_response_id",
                 f"the response {response_id!r} is {response.status}; name one that is completed, or wait until it is",
             )
-        return [*record.input, *_decode_items(_encode(response.output))]
+        items = await self.in_turn(len(result.record), lambda: _decode_items(_encode(response.output)))
+        return [*record.input, *items], len(result.record)
 
     async def read(self, response_id: str) -> bytes:
         """Return a response as it is now. Raises RefusedError."""
-        return _encode(await self._response(*await self._find(response_id)))
+        response = await self._response(*await self._find(response_id))
+        return _encode(response)
 
     async def tell(self, response_id: str, stream: EventStream) -> None:
         """Tell the events of a response from its beginning. Raises RefusedError."""
@@ -122,7 +135,7 @@ class StoredResponses:
         if record.request is None:
             raise invalid("response_id", f"the response {response_id!r} was not made in background; it has ended")
         if result.state == scheduler_pb2.RESULT_STATE_RUNNING:
-            named = {"request_id": result.request_id, "tenant": self._tenant}
+            named = {"request_id": result.request_id, "tenant": self.tenant}
             with contextlib.suppress(RefusedError):  # it has ended meanwhile, or what it is now tells
                 await self._intake.abort(**named, call=self._call)
             with contextlib.suppress(RefusedError):
@@ -154,7 +167,7 @@ class StoredResponses:
         """Return what is kept of a response, and the result of its request. Raises RefusedError."""
         result = await self._ask("GetResult", scheduler_pb2.GetResultRequest, response_id, field)
         with contextlib.suppress(msgspec.MsgspecError):  # of another request
-            record = _decode_record(result.record)
+            record = await self.in_turn(len(result.record), _decode_record, result.record)
             if record.request is None or len(result.outputs) == 1:
                 return record, result
         raise _unknown(response_id, field)
@@ -166,7 +179,7 @@ class StoredResponses:
         if prefix != ID_PREFIX:
             raise _unknown(response_id, field)
         try:
-            return await answer_of(self._forward(method, kind(request_id=request_id, tenant=self._tenant), self._call))
+            return await answer_of(self._forward(method, kind(request_id=request_id, tenant=self.tenant), self._call))
         except RefusedError as refusal:
             raise _unknown(response_id, field) if refusal.reason is Reason.NOT_FOUND else refusal from None
 
@@ -177,7 +190,7 @@ class StoredResponses:
         if result.state == scheduler_pb2.RESULT_STATE_RUNNING:
             status = "in_progress" if output.token_ids else "queued"
             return msgspec.structs.replace(record.response, status=status)
-        teller = await self._teller(record)
+        teller = self._teller(record)
         events = await teller.tell(decode_delta(output))
         if result.state == scheduler_pb2.RESULT_STATE_FAILED:
             events += teller.fail(result.failure.message)
@@ -186,7 +199,7 @@ class StoredResponses:
         return response
 
     async def _tell(self, record: ResponseRecord, stream: EventStream) -> None:
-        teller = await self._teller(record)
+        teller = self._teller(record)
         await tell_events(teller.begin(), stream)
         try:
             async with contextlib.aclosing(self._attach(record)) as deltas:
@@ -201,18 +214,21 @@ class StoredResponses:
 
     def _attach(self, record: ResponseRecord) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
         request_id = record.response.id.removeprefix(ID_PREFIX)
-        message = scheduler_pb2.AttachRequest(request_id=request_id, tenant=self._tenant)
+        message = scheduler_pb2.AttachRequest(request_id=request_id, tenant=self.tenant)
         return self._forward("Attach", message, self._call)
 
     def teller(self, make_parser: ParserMaker, record: ResponseRecord) -> ResponseTeller:
         """Return what makes the events of a response that begins."""
-        assert self._intake.tokenizer is not None, "chats are of texts"
-        return ResponseTeller(make_parser(), record.response, self._intake.tokenizer)
+        return ResponseTeller(make_parser(), record.response, self._intake, self.tenant)
 
-    async def _teller(self, record: ResponseRecord) -> ResponseTeller:
+    def _teller(self, record: ResponseRecord) -> ResponseTeller:
         assert record.request is not None, "its output is told, so that it is made in background"
-        _, make_parser = await read_chat(chat_meant(record.request, record.input), self._call, self._intake)
-        return self.teller(make_parser, record)
+        chat = chat_meant(record.request, ())  # the conversation says nothing of how the output is read
+        return self.teller(parser_maker(chat, record.prompt_end, self._intake), record)
+
+    async def in_turn(self, size: int, work: Callable[..., _Result], *args: Any) -> _Result:
+        """Call `work` in the tenant's turn if its size is large (`Turns.carry_out`). Raises RefusedError."""
+        return await self._intake.turns.carry_out(self.tenant, size, work, *args)
 
 
 def _unknown(response_id: str, field: str) -> RefusedError:

@@ -1,0 +1,139 @@
+"""What one tenant's calls cost others: order, bytes and memory."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_service.doors.http import prompts
+from scheduler_service.doors.http import server as http_server
+from scheduler_service.serving.prompt_text import TextLimits
+from scheduler_service.serving.turns import PIECE_SIZE
+from tests.contract.http.door import HttpServer, serve_http
+from tests.contract.tenants import KEYS, key_file, write_tenants
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MIB = 1 << 20
+
+
+@asynccontextmanager
+async def shared_server(model: Path, folder: Path, **front: Any) -> AsyncIterator[HttpServer]:
+    """A server of tenants that know their keys."""
+    tenants = folder / "tenants.yaml"
+    write_tenants(tenants)
+    front |= {"tenants": str(tenants), "scheduler_api_key_file": key_file(folder, "root")}
+    async with serve_http(model, tenants=str(tenants), front=front, key=KEYS["acme"]) as server:
+        yield server
+
+
+def of(tenant: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[tenant]}"}
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+
+
+async def test_chats_are_rendered_in_turns(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many one tenant sends, another's is served next after those that are being rendered."""
+    rendered: list[str] = []
+    may_go_on, render = threading.Event(), prompts.render
+
+    def held(template: str, messages: Any, **given: Any) -> str:
+        rendered.append(messages[0]["content"])
+        assert may_go_on.wait(20)
+        return render(template, messages, **given)
+
+    monkeypatch.setattr(prompts, "render", held)
+    async with shared_server(model, tmp_path) as server:
+        flood = [asyncio.create_task(server.post(CHAT, of("acme"), **chat("flood"))) for _ in range(30)]
+        while not rendered:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+        small = asyncio.create_task(server.post(CHAT, of("globex"), **chat("small")))
+        await server.post("/tokenize", of("globex"), prompt="x")  # behind it
+        may_go_on.set()
+        assert (await small).status_code == 200
+        assert {answer.status_code for answer in await asyncio.gather(*flood)} == {200}
+    assert rendered.index("small") <= 6  # of the threads that there were before
+    assert rendered.count("flood") == 30
+
+
+async def test_large_chats_wait_within_a_bound_of_their_tenant(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on, render = threading.Event(), threading.Event(), prompts.render
+
+    def held(template: str, messages: Any, **given: Any) -> str:
+        begun.set()
+        assert len(messages[0]["content"]) < 1000 or may_go_on.wait(20)
+        return render(template, messages, **given)
+
+    monkeypatch.setattr(prompts, "render", held)
+    large = chat("x " * 50_000)
+    limits = {"max_prompt_bytes": 150_000, "max_waiting_text_bytes": 2 * MIB}
+    assert TextLimits(150_000, 2 * MIB).max_tenant_waiting == MIB // 2
+    async with shared_server(model, tmp_path, **limits) as server:
+        flood = [asyncio.create_task(server.post(CHAT, of("acme"), **large)) for _ in range(12)]
+        await asyncio.to_thread(begun.wait, 20)
+        refused = 0
+        for answer in asyncio.as_completed(flood):
+            response = await answer
+            refused += response.status_code == 429
+            if refused == 7:  # five have room
+                assert "texts of this tenant" in response.text
+                assert int(response.headers["retry-after"]) > 0
+                break
+        assert (await server.post(CHAT, of("globex"), **chat("small"))).status_code == 200
+        may_go_on.set()
+        statuses = [(await answer).status_code for answer in flood]
+        assert statuses.count(429) == 7
+        assert statuses.count(400) == 5  # more tokens than fit
+
+
+async def test_bodies_on_their_way_are_bounded_by_tenant(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_BODIES_BYTES", 16 * MIB)  # of one tenant's 4
+    async with shared_server(model, tmp_path) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        writers = []
+        for _ in range(2):
+            _, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST {COMPLETION} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEYS['acme']}\r\n"
+            writer.write(f"{head}content-length: {3 * MIB}\r\n\r\n".encode() + b" " * (3 * MIB - 1))
+            writers.append(writer)
+        asked = {"prompt": "x", "max_tokens": 1, "user": "x" * MIB}
+        async with asyncio.timeout(20):
+            while (refused := await server.post(COMPLETION, of("acme"), **asked)).status_code != 429:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert "bodies of this tenant" in refused.text
+        assert int(refused.headers["retry-after"]) > 0
+        assert (await server.post(COMPLETION, of("globex"), **asked)).status_code == 200
+        for writer in writers:
+            writer.close()
+
+
+async def test_an_ended_response_is_read_without_its_template(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created = (await server.post("/v1/responses", input="hello", background=True, max_output_tokens=3)).json()
+    monkeypatch.setattr(prompts, "render", None)
+    path, running = f"/v1/responses/{created['id']}", ("queued", "in_progress")
+    async with asyncio.timeout(20):
+        while (read := (await server.client.get(path)).json())["status"] in running:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+    assert read["status"] == "incomplete", read
+
+
+async def test_a_long_list_of_tokens_becomes_text_in_pieces(server: HttpServer, model: Path) -> None:
+    """Also where a character's bytes stand in two pieces."""
+    text = "日é🐢 " * (PIECE_SIZE // 8)
+    token_ids = (await server.post("/tokenize", prompt=text)).json()["tokens"]
+    assert len(token_ids) > 2 * PIECE_SIZE // 8
+    for start in range(4):
+        whole = (await server.post("/detokenize", tokens=token_ids[start:])).json()["prompt"]
+        assert whole.endswith(text[10:])

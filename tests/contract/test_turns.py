@@ -1,0 +1,79 @@
+"""Work in turns by tenant: the order of pieces, and the bytes that wait."""
+
+import asyncio
+import threading
+from functools import partial
+
+import pytest
+
+from scheduler_service.serving.refusal import Reason, RefusedError
+from scheduler_service.serving.turns import PIECE_SIZE, TenantBytes, Turns
+
+MANY = 1 << 30
+
+
+class Pieces:
+    """Pieces of work that note their names. Each waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.may_go_on = threading.Event()
+
+    def work(self, name: str) -> str:
+        self.begun.append(name)
+        assert self.may_go_on.wait(20)
+        return name
+
+
+def turns_of(max_bytes: int = MANY, max_tenant_bytes: int = MANY) -> Turns:
+    return Turns(TenantBytes("texts", max_bytes, max_tenant_bytes))
+
+
+@pytest.mark.parametrize(("size", "num_ahead"), [(100, 2), (PIECE_SIZE + 1, 1)], ids=["short", "long"])
+async def test_another_tenant_waits_for_one_piece(size: int, num_ahead: int) -> None:
+    """Two short ones run at the same time."""
+    pieces, turns = Pieces(), turns_of()
+    flood = [asyncio.create_task(turns.run("a", size, pieces.work, f"a{index}")) for index in range(40)]
+    await asyncio.sleep(0)
+    other = asyncio.create_task(turns.run("b", size, pieces.work, "b"))
+    await asyncio.sleep(0)
+    pieces.may_go_on.set()
+    assert await other == "b"
+    assert await asyncio.gather(*flood) == [f"a{index}" for index in range(40)]
+    assert pieces.begun.index("b") <= num_ahead
+    assert [name for name in pieces.begun if name != "b"] == [f"a{index}" for index in range(40)]
+    assert not turns._queues
+    assert turns.waiting.num_bytes == 0
+    turns.close()
+
+
+async def test_a_long_piece_holds_up_no_short_one() -> None:
+    pieces, turns = Pieces(), turns_of()
+    long = asyncio.create_task(turns.run("a", PIECE_SIZE + 1, pieces.work, "long"))
+    await asyncio.sleep(0)
+    assert await turns.run("b", 1, str, "short") == "short"
+    assert await turns.carry_out("a", PIECE_SIZE, threading.get_ident) == threading.get_ident()
+    assert not long.done()
+    pieces.may_go_on.set()
+    assert await long == "long"
+    assert await turns.carry_out("a", PIECE_SIZE + 1, threading.get_ident) != threading.get_ident()
+    turns.close()
+
+
+async def test_what_waits_is_refused_to_the_tenant_that_has_too_much() -> None:
+    pieces, turns = Pieces(), turns_of(100, 60)
+    waiting = [asyncio.create_task(turns.run(tenant, 50, pieces.work, tenant)) for tenant in "aab"]
+    await asyncio.sleep(0)
+    with pytest.raises(RefusedError, match="texts of this tenant with 50 bytes wait, this one has 50") as refused:
+        await waiting[1]
+    assert refused.value.reason is Reason.RESOURCE_EXHAUSTED
+    with pytest.raises(RefusedError, match="texts of all tenants with 100 bytes wait"):
+        await turns.run("b", 5, str)
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    assert turns.waiting.num_bytes == 50
+    pieces.may_go_on.set()
+    assert await waiting[2] == "b"
+    assert await turns.run("a", 1000, partial(str, "alone")) == "alone"
+    assert not turns.waiting._held
+    turns.close()
